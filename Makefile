@@ -1,0 +1,61 @@
+# make alone prints this help. Everything runs in .venv, which `make setup` builds from nothing.
+CONFIG ?= configs/stdlib_lm.yaml
+NPROC ?= 1
+ARGS ?=
+PYTHON ?= python3
+VENV := .venv/bin
+
+# Where: one process or several, on GPUs if there are any.
+GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c ^GPU)
+ifeq ($(GPUS),0)
+ACCELERATE ?= accelerate_configs/$(if $(filter 1,$(NPROC)),cpu,cpu_ddp).yaml
+else
+ACCELERATE ?= accelerate_configs/$(if $(filter 1,$(NPROC)),gpu,ddp).yaml
+endif
+LAUNCH = $(VENV)/accelerate launch --quiet --config_file $(ACCELERATE) --num_processes $(NPROC)
+# A run on several processes gets a folder of its own, so that you can compare its numbers with those of one.
+OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)proc)
+RUN ?= $(shell ls -td runs/*/config.yaml 2>/dev/null | head -1 | xargs -r dirname)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train eval test lint format bench report clean
+
+help: ## print this help
+	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1|/' | column -t -s '|'
+
+setup: .venv/done ## build .venv from nothing; does nothing when it is up to date
+
+.venv/done: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(VENV)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
+	$(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS)
+
+eval: .venv/done ## evaluate the last run (RUN=folder for another one)
+	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
+	$(LAUNCH) eval.py --checkpoint $(RUN) $(ARGS)
+
+test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a task)
+	$(VENV)/python -m pytest $(ARGS)
+
+lint: .venv/done ## check style and formatting
+	$(VENV)/ruff check .
+	$(VENV)/ruff format --check .
+
+format: .venv/done ## mend style and formatting
+	$(VENV)/ruff check --fix .
+	$(VENV)/ruff format .
+
+bench: .venv/done ## measure the loop against a plain one, side by side
+	$(VENV)/python benchmarks/loop.py $(ARGS)
+
+report: .venv/done ## write report.html of the last run (RUN=folder for another one)
+	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
+	$(VENV)/python -m src.report $(RUN)
+
+clean: ## remove .venv, sample data and caches; runs/ stays
+	rm -rf .venv data .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

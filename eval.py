@@ -1,0 +1,46 @@
+"""Evaluate a run, a checkpoint or a Hub model: accelerate launch eval.py --checkpoint runs/stdlib_lm
+
+The loss of a run is the number that train.py reported, to the last digit, on any number of processes.
+"""
+
+import json
+from pathlib import Path
+
+from src import checkpoint, config, launch
+from src.data import load_splits
+from src.evaluation import evaluate
+from src.step import Objective
+from src.tasks import make_task
+from src.tracking import exact, strict, table, topology
+
+
+def main(argv: list[str]) -> None:
+    argv, base, step = checkpoint.to_evaluate(argv)  # --checkpoint brings the run's config; flags win over it
+    run, options = config.parse(argv, base)
+    config.check(run, options, training=False)
+    launch.check_environment()
+
+    task = make_task(run, options)
+    task.load()
+    split = load_splits(run, task, wanted=("validation",))["validation"]
+    accelerator = launch.start(run)
+    score(run, task, split, accelerator, step)
+    launch.finish(accelerator)
+
+
+def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> None:
+    agree = launch.Agreement(accelerator, run.ddp_timeout)
+    module = accelerator.prepare_model(Objective(task.build(), task), evaluation_mode=True)
+    values = strict({"kind": "eval", "step": step} | evaluate(accelerator, agree, module, task, split, run))
+    if accelerator.is_main_process:
+        print(table(topology(accelerator, run) | {"model": run.model_name_or_path}) + "\n")
+        print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
+        folder = Path(run.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "eval.json").write_text(json.dumps(values, allow_nan=False) + "\n")
+        print(f"\nwritten to {(folder / 'eval.json').resolve()}")
+    accelerator.wait_for_everyone()
+
+
+if __name__ == "__main__":
+    launch.main(main)

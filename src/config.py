@@ -1,0 +1,347 @@
+"""What is trained: one dataclass for the run, parsed together with the task's own options, every fault at once.
+
+A fork adds fields here. Guarded by tests/test_config.py. Precedence: defaults < YAML < flags.
+"""
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+class UsageError(Exception):
+    """The user can mend this; the message names the culprit and the way out. Ends every rank with exit code 2."""
+
+
+def int_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def json_object(text: str | dict) -> dict:
+    value = json.loads(text) if isinstance(text, str) else text
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def say(text: str, default=None, choices=None):
+    """Return a dataclass field with its help text; a list as default is copied for each instance."""
+    metadata = {"help": text} | ({"choices": choices} if choices else {})
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
+SCHEDULES = [
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "constant_with_warmup",
+    "inverse_sqrt",
+    "cosine_with_min_lr",
+    "warmup_stable_decay",
+]
+
+
+@dataclass
+class RunConfig:
+    """Everything that decides the numbers, and nothing that says where they are computed."""
+
+    _argument_group_name = "the run"
+
+    task: str = say("what kind of model is trained: a file of src/tasks/", "causal_lm")
+    output_dir: str | None = say("where the run lives (default: runs/NAME_OF_THE_YAML)")
+    seed: int = say("the one seed: weights, data order, dropout, augmentation", 42)
+    resume: str = say(
+        "auto (newest intact checkpoint of output_dir, else start), never, or a checkpoint folder", "auto"
+    )
+    dry_run: bool = say("print the plan and stop", False)
+
+    model_name_or_path: str | None = say("Hub id or folder of a pretrained model")
+    model_revision: str = say("branch, tag or commit of the Hub model", "main")
+    model_config: str | None = say(
+        "YAML or JSON file with a transformers config (model_type: llama, …) for random weights"
+    )
+    tokenizer_name: str | None = say("Hub id or folder of the tokenizer (default: the model's)")
+    dtype: str = say("dtype of the weights", "float32", ["float32", "float64", "bfloat16"])
+    attn_implementation: str | None = say("sdpa, eager, flash_attention_2, … (default: transformers' choice)")
+    trust_remote_code: bool = say("run code that a Hub repository brings", False)
+
+    dataset_name: str | None = say(
+        "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions"
+    )
+    dataset_config_name: str | None = say("configuration of the Hub dataset")
+    dataset_revision: str | None = say("branch, tag or commit of the Hub dataset")
+    train_file: list[str] = say("local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [])
+    validation_file: list[str] = say("likewise, for evaluation", [])
+    max_eval_examples: int | None = say("evaluate on the first so many rows only")
+    dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0)
+    cache_dir: str | None = say("where prepared data is kept (default: beside the datasets cache)")
+
+    global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
+    per_device_batch_size: int = say("examples per forward pass; accumulation is derived and printed", 8)
+    per_device_eval_batch_size: int = say("likewise for evaluation", 8)
+
+    max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs")
+    num_train_epochs: float = say("passes over the training data", 1.0)
+    optim: str = say("optimizer; adamw and adamw_torch are the same", "adamw", OPTIMIZERS)
+    learning_rate: float = say("peak learning rate", 5e-5)
+    weight_decay: float = say("on parameters with two dimensions or more", 0.01)
+    adam_beta1: float = say("decay of the first moment (momentum of sgd)", 0.9)
+    adam_beta2: float = say("decay of the second moment", 0.999)
+    adam_epsilon: float = say("added to the root of the second moment", 1e-8)
+    max_grad_norm: float = say("largest norm of the gradient; 0 does not clip", 1.0)
+    lr_scheduler_type: str = say(
+        "a schedule of transformers, evaluated at the number of completed updates", "linear", SCHEDULES
+    )
+    lr_scheduler_kwargs: json_object = say('its further arguments as JSON, e.g. {"min_lr": 1e-5}', None)
+    warmup_steps: float = say("steps of warmup, or a fraction of all steps if below 1", 0.0)
+
+    logging_steps: int = say("steps between train lines", 10)
+    eval_steps: int | None = say("steps between evaluations (default: at the end only)")
+    save_steps: int | None = say("steps between checkpoints (default: at the end only)")
+    save_total_limit: int = say("checkpoints to keep", 2)
+    report_to: list[str] = say("trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [])
+    ddp_timeout: int = say("seconds a collective may wait", 600)
+
+
+Fault = str
+
+
+def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
+    """Return every range error and contradiction between the fields of `run`."""
+    faults = []
+    positive = [
+        "global_batch_size",
+        "per_device_batch_size",
+        "per_device_eval_batch_size",
+        "max_steps",
+        "logging_steps",
+        "eval_steps",
+        "save_steps",
+        "save_total_limit",
+        "ddp_timeout",
+        "max_eval_examples",
+        "num_train_epochs",
+        "adam_epsilon",
+    ]
+    at_least_zero = [
+        "seed",
+        "learning_rate",
+        "weight_decay",
+        "max_grad_norm",
+        "warmup_steps",
+        "adam_beta1",
+        "adam_beta2",
+        "dataloader_num_workers",
+    ]
+    for name, value in vars(run).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            faults.append(f"{name} is {value}: give a finite number")
+        elif name in positive and value is not None and value <= 0:
+            faults.append(f"{name} is {value}: it must be above zero")
+        elif name in at_least_zero and value < 0:
+            faults.append(f"{name} is {value}: it must not be negative")
+    for name in ("adam_beta1", "adam_beta2"):
+        if getattr(run, name) >= 1:
+            faults.append(f"{name} is {getattr(run, name)}: it must be below 1")
+    if run.warmup_steps > 1 and run.warmup_steps != int(run.warmup_steps):
+        faults.append(f"warmup_steps is {run.warmup_steps}: give whole steps, or a fraction below 1")
+    if run.max_steps and run.warmup_steps > run.max_steps:
+        faults.append(f"warmup_steps is {run.warmup_steps:g}: more than max_steps, which is {run.max_steps}")
+    if training and run.per_device_batch_size > run.global_batch_size > 0:
+        faults.append(
+            f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
+            f"{run.global_batch_size}; a forward pass cannot hold more than one optimizer step"
+        )
+    if run.model_name_or_path and run.model_config:
+        faults.append(
+            "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
+        )
+    if not run.model_name_or_path and not run.model_config:
+        faults.append(
+            "no model: give --model_name_or_path, or --model_config for random weights (try --config configs/stdlib_lm.yaml)"
+        )
+    if run.dataset_name and run.train_file:
+        faults.append("dataset_name and train_file are both given: keep one")
+    field = "train_file" if training else "validation_file"
+    if not run.dataset_name and not getattr(run, field):
+        faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
+    if run.dataset_config_name and not run.dataset_name:
+        faults.append("dataset_config_name is given without dataset_name")
+    return faults
+
+
+def parse(argv: list[str], base: dict | None = None):
+    """Return (run, options) from flags and the YAML file that `--config` names; `base` holds values below both.
+
+    Raises UsageError with every unknown name, wrong type, range error and contradiction at once.
+    """
+    from transformers import HfArgumentParser
+
+    from src.tasks import OPTIONS
+
+    faults, items = [], []
+    flags, path = _flags(argv, faults)
+    items += [("", name, value) for name, value in (base or {}).items() if value is not None]
+    if path:
+        items += [(f"{path}: ", name, value) for name, value in read_yaml(path).items() if value is not None]
+    items += [("--", name, value) for name, value in flags]
+    task = next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task)
+    if task not in OPTIONS:
+        raise UsageError(f"task: unknown value {task!r}{nearest(str(task), OPTIONS)}; there is {', '.join(OPTIONS)}")
+    options = OPTIONS[task]()
+
+    class Parser(HfArgumentParser):
+        def error(self, message):
+            raise ValueError(re.sub(r"^argument \S+: ", "", message))
+
+    parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)
+    parser.add_argument("--config", help="YAML file with these fields; flags win over it")
+    if "-h" in argv or "--help" in argv:
+        parser.print_help()
+        sys.exit(0)
+    fields = {f.name for kind in (RunConfig, options) for f in dataclasses.fields(kind)}
+    others = {f.name: other for other in OPTIONS if other != task for f in dataclasses.fields(OPTIONS[other]())}
+    good = []
+    for source, name, value in items:
+        negated = name.removeprefix("no_") if name.startswith("no_") else None
+        if name not in fields and negated not in fields:
+            hint = (
+                f"it belongs to task {others[name]}, this is {task}"
+                if name in others
+                else f"unknown field{nearest(name, fields)}"
+            )
+            faults.append(f"{source}{name}: {hint}")
+            continue
+        argument = _argument(name, value)
+        try:
+            parser.parse_args(argument)
+            good += argument
+        except (ValueError, TypeError) as error:
+            faults.append(f"{source}{name}: {error}")
+    if faults:
+        raise UsageError(_listed(faults))
+    run, chosen = parser.parse_args_into_dataclasses(good, look_for_args_file=False)[:2]
+    stem = Path(path).stem if path and not base else run.task
+    run.output_dir = run.output_dir or f"runs/{stem}"
+    return run, chosen
+
+
+_DESCRIPTION = (
+    "Precedence: defaults < the YAML of --config < flags. Docs: README.md. The task's options follow the run's."
+)
+
+
+def check(run: RunConfig, options, training: bool = True) -> None:
+    """Raise UsageError with every fault that the values have by themselves, before anything is read or written."""
+    faults = check_run(run, training) + options.check()
+    if faults:
+        raise UsageError(_listed(faults))
+
+
+def _listed(faults: list[Fault]) -> str:
+    return faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults)
+
+
+def nearest(name: str, names) -> str:
+    """Return '; did you mean X?' for the nearest of `names`, or nothing."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _flags(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[str]]], str | None]:
+    """Split a command line into (name, values) pairs and the path that --config names."""
+    flags, path = [], None
+    for token in argv:
+        if re.match(r"--[A-Za-z]", token):
+            name, equals, value = token[2:].partition("=")
+            flags.append((name.replace("-", "_"), [value] if equals else []))
+        elif flags:
+            flags[-1][1].append(token)
+        elif token != "-h":
+            faults.append(f"{token!r}: a flag was expected, --NAME VALUE")
+    for _, values in [item for item in flags if item[0] == "config"]:
+        if path is not None or len(values) != 1:
+            raise UsageError("--config: give it once, with one YAML file")
+        path = values[0]
+    return [item for item in flags if item[0] not in ("config", "help")], path
+
+
+def _last(value):
+    return value[-1] if isinstance(value, list) and value else value
+
+
+def _argument(name: str, value) -> list[str]:
+    """Return the command-line words of one field."""
+    if isinstance(value, dict):
+        return [f"--{name}={json.dumps(value)}"]
+    values = [_word(v) for v in (value if isinstance(value, list) else [value])]
+    return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
+
+
+def _word(value) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Return the mapping in a YAML or JSON file; UsageError names the file and, where there is one, the line."""
+    found = locate(str(path))
+    try:
+        value = yaml.load(Path(found).read_text(encoding="utf-8"), _Loader)
+    except FileNotFoundError:
+        raise UsageError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if value is None:
+        raise UsageError(f"{path}: the file is empty")
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UsageError(f"{path}: expected lines of the form `name: value`")
+    return value
+
+
+def locate(name: str) -> str:
+    """Return the absolute path of a file or folder, looked up in the working directory, then in the repository.
+
+    A name that is neither (a Hub id, a URL, a glob, something yet to be made) comes back as it is.
+    """
+    for folder in (Path.cwd(), REPOSITORY):
+        if name and (folder / name).exists():
+            return str((folder / name).resolve())
+    return name
+
+
+def to_yaml(run: RunConfig, options) -> str:
+    """Return the resolved configuration as YAML that is itself a valid --config."""
+    values = dataclasses.asdict(run) | dataclasses.asdict(options)
+    values.pop("dry_run")
+    for name in ("model_name_or_path", "model_config", "tokenizer_name", "dataset_name"):
+        values[name] = values[name] and locate(values[name])
+    for name in ("train_file", "validation_file"):
+        values[name] = [locate(file) for file in values[name]]
+    values = {name: value for name, value in values.items() if value != []}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

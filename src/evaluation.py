@@ -1,0 +1,99 @@
+"""One number on any number of processes: every example once, sums in float64, added in the order of the plan.
+
+Leave alone. Guarded by tests/test_evaluation.py and tests/conformance/.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from src.config import RunConfig
+from src.data import Split, read, seed_everything
+from src.plan import evaluation_order
+from src.tasks import Task
+
+FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
+
+
+@torch.no_grad()
+def evaluate(accelerator, agree, module: torch.nn.Module, task: Task, split: Split, run: RunConfig) -> dict:
+    """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
+
+    Bitwise the same for any number of processes on one kind of device: the cut into micro-batches, each one's sums
+    and the order in which they are added do not depend on it. Held in memory: a few numbers per micro-batch.
+    """
+    # The bare module, because a wrapper's forward may be a collective and ranks may run different numbers of them.
+    module = accelerator.unwrap_model(module)
+    examples = min(len(split), run.max_eval_examples or len(split))
+    size = run.per_device_eval_batch_size
+    order = list(evaluation_order(examples, size, run.seed, split.lengths))
+    mine = iter(order[accelerator.process_index :: accelerator.num_processes])
+    names, table, rows, pending = [], None, {}, []
+
+    def flush():
+        nonlocal names, table
+        for micro, batch, out in pending:
+            sums = {k: v for k, v in out.items() if v.dim() == 0} | batch.sums
+            names = names or ["weight", *sorted(sums)]
+            table = np.zeros((len(order), len(names))) if table is None else table
+            table[micro.index] = [batch.weight, *(float(sums[name]) for name in names[1:])]
+            for name, values in ((k, v) for k, v in out.items() if v.dim() == 1):
+                rows.setdefault(name, np.zeros(examples))[micro.ids] = values.cpu().numpy()
+            rows.setdefault("times seen", np.zeros(examples))[micro.ids] += 1
+        pending.clear()
+
+    training = module.training
+    module.eval()
+    with _one_thread(accelerator.device):
+        pin = accelerator.device.type == "cuda"
+        for micro, batch in read(split, task, mine, run.dataloader_num_workers, pin):
+            seed_everything(micro.seed)
+            inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
+            pending.append((micro, batch, module(inputs)))
+            if len(pending) == FLUSH:
+                flush()
+        flush()
+    module.train(training)
+    return _combine(accelerator, agree, task, names, table, rows, len(order), examples)
+
+
+def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, examples: int) -> dict:
+    """Return the eval line from every rank's part of the table of sums."""
+    names, kinds = _same_names(accelerator, names, sorted(rows))
+    table = np.zeros((micro_batches, len(names))) if table is None else table
+    table = agree(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
+    total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
+    rows = {name: agree(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
+    seen = rows.pop("times seen")
+    assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
+    weight = total.pop("weight")
+    line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
+    if weight:
+        line |= task.metrics(total, weight)
+    if rows and accelerator.is_main_process:
+        line |= task.row_metrics(
+            {name: values.astype(np.int64) if (values % 1 == 0).all() else values for name, values in rows.items()}
+        )
+    return line
+
+
+def _same_names(accelerator, names: list[str], kinds: list[str]) -> tuple[list[str], list[str]]:
+    """Return the names of the first rank that had anything to evaluate: with few examples some ranks have nothing."""
+    if accelerator.num_processes == 1:
+        return names, kinds
+    from accelerate.utils import gather_object
+
+    return max(gather_object([(names, kinds)]), key=lambda found: len(found[0]))
+
+
+@contextmanager
+def _one_thread(device: torch.device):
+    """Hold a CPU to one thread: the last bit of a matrix product depends on how many share it.
+
+    Costs the other cores; more processes use them (make eval NPROC=4), and the number does not move."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,0 +1,135 @@
+"""What did Accelerate really give us? Start it, check it against what was asked for, say it, and end it on every path.
+
+Leave alone. Guarded by tests/test_launch.py.
+"""
+
+import gc
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from src.config import RunConfig, UsageError
+
+
+def check_environment() -> None:
+    """Raise UsageError when several processes were asked for and accelerate launch started one, as it sometimes does."""
+    alone = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if alone and not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & set(os.environ):
+        raise UsageError(
+            "several processes were asked for, but accelerate launch started one (it does so for --cpu and for "
+            "distributed_type: MULTI_CPU without mpirun): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
+        )
+
+
+def start(run: RunConfig):
+    """Return an Accelerator whose process group is the one that was asked for; UsageError says what differs and why."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+    asked = int(os.environ.get("WORLD_SIZE", 1))
+    sharded = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
+    accelerated = torch.accelerator.is_available()
+    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
+    # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    try:
+        accelerator = Accelerator(
+            cpu=cpu,
+            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(seconds=run.ddp_timeout))],
+            log_with=[name for name in run.report_to if name != "none"] or None,
+            project_dir=run.output_dir,
+        )
+    except (ValueError, ImportError) as error:
+        raise UsageError(f"accelerate cannot start what its configuration asks for: {error}") from error
+    got = accelerator.num_processes
+    if asked != got:
+        raise UsageError(
+            f"the launcher started {asked} processes, but accelerate made a group of {got}: each would train alone on all "
+            "data and write to the same folder; set ACCELERATE_USE_CPU=true for CPU, or launch with torchrun"
+        )
+    for name in sharded:
+        if accelerator.distributed_type.value != name:
+            raise UsageError(
+                f"{name} was asked for, but accelerate gave {accelerator.distributed_type.value}: it needs a GPU or NPU"
+            )
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
+        raise UsageError(
+            "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"
+        )
+    if accelerator.mixed_precision != "no" and run.dtype == "float64":
+        raise UsageError(
+            f"dtype is float64, but the accelerate file asks for {accelerator.mixed_precision}: use mixed_precision: 'no'"
+        )
+    if accelerator.gradient_accumulation_steps != 1:
+        warnings.warn(
+            f"gradient accumulation of {accelerator.gradient_accumulation_steps} is set for accelerate and ignored here: it "
+            "follows from global_batch_size and per_device_batch_size in the run file",
+            stacklevel=2,
+        )
+        accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
+    return accelerator
+
+
+class Agreement:
+    """Adds a small vector over all ranks, on the host: every decision that a rank could take alone goes through it.
+
+    Over gloo even when gradients travel over NCCL, so no rank waits for its device to learn what the others say.
+    """
+
+    def __init__(self, accelerator, timeout: int):
+        self.alone = accelerator.num_processes == 1
+        own = not self.alone and dist.get_backend() != "gloo"
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if own else None
+
+    def __call__(self, values) -> torch.Tensor:
+        """Return the sum of `values` (numbers or a tensor, the same shape on every rank) in float64."""
+        vector = torch.as_tensor(values, dtype=torch.float64)
+        if not self.alone:
+            dist.all_reduce(vector, group=self.group)
+        return vector
+
+
+def nodes() -> int:
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1) or 1))
+
+
+def finish(accelerator) -> None:
+    """End trackers and the process group; the caller holds no wrapped model any more.
+
+    The wrapper of DDP must be gone before its group is: freed later, it waits for a thread that waits for the GIL.
+    """
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def main(work: Callable[[list[str]], None]) -> None:
+    """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
+    try:
+        work(sys.argv[1:])
+    except UsageError as error:
+        _end(2, error, f"{os.path.basename(sys.argv[0])}: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
+    except KeyboardInterrupt as error:
+        _end(130, error, "interrupted")
+    except Exception as error:
+        rank = os.environ.get("RANK", "0")
+        _end(1, error, f"rank {rank} failed:\n{traceback.format_exc()}")
+
+
+def _end(code: int, error: BaseException, message: str) -> None:
+    sys.stdout.flush()
+    print(f"\n{message}" if message else "", file=sys.stderr, end="\n" if message else "", flush=True)
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)  # the launcher prints it last, whatever the others print
+    if os.environ.get("LOCAL_RANK", "0") != "0" and code == 2:
+        time.sleep(1)  # the same fault on every rank: let rank 0 be the first to fail, and the launcher quote it
+    # Destructors of a group in which others still wait could wait themselves.
+    os._exit(code)

@@ -1,0 +1,154 @@
+"""From names in the run file to a tokenizer, a configuration and a model, with one clear error when they do not fit.
+
+Leave alone. Guarded by tests/test_bad_input.py and tests/test_models.py.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from src import samples
+from src.config import RunConfig, UsageError, locate, nearest, read_yaml
+
+
+def _reason(error: Exception) -> str:
+    """Return the first sentence of a library's message on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:400] or type(error).__name__
+
+
+def load_tokenizer(run: RunConfig):
+    """Return the tokenizer of `tokenizer_name` or of the model, or None when neither brings one."""
+    from transformers import AutoTokenizer
+
+    name = run.tokenizer_name or run.model_name_or_path
+    if name is None:
+        return None
+    folder = samples.tokenizer(name) or locate(name)
+    if not run.tokenizer_name and Path(folder).is_dir():
+        known = (
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "vocab.txt",
+            "vocab.json",
+            "tokenizer.model",
+            "spiece.model",
+        )
+        if not any((Path(folder) / file).exists() for file in known):
+            return None  # a model folder without a tokenizer is fine for rows of input_ids
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, revision=run.model_revision, trust_remote_code=run.trust_remote_code
+        )
+    except Exception as error:
+        field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
+        raise UsageError(
+            f"{field}: no tokenizer could be loaded from {name}: {_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
+        ) from error
+
+
+def tokenizer_text(tokenizer) -> str:
+    """Return what a tokenizer's output depends on; call it before the first use, which leaves settings behind."""
+    return tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else repr(tokenizer)
+
+
+def load_config(run: RunConfig, tokenizer):
+    """Return the transformers configuration; a random model takes vocabulary size and special ids from the tokenizer."""
+    from transformers import AutoConfig
+
+    if run.model_name_or_path:
+        try:
+            return AutoConfig.from_pretrained(
+                locate(run.model_name_or_path), revision=run.model_revision, trust_remote_code=run.trust_remote_code
+            )
+        except Exception as error:
+            raise UsageError(
+                f"model_name_or_path: no model could be read from {run.model_name_or_path}: {_reason(error)}"
+            ) from error
+    values = read_yaml(run.model_config)
+    kind = values.pop("model_type", None)
+    if kind is None:
+        raise UsageError(f"{run.model_config}: model_type is missing (llama, gpt2, bert, …)")
+    try:
+        known = AutoConfig.for_model(kind)
+    except ValueError:
+        from transformers import CONFIG_MAPPING
+
+        raise UsageError(
+            f"{run.model_config}: model_type: unknown value {kind!r}{nearest(str(kind), list(CONFIG_MAPPING))}"
+        ) from None
+    names = set(known.to_dict()) | set(getattr(known, "attribute_map", {}))
+    wrong = [name for name in values if name not in names and not hasattr(known, name)]
+    if wrong:
+        raise UsageError(f"{run.model_config}: {wrong[0]}: {kind} has no such field{nearest(wrong[0], names)}")
+    if tokenizer is not None:
+        values.setdefault("vocab_size", len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    values = {
+        name: float(v) if isinstance(getattr(known, name, None), float) and isinstance(v, int) else v
+        for name, v in values.items()
+    }
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except Exception as error:
+        raise UsageError(f"{run.model_config}: not a valid {kind} configuration: {_reason(error)}") from error
+
+
+def check_fit(run: RunConfig, config, tokenizer, max_length: int | None) -> int:
+    """Return the rows' largest length; UsageError where tokenizer, model and max_length do not fit together."""
+    source = run.model_name_or_path or run.model_config
+    size = getattr(config, "vocab_size", None)
+    if tokenizer is not None and size is not None and len(tokenizer) > size:
+        raise UsageError(
+            f"{source}: vocab_size is {size}, but the tokenizer {run.tokenizer_name or source} has {len(tokenizer)} tokens: "
+            "its ids would fall outside the embedding; use the model's own tokenizer or a larger vocab_size"
+        )
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        limit -= 2  # their positions begin after the padding index
+    if max_length is not None and limit is not None and max_length > limit:
+        raise UsageError(
+            f"max_length is {max_length}, but {source} has {limit} positions: give at most --max_length {limit}"
+        )
+    return max_length or min(1024, limit or 1024)
+
+
+def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: tuple[str, ...] = ()):
+    """Return the model on the CPU in `run.dtype`: from the folder `weights`, else pretrained, else random by the seed.
+
+    Weights that are read must all be there, except those whose name contains one of `new_weights` (a new head).
+    """
+    dtype = getattr(torch, run.dtype)
+    if dtype is torch.bfloat16:
+        warnings.warn(
+            "dtype is bfloat16: weights without a float32 copy. Updates smaller than 1/256 of a weight are lost; "
+            "for speed use mixed_precision: bf16 in the accelerate file and keep dtype float32.",
+            stacklevel=2,
+        )
+    torch.manual_seed(run.seed)
+    extra = {"attn_implementation": run.attn_implementation} if run.attn_implementation else {}
+    name = str(weights or run.model_name_or_path or "")
+    options = {} if weights else {"revision": run.model_revision}
+    try:
+        if not name:
+            return auto_class.from_config(config, dtype=dtype, **extra)
+        model, info = auto_class.from_pretrained(
+            locate(name),
+            config=config,
+            dtype=dtype,
+            trust_remote_code=run.trust_remote_code,
+            output_loading_info=True,
+            **options,
+            **extra,
+        )
+    except Exception as error:
+        raise UsageError(f"{name or run.model_config}: the model could not be built: {_reason(error)}") from error
+    missing = sorted(key for key in info["missing_keys"] if weights or not any(part in key for part in new_weights))
+    if missing:
+        raise UsageError(
+            f"model_name_or_path: {name} has no weights for {len(missing)} parameters of {type(model).__name__}, first "
+            f"{missing[0]}: they would stay random; give a folder saved from this kind of model"
+        )
+    return model

@@ -1,0 +1,153 @@
+"""Which examples, in which micro-batches, with which seeds: pure functions of a few integers.
+
+Leave alone (the promise rests on it). Guarded by tests/test_plan.py and tests/conformance/.
+Nothing here knows about torch, processes or files.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+ROUNDS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """What one forward pass sees: its example ids and the seed of all randomness inside it."""
+
+    ids: np.ndarray
+    seed: int
+    step: int = 0  # optimizer step since the start of the run
+    index: int = 0  # position in the step's plan
+    cost: int = 0  # positions in the padded rectangle, or rows where lengths are unknown
+    last: bool = True  # of its rank's window: gradients are reduced after it
+    filler: bool = False  # run for the backend's sake only, with weight zero
+
+
+def derive(*parts: int | str) -> int:
+    """Return 63 bits that depend on every part and on nothing else."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the images of `positions` under the epoch's permutation of range(n), in O(len(positions)) memory.
+
+    A Feistel network over the next even power of two, walked along its cycles until the image is below n
+    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a bijection for any round function.
+    """
+    half = max(1, ((n - 1).bit_length() + 1) // 2)
+    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
+    keys = np.array([derive("order", seed, epoch, r) for r in range(ROUNDS)], np.uint64)
+
+    def encrypt(x: np.ndarray) -> np.ndarray:
+        left, right = x >> shift, x & mask
+        for key in keys:
+            left, right = right, left ^ (_mix(right + key) & mask)
+        return (left << shift) | right
+
+    x = encrypt(np.asarray(positions).astype(np.uint64))
+    outside = np.flatnonzero(x >= n)
+    while outside.size:  # the domain is below 4n, so a walk takes fewer than four turns on average
+        x[outside] = encrypt(x[outside])
+        outside = outside[x[outside] >= n]
+    return x.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def steps_per_epoch(num_examples: int, global_batch: int) -> int:
+    """Return the optimizer steps of one epoch; the last one takes what is left, exactly."""
+    return -(-num_examples // global_batch)
+
+
+def plan(
+    num_examples: int,
+    global_batch: int,
+    micro_batch: int,
+    seed: int,
+    epoch: int,
+    step: int,
+    lengths: Sequence[int] | np.ndarray | None = None,
+) -> list[MicroBatch]:
+    """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
+
+    With `lengths` (indexed by id; read for this step's ids only) the global batch is sorted by length before it is
+    cut, so that rows of like length are padded together. The sum over the global batch does not notice.
+    """
+    start = step * global_batch
+    ids = permute(np.arange(start, min(start + global_batch, num_examples)), num_examples, seed, epoch)
+    first = epoch * steps_per_epoch(num_examples, global_batch)
+    cuts = cut(ids, micro_batch, lengths)
+    return [
+        MicroBatch(part, derive("micro-batch", seed, epoch, step, j), first + step, j, cost)
+        for j, (part, cost) in enumerate(cuts)
+    ]
+
+
+def cut(ids: np.ndarray, micro_batch: int, lengths=None) -> list[tuple[np.ndarray, int]]:
+    """Return `ids` in parts of `micro_batch` (the last may be smaller), longest rows first, each with its cost."""
+    if lengths is None:
+        parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
+        return [(part, len(part)) for part in parts]
+    long = np.asarray(lengths[ids])
+    order = np.argsort(-long.astype(np.int64), kind="stable")
+    ids, long = ids[order], long[order]
+    return [
+        (ids[i : i + micro_batch], int(long[i]) * len(ids[i : i + micro_batch]))
+        for i in range(0, len(ids), micro_batch)
+    ]
+
+
+def assign(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
+    """Return each rank's window: costs balanced, forward counts equal up to one, never empty.
+
+    The costliest micro-batch goes to the least loaded rank that still has room (longest processing time first). A
+    rank with nothing to do gets a filler of weight zero, because every rank must take part in the reduction.
+    """
+    room = -(-len(micro_batches) // world_size)
+    windows, loads = [[] for _ in range(world_size)], [0] * world_size
+    for micro in sorted(micro_batches, key=lambda m: -m.cost):
+        rank = min((r for r in range(world_size) if len(windows[r]) < room), key=lambda r: (loads[r], r))
+        windows[rank].append(replace(micro, last=False))
+        loads[rank] += micro.cost
+    filler = replace(micro_batches[-1], ids=micro_batches[-1].ids[:1], filler=True)
+    for window in windows:
+        window[-1:] = [replace(window[-1] if window else filler, last=True)]
+    return windows
+
+
+def training_order(
+    num_examples: int,
+    global_batch: int,
+    micro_batch: int,
+    seed: int,
+    rank: int,
+    world_size: int,
+    start: int,
+    stop: int,
+    lengths=None,
+) -> Iterator[MicroBatch]:
+    """Yield one rank's micro-batches of the run's optimizer steps start … stop−1; entering anywhere is O(1)."""
+    per_epoch = steps_per_epoch(num_examples, global_batch)
+    for step in range(start, stop):
+        epoch, within = divmod(step, per_epoch)
+        micro_batches = plan(num_examples, global_batch, micro_batch, seed, epoch, within, lengths)
+        yield from assign(micro_batches, world_size)[rank]
+
+
+def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=None) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an evaluation: every id once, cut inside blocks of 64 micro-batches."""
+    block = 64 * micro_batch
+    index = 0
+    for start in range(0, num_examples, block):
+        for part, cost in cut(np.arange(start, min(start + block, num_examples)), micro_batch, lengths):
+            yield MicroBatch(part, derive("evaluation", seed, index), index=index, cost=cost)
+            index += 1

@@ -1,0 +1,90 @@
+"""The plan in words and numbers: what `--dry_run` prints, and every run before its first step.
+
+Leave alone. Guarded by tests/test_cli.py.
+"""
+
+import math
+
+import torch
+
+from src.config import RunConfig
+from src.data import Split
+from src.plan import steps_per_epoch
+from src.step import Progress
+
+
+def total_steps(run: RunConfig, examples: int) -> int:
+    """Return the optimizer steps of the whole run."""
+    return run.max_steps or math.ceil(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size))
+
+
+def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
+    """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
+    train = splits["train"]
+    per_epoch = steps_per_epoch(len(train), run.global_batch_size)
+    tail = len(train) - (per_epoch - 1) * run.global_batch_size
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    width = torch.finfo(getattr(torch, run.dtype)).bits // 8
+    moments = 1 if run.optim == "sgd" else 2
+    state = width * (parameters + (1 + moments) * trainable)
+    disk = (
+        width * (parameters + moments * trainable) * min(run.save_total_limit + 1, saves(run, total) + 1)
+        + width * parameters
+    )
+    warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
+    corners = sorted({0, warmup, total // 2, total - 1} & set(range(total)))
+    rows = {"task": run.task, "training data": _facts(train)}
+    rows["evaluation data"] = _facts(splits["validation"]) if "validation" in splits else "none: no evaluation"
+    rows["steps"] = (
+        f"{total:,} of {run.global_batch_size} examples = {total * run.global_batch_size / len(train):.2f} epochs of {per_epoch:,} steps"
+        + (f"; the last of an epoch has {tail}" if tail != run.global_batch_size else "")
+    )
+    rows["tokens"] = f"{train.facts['tokens'] * total / per_epoch:,.0f} in the whole run"
+    rows["learning rate"] = f"{run.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
+    rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {run.dtype}"
+    rows["memory"] = f"{_size(state)} per device for weights, gradients and optimizer; activations come on top"
+    rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {run.output_dir}"
+    return rows
+
+
+def saves(run: RunConfig, total: int) -> int:
+    return max(1, total // run.save_steps) if run.save_steps else 1
+
+
+def notes(run: RunConfig, splits: dict[str, Split], start, progress: Progress, total: int) -> list[str]:
+    """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
+    found = [f"going on from {start}, step {progress.step:,}"] if start else []
+    if progress.step >= total:
+        found.append(
+            f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
+            "--output_dir, or --resume never to start it anew"
+        )
+    for name, split in splits.items():
+        facts = split.facts
+        if facts["rows_cut"]:
+            share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
+            found.append(
+                f"{name} data: {facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
+            )
+        if facts["without_target"]:
+            found.append(
+                f"{name} data: {facts['without_target']:,} of {facts['examples']:,} rows have no target and count for nothing"
+            )
+    if run.max_steps and run.num_train_epochs != RunConfig.num_train_epochs:
+        found.append(f"num_train_epochs {run.num_train_epochs:g} is ignored: max_steps {run.max_steps} wins")
+    return found
+
+
+def _facts(split: Split) -> str:
+    f = split.facts
+    packed = f" packed from {f['source_rows']:,}" if f["examples"] != f["source_rows"] else ""
+    return f"{f['examples']:,} rows{packed}, {f['tokens']:,} tokens, {f['targets']:,} targets"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

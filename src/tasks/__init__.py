@@ -1,0 +1,76 @@
+"""The tasks, and the contract between a task and the loop. A fork adds a file here and a line to OPTIONS.
+
+A task says what one row is and what its loss sums to; it knows nothing of processes, devices or steps.
+Guarded by tests/conformance/, which a fork runs on its own task.
+"""
+
+from importlib import import_module
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+def _options(name: str):
+    return lambda: import_module(f"src.tasks.{name}").Options
+
+
+OPTIONS = {  # task name -> its dataclass of options
+    "causal_lm": _options("causal_lm"),
+    "text_classification": _options("text_classification"),
+}
+
+
+def make_task(run, options) -> "Task":
+    """Return the task that `run.task` names."""
+    return import_module(f"src.tasks.{run.task}").Task(run, options)
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the host: what the model reads, and what is known without a model."""
+
+    inputs: dict[str, torch.Tensor]
+    weight: float  # what the micro-batch's loss sum will be divided by, added over the global batch
+    tokens: int  # real tokens (or rows, pixels, …), for the throughput
+    positions: int  # tokens and padding, for the share of padding
+    sums: dict[str, float] = {}  # further sums for `metrics`, such as bytes
+
+
+class Task(Protocol):
+    """What a task file provides. All of it runs on every rank."""
+
+    def load(self) -> None:
+        """Read tokenizer and configuration; refuse what does not fit together."""
+
+    def opened(self, dataset) -> None:
+        """Take from prepared data what `build` needs to know of it, such as the names of the labels."""
+
+    def prepare(self, examples, split: str, folder: str):
+        """Return a `datasets.Dataset` of rows ready for `collate`, with an integer column `length`.
+
+        Row i comes from example i unless rows are packed. Files may be written to `folder`."""
+
+    def fingerprint(self) -> str:
+        """Return what `prepare` depends on besides the examples and this file."""
+
+    def build(self, weights: str | None = None) -> torch.nn.Module:
+        """Return the transformers model in `run.dtype` on the CPU, the same on every rank, with the weights of the
+        checkpoint folder `weights` if there is one."""
+
+    def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
+        """Return the padded micro-batch. Randomness (augmentation, masking) from torch, numpy or random is keyed
+        by the micro-batch before this is called, so it needs no seed of its own."""
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return sums over the micro-batch: `loss`, in float32 or better, and in evaluation whatever `metrics` divides.
+
+        Called inside the wrapped module. A value of one dimension is a value per row, collected by id in evaluation."""
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        """Return the numbers of an eval line besides loss, weight and examples."""
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return metrics that do not decompose, from the per-row values of every example in the order of ids."""
+
+    def sample(self, model: torch.nn.Module) -> str | None:
+        """Return something to look at after training, or None."""

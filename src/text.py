@@ -1,0 +1,76 @@
+"""Helpers of tasks on text: bytes of tokens, turns of chats, documents packed into rows.
+
+Leave alone. Guarded by tests/test_text.py.
+"""
+
+import bisect
+
+import numpy as np
+
+from src.config import UsageError
+
+
+def require_text(values: list, column: str, where: list[str]) -> None:
+    for value, place in zip(values, where, strict=True):
+        if not isinstance(value, str):
+            kind = "nothing" if value is None else type(value).__name__
+            raise UsageError(f"{place}: `{column}` holds {kind}, not text")
+
+
+def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
+    """Return how many UTF-8 bytes of `text` each token stands for, from the tokens' character spans."""
+    points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    ends = np.concatenate([[0], np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))])
+    reached = np.maximum.accumulate(ends[[end for _, end in spans]]) if spans else np.zeros(0, np.int64)
+    return np.diff(reached, prepend=0)
+
+
+def pack(max_length: int, batch: dict) -> dict:
+    """Return rows of up to max_length tokens made of the batch's documents, by best fit, longest first.
+
+    A row keeps the lengths of its documents, so that neither attention nor targets cross from one to the next."""
+    lengths = batch["length"]
+    rows, by_space, spaces = [], {}, []  # by_space: free tokens -> the rows that have them; spaces: its keys in order
+    for document in sorted((d for d, n in enumerate(lengths) if n > 1), key=lambda d: -lengths[d]):
+        at = bisect.bisect_left(spaces, lengths[document])
+        if at < len(spaces):
+            space = spaces[at]
+            row = by_space[space].pop()
+            if not by_space[space]:
+                del by_space[space], spaces[at]
+        else:
+            space, row = max_length, []
+            rows.append(row)
+        row.append(document)
+        if left := space - lengths[document]:
+            if left not in by_space:
+                by_space[left] = []
+                bisect.insort(spaces, left)
+            by_space[left].append(row)
+    joined = {
+        name: [[x for d in row for x in batch[name][d]] for row in rows]
+        for name in ("input_ids", "labels")
+        if name in batch
+    }
+    added = {name: [sum(batch[name][d] for d in row) for row in rows] for name in ("length", "targets", "bytes", "cut")}
+    return joined | added | {"documents": [[lengths[d] for d in row] for row in rows]}
+
+
+def render_chat(tokenizer, messages: list[dict], place: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the character spans of the assistant's turns."""
+    template = tokenizer.apply_chat_template
+    turns = []
+    try:
+        text = template(messages, tokenize=False)
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = template(messages[:i], tokenize=False, add_generation_prompt=True)
+                turns.append((before, template(messages[: i + 1], tokenize=False)))
+    except Exception as error:
+        raise UsageError(f"{place}: `messages` could not be rendered: {error or type(error).__name__}") from error
+    if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
+        raise UsageError(
+            f"{place}: the chat template rewrites earlier turns as the chat grows, so the assistant's cannot be told "
+            "apart: give a plain one with --chat_template FILE"
+        )
+    return text, [(len(before), len(after)) for before, after in turns]

@@ -1,0 +1,249 @@
+"""What a run says: the table at its start, the progress bar, metrics.jsonl, log files, trackers, environment.json.
+
+A fork adds numbers to the lines here. Guarded by tests/test_tracking.py.
+"""
+
+import json
+import logging
+import math
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from src.config import REPOSITORY, RunConfig, UsageError
+from src.launch import nodes
+
+log = logging.getLogger("run")
+
+
+def strict(value):
+    """Return `value` as strict JSON allows it: numbers that are not finite become None."""
+    if isinstance(value, dict):
+        return {key: strict(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Tracker:
+    """Writes metrics.jsonl and the progress bar on the main process, and nothing on the others."""
+
+    def __init__(self, accelerator, run: RunConfig, config: str, step: int, total: int):
+        self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
+        self.folder, self.bar = Path(run.output_dir), None
+        try:
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            _log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
+        except OSError as error:
+            raise UsageError(f"output_dir: {run.output_dir} cannot be written: {error}") from error
+        if not self.main:
+            return
+        (self.folder / "config.yaml").write_text(config)
+        (self.folder / "environment.json").write_text(json.dumps(environment(accelerator, run), indent=1))
+        self.metrics = self.folder / "metrics.jsonl"
+        _cut_back(self.metrics, step)
+        self.total, self.first = total, step
+        if run.report_to:
+            _best_effort("init", accelerator.init_trackers, self.folder.name, config=_flat(run))
+
+    def begin(self) -> None:
+        """Show the progress bar: loss, learning rate, tokens per second, time left."""
+        if self.main and self.total > self.first:
+            from tqdm import tqdm
+
+            interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
+            options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
+            self.bar = tqdm(total=self.total, initial=self.first, **options)
+
+    def step(self) -> None:
+        """Move the bar by one step; costs no device sync."""
+        if self.bar is not None:
+            self.bar.update()
+
+    def line(self, kind: str, step: int, values: dict) -> None:
+        """Append one line to metrics.jsonl, show it, and send it to the trackers."""
+        if not self.main:
+            return
+        plain = {k: float(v) if torch.is_tensor(v) else v for k, v in values.items()}
+        values = strict({"kind": kind, "step": step} | plain)
+        with self.metrics.open("a") as file:
+            file.write(json.dumps(values, allow_nan=False) + "\n")
+        numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in ("step", "kind")}
+        if self.run.report_to:
+            _best_effort("log", self.accelerator.log, {f"{kind}/{k}": v for k, v in numbers.items()}, step=step)
+        log.info("%s", json.dumps(values))
+        if self.bar is not None and kind == "train":
+            shown = {
+                "loss": number(values["loss"]),
+                "lr": f"{values['learning_rate']:.1e}",
+                "tok/s": f"{values['tokens_per_second']:,.0f}",
+            }
+            self.bar.set_postfix(shown, refresh=False)
+        elif kind != "train":
+            self.say(
+                f"step {step} {kind}: " + " · ".join(f"{k} {number(v)}" for k, v in numbers.items() if k != "epoch")
+            )
+
+    def say(self, text: str) -> None:
+        """Print on the main process without tearing the bar."""
+        if self.main:
+            log.info("%s", text)
+            print(text, flush=True) if self.bar is None else self.bar.write(text, file=sys.stdout)
+
+    def end(self, final: Path, sample: str | None) -> None:
+        """Close the bar; print the last numbers, the task's sample and where the run lives."""
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+        if not self.main:
+            return
+        if sample:
+            self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
+        last = {line["kind"]: line for line in map(json.loads, self.metrics.read_text().splitlines())}
+        for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
+            if kind in last:
+                chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
+                self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
+        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {final.resolve()}")
+
+
+class Meter:
+    """Sums since the last train line; the loss stays on the device until the line is written."""
+
+    def __init__(self):
+        self.loss = 0.0
+        self.weight = self.tokens = self.positions = self.seconds = self.waited = 0.0
+        self.mark = time.perf_counter()
+
+    def add(self, loss, weight: float, tokens: float, positions: float, waited: float) -> None:
+        self.loss = self.loss + loss
+        self.weight += weight
+        self.tokens += tokens
+        self.positions += positions
+        self.waited += waited
+
+    def rest(self) -> None:
+        """Leave the time since the last train line out of the throughput (evaluation, saving)."""
+        self.mark = time.perf_counter()
+
+    def line(self, agree) -> dict:
+        """Return the numbers of a train line, the same on every rank but for the times, and start anew."""
+        loss = float(agree([float(self.loss)])[0])  # the one wait for the device between two lines
+        seconds = time.perf_counter() - self.mark
+        values = {
+            "loss": loss / self.weight if self.weight else None,
+            "weight": self.weight,
+            "tokens_per_second": self.tokens / seconds,
+            "padding": 1 - self.tokens / self.positions if self.positions else None,
+            "data_seconds": self.waited,
+            "seconds": seconds,
+        }
+        self.__init__()
+        return values
+
+
+def number(value) -> str:
+    """Return a number as a person reads it."""
+    if value is None:
+        return "none"
+    return (
+        f"{value:,}"
+        if isinstance(value, int) or float(value).is_integer()
+        else f"{value:.4f}"
+        if abs(value) >= 1e-3
+        else f"{value:.3e}"
+    )
+
+
+def exact(value) -> str:
+    """Return a number to the last digit."""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _best_effort(what: str, call, *args, **kwargs) -> None:
+    """Call a tracker; its failure is a warning, never the end of a run."""
+    try:
+        call(*args, **kwargs)
+    except Exception as error:
+        warnings.warn(f"tracker {what} failed, training goes on: {error}", stacklevel=2)
+
+
+def _flat(run: RunConfig) -> dict:
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(run).items()}
+
+
+def _log_to(file: Path) -> None:
+    handler = logging.FileHandler(file)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    log.setLevel(logging.INFO)
+    logging.captureWarnings(False)
+
+
+def _cut_back(metrics: Path, step: int) -> None:
+    """Leave only the lines up to `step`: what came after is about to be computed again."""
+    kept = []
+    if metrics.exists() and step:
+        for line in metrics.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= step:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError):
+                continue  # the line that a kill left half written
+    metrics.write_text("".join(kept))
+
+
+def environment(accelerator, run: RunConfig) -> dict:
+    """Return versions, git commit, topology and batch arithmetic of this process group."""
+    packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY, check=False)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "git_commit": git.stdout.strip() or None,
+        "command": sys.argv,
+        **topology(accelerator, run),
+    }
+
+
+def topology(accelerator, run: RunConfig) -> dict:
+    """Return where the run is computed, and how its global batch is made up there."""
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
+    computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    strategy = "one process" if accelerator.num_processes == 1 else accelerator.distributed_type.value
+    return {
+        "device": f"{device.type} ({name}{threads})",
+        "precision": f"weights {run.dtype}, computing in {computing}",
+        "strategy": strategy.replace("MULTI_CPU", "DDP over gloo").replace("MULTI_GPU", "DDP over nccl"),
+        "world_size": accelerator.num_processes,
+        "nodes": nodes(),
+        "global_batch": arithmetic(run, accelerator.num_processes),
+    }
+
+
+def arithmetic(run: RunConfig, world: int) -> str:
+    """Return how the global batch is made up, as a sum that can be checked."""
+    micro = -(-run.global_batch_size // run.per_device_batch_size)
+    each = -(-micro // world)
+    even = micro % world == 0 and run.global_batch_size % run.per_device_batch_size == 0
+    rows = f"{run.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{run.per_device_batch_size}"
+    share = f"{world} rank{'s' * (world > 1)} × {each} accumulated" + (
+        "" if even else ", some fewer: the sum stays exact"
+    )
+    return f"{rows} = {share}"
+
+
+def table(rows: dict) -> str:
+    """Return two aligned columns."""
+    width = max(len(name) for name in rows)
+    return "\n".join(f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items())
