@@ -1,0 +1,93 @@
+"""The promise: change the where, and the numbers do not move. Each test carries the mutant that it must catch."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from tests import kit
+
+pytestmark = pytest.mark.conformance
+
+STEPS = 60
+
+
+def recipe(files, model="llama.yaml", **flags):
+    values = {
+        "model_config": files / model,
+        "train_file": files / "train.jsonl",
+        "dtype": "float64",
+        "global_batch_size": 32,
+        "max_steps": STEPS,
+        "learning_rate": 3e-3,
+        "warmup_steps": 5,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+    } | flags
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture(scope="module")
+def whole(files, tmp_path_factory):
+    """The run that the others are compared with: one process, a whole global batch in one forward pass."""
+    folder = tmp_path_factory.mktemp("promise")
+    return kit.run_training(1, folder / "whole", *recipe(files, per_device_batch_size=32))
+
+
+@pytest.mark.parametrize(
+    "world, micro, tolerance", [(1, 4, 1e-10), (2, 4, 1e-10), (2, 16, 1e-10), (4, 4, 1e-10), (3, 8, 1e-6)]
+)
+def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, world, micro, tolerance):
+    run = kit.run_training(world, tmp_path / "run", *recipe(files, per_device_batch_size=micro))
+    assert len(run.losses()) == STEPS
+    assert kit.distance(whole.weights, run.weights) <= tolerance  # world 3: DDP divides by 3 in float32
+    worst = max(abs(a - b) / abs(a) for a, b in zip(whole.losses(), run.losses(), strict=True))
+    assert worst <= max(1e-9, tolerance)
+    assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
+
+
+def _naive_gradient(accelerator, module, window, total_weight):
+    """The mutant: the mean of the micro-batches' means, as most loops have it."""
+    total = torch.zeros((), dtype=torch.float64)
+    for micro, batch in window:
+        with nullcontext() if micro.last else accelerator.no_sync(module):
+            loss = module(batch.inputs)["loss"]
+            accelerator.backward(loss / max(batch.weight, 1) / len(window))
+        if not micro.filler:
+            total += loss.detach()
+    return total
+
+
+def test_mutant_mean_of_means_is_caught(files, whole, tmp_path, monkeypatch):
+    import train
+
+    monkeypatch.setattr(train, "gradient", _naive_gradient)
+    run = kit.run_training(2, tmp_path / "run", *recipe(files, per_device_batch_size=4))
+    assert kit.distance(whole.weights, run.weights) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def dropped(files, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dropout")
+    flags = recipe(files, "gpt2.yaml", per_device_batch_size=4, max_steps=20)
+    return flags, kit.run_training(1, folder / "one", *flags)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_dropout_masks_do_not_depend_on_the_split(dropped, tmp_path, world):
+    flags, one = dropped
+    run = kit.run_training(world, tmp_path / "run", *flags)
+    assert kit.distance(one.weights, run.weights) <= 1e-10
+
+
+def test_another_seed_differs(dropped, tmp_path):
+    flags, one = dropped
+    assert kit.distance(one.weights, kit.run_training(1, tmp_path / "run", *flags, "--seed", 43).weights) > 1e-3
+
+
+def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path, monkeypatch):
+    from src import step
+
+    flags, one = dropped
+    monkeypatch.setattr(step, "seed_everything", lambda seed: None)
+    assert kit.distance(one.weights, kit.run_training(2, tmp_path / "run", *flags).weights) > 1e-3

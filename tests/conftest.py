@@ -1,0 +1,44 @@
+"""Settings of the whole suite: one thread a process, caches of its own, no network, and small data shared by the tests."""
+
+import os
+import tempfile
+
+# Before torch and the Hugging Face libraries are imported. Forked children inherit all of it.
+os.environ |= {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HOME": tempfile.mkdtemp(prefix="tests-hf-"),
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_DEBUG_MODE": "1",  # collectives with different shapes raise instead of returning rubbish
+}
+for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "MASTER_ADDR", "WORLD_SIZE"):
+    os.environ.pop(name, None)
+
+import shutil
+
+import numpy as np
+import pytest
+
+from tests import kit
+
+
+def pytest_sessionfinish(session, exitstatus):
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """A folder with ragged rows of ids (1003 to train on, 103 to evaluate on) and tiny model configurations."""
+    folder = tmp_path_factory.mktemp("files")
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 1003), ("validation", 103)):
+        lengths = 3 + (94 * generator.random(count) ** 2.5).astype(int)
+        kit.write_jsonl(
+            folder / f"{name}.jsonl", [{"input_ids": generator.integers(0, 500, n).tolist()} for n in lengths]
+        )
+    kit.write_yaml(folder / "llama.yaml", kit.LLAMA)
+    kit.write_yaml(folder / "dropout.yaml", kit.LLAMA | {"attention_dropout": 0.2})
+    kit.write_yaml(folder / "gpt2.yaml", kit.GPT2)
+    return folder
