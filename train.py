@@ -4,11 +4,13 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 """
 
 from src import checkpoint, config, launch
+from src.batch_size import largest_that_fits
 from src.config import RunConfig
-from src.data import load_splits, read, windows
+from src.data import load_splits
 from src.evaluation import evaluate
 from src.optim import make_optimizer, make_schedule
 from src.plan import steps_per_epoch, training_order
+from src.reader import read, windows
 from src.step import Objective, Progress, counts, gradient, prepare, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
@@ -28,22 +30,27 @@ def main(argv: list[str]) -> None:
         return dry_run(run, task, splits)
 
     accelerator = launch.start(run)
-    train(run, task, splits, accelerator, config.to_yaml(run, options))
+    train(run, options, task, splits, accelerator)
     launch.finish(accelerator)
 
 
-def train(run: RunConfig, task, splits: dict, accelerator, resolved: str) -> None:
+def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     examples, validation = splits["train"], splits.get("validation")
     total, per_epoch = total_steps(run, len(examples)), steps_per_epoch(len(examples), run.global_batch_size)
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
 
-    start = checkpoint.agreed(accelerator, run, resolved)  # None: from the beginning
+    start = checkpoint.agreed(accelerator, run, options)  # None: from the beginning
     objective = Objective(task.build(start), task)
     optimizer = make_optimizer(run, objective, accelerator.mixed_precision == "fp16")
     module, optimizer = prepare(accelerator, objective, optimizer)
     progress = checkpoint.load(start, objective, optimizer, accelerator.scaler) if start else Progress()
 
+    if run.per_device_batch_size == "auto":
+        run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
+    resolved = config.to_yaml(run, options)
+    if not start:
+        checkpoint.set_aside(accelerator, run)
     tracker = Tracker(accelerator, run, resolved, progress.step, total)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in notes(run, splits, start, progress, total):

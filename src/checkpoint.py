@@ -13,7 +13,8 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from src.config import RunConfig, UsageError, locate, read_yaml
+from src.config import RunConfig, to_yaml
+from src.inputs import UsageError, locate, read_yaml
 from src.step import Objective, Progress
 
 # What a run cannot change and still be the same run.
@@ -90,8 +91,10 @@ def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
     return argv, {k: v for k, v in base.items() if k not in dropped}, step
 
 
-def agreed(accelerator, run: RunConfig, config: str) -> Path | None:
-    """Return the checkpoint to go on from, or None, as the main process decides it for all; faults reach all likewise."""
+def agreed(accelerator, run: RunConfig, options) -> Path | None:
+    """Return the checkpoint to go on from, or None, as the main process decides it for all; faults reach all likewise.
+
+    A micro-batch size of `auto` becomes that of the checkpoint."""
     from accelerate.utils import broadcast_object_list
 
     outcome = [None, None]
@@ -99,21 +102,21 @@ def agreed(accelerator, run: RunConfig, config: str) -> Path | None:
         try:
             outcome[0] = find(run)
             if outcome[0]:
-                check_same_run(outcome[0], yaml.safe_load(config))
-            else:
-                set_aside(Path(run.output_dir))
+                check_same_run(outcome[0], yaml.safe_load(to_yaml(run, options)))
         except (UsageError, OSError) as error:
             outcome[1] = str(error)
     broadcast_object_list(outcome)
     if outcome[1]:
         raise UsageError(outcome[1])
+    if outcome[0] and run.per_device_batch_size == "auto":
+        run.per_device_batch_size = read_yaml(outcome[0] / "config.yaml")["per_device_batch_size"]
     return outcome[0]
 
 
 def check_same_run(checkpoint: Path, config: dict) -> None:
     """Refuse to go on with a run whose mathematics changed, with the list of what differs."""
     old = read_yaml(checkpoint / "config.yaml")
-    changed = [f"{k}: {old.get(k)} → {config.get(k)}" for k in IDENTITY if old.get(k) != config.get(k)]
+    changed = [f"{k}: {old.get(k)} → {config.get(k)}" for k in IDENTITY if old.get(k) != config.get(k) != "auto"]
     if changed:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(changed)}): give another --output_dir, or start it "
@@ -121,9 +124,10 @@ def check_same_run(checkpoint: Path, config: dict) -> None:
         )
 
 
-def set_aside(output_dir: Path) -> None:
-    """Rename what an earlier run left in `output_dir`, so that a new run starts in an empty folder and nothing is lost."""
-    for name in ("checkpoints", "final", "metrics.jsonl"):
+def set_aside(accelerator, run: RunConfig) -> None:
+    """Rename what an earlier run left in output_dir, so that a new run starts in an empty folder and nothing is lost."""
+    output_dir = Path(run.output_dir)
+    for name in ("checkpoints", "final", "metrics.jsonl") if accelerator.is_main_process else ():
         if (output_dir / name).exists():
             n = next(n for n in range(1, 10_000) if not (output_dir / f"{name}.old{n}").exists())
             (output_dir / name).rename(output_dir / f"{name}.old{n}")

@@ -4,9 +4,9 @@ A fork adds fields here. Guarded by tests/test_config.py. Precedence: defaults <
 """
 
 import dataclasses
-import difflib
 import json
 import math
+import os
 import re
 import sys
 from dataclasses import dataclass, field
@@ -14,11 +14,7 @@ from pathlib import Path
 
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-
-
-class UsageError(Exception):
-    """The user can mend this; the message names the culprit and the way out. Ends every rank with exit code 2."""
+from src.inputs import UsageError, locate, nearest, read_yaml
 
 
 def int_or_auto(text: str) -> int | str:
@@ -90,7 +86,9 @@ class RunConfig:
     cache_dir: str | None = say("where prepared data is kept (default: beside the datasets cache)")
 
     global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
-    per_device_batch_size: int = say("examples per forward pass; accumulation is derived and printed", 8)
+    per_device_batch_size: int_or_auto = say(
+        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed", 8
+    )
     per_device_eval_batch_size: int = say("likewise for evaluation", 8)
 
     max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs")
@@ -146,21 +144,25 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "adam_beta2",
         "dataloader_num_workers",
     ]
-    for name, value in vars(run).items():
+    at_most = {"seed": 2**63 - 1, "ddp_timeout": 10**7, "dataloader_num_workers": 256}
+    numbers = {name: value for name, value in vars(run).items() if value != "auto"}
+    for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
             faults.append(f"{name} is {value}: give a finite number")
         elif name in positive and value is not None and value <= 0:
             faults.append(f"{name} is {value}: it must be above zero")
         elif name in at_least_zero and value < 0:
             faults.append(f"{name} is {value}: it must not be negative")
+        elif name in at_most and value > at_most[name]:
+            faults.append(f"{name} is {value}: give at most {at_most[name]}")
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(run, name) >= 1:
             faults.append(f"{name} is {getattr(run, name)}: it must be below 1")
     if run.warmup_steps > 1 and run.warmup_steps != int(run.warmup_steps):
         faults.append(f"warmup_steps is {run.warmup_steps}: give whole steps, or a fraction below 1")
-    if run.max_steps and run.warmup_steps > run.max_steps:
+    if run.max_steps and run.warmup_steps > run.max_steps > 0:
         faults.append(f"warmup_steps is {run.warmup_steps:g}: more than max_steps, which is {run.max_steps}")
-    if training and run.per_device_batch_size > run.global_batch_size > 0:
+    if training and numbers.get("per_device_batch_size", 0) > run.global_batch_size > 0:
         faults.append(
             f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
             f"{run.global_batch_size}; a forward pass cannot hold more than one optimizer step"
@@ -179,8 +181,20 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     if not run.dataset_name and not getattr(run, field):
         faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
     if run.dataset_config_name and not run.dataset_name:
-        faults.append("dataset_config_name is given without dataset_name")
+        faults.append("dataset_config_name is given without dataset_name: give both, or neither")
+    for name in ("output_dir", "cache_dir"):
+        if (folder := getattr(run, name)) and (reason := _unwritable(Path(folder).absolute())):
+            faults.append(f"{name}: {folder} cannot be made: {reason}; give another folder")
     return faults
+
+
+def _unwritable(folder: Path) -> str | None:
+    """Return why nothing can be written to `folder`, which need not exist yet, or None."""
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
+    return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
 
 
 def parse(argv: list[str], base: dict | None = None):
@@ -198,21 +212,22 @@ def parse(argv: list[str], base: dict | None = None):
     if path:
         items += [(f"{path}: ", name, value) for name, value in read_yaml(path).items() if value is not None]
     items += [("--", name, value) for name, value in flags]
-    task = next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task)
+    task = str(next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task))
     if task not in OPTIONS:
-        raise UsageError(f"task: unknown value {task!r}{nearest(str(task), OPTIONS)}; there is {', '.join(OPTIONS)}")
+        raise UsageError(f"task: unknown value {task!r}{nearest(task, OPTIONS)}; there is {', '.join(OPTIONS)}")
     options = OPTIONS[task]()
 
     class Parser(HfArgumentParser):
         def error(self, message):
-            raise ValueError(re.sub(r"^argument \S+: ", "", message))
+            message = re.sub(r"^argument \S+: (invalid (?=\w+ value))?", "", message)
+            raise ValueError(re.sub(r"^unrecognized arguments: ", "expected one value, found also ", message))
 
     parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)
     parser.add_argument("--config", help="YAML file with these fields; flags win over it")
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         sys.exit(0)
-    fields = {f.name for kind in (RunConfig, options) for f in dataclasses.fields(kind)}
+    fields = {f.name: f.metadata["help"] for kind in (RunConfig, options) for f in dataclasses.fields(kind)}
     others = {f.name: other for other in OPTIONS if other != task for f in dataclasses.fields(OPTIONS[other]())}
     good = []
     for source, name, value in items:
@@ -227,10 +242,12 @@ def parse(argv: list[str], base: dict | None = None):
             continue
         argument = _argument(name, value)
         try:
+            if _last(value) == "":
+                raise ValueError("nothing is given: leave it out, or give a value")
             parser.parse_args(argument)
             good += argument
         except (ValueError, TypeError) as error:
-            faults.append(f"{source}{name}: {error}")
+            faults.append(f"{source}{name}: {error} ({fields[name] if name in fields else fields[negated]})")
     if faults:
         raise UsageError(_listed(faults))
     run, chosen = parser.parse_args_into_dataclasses(good, look_for_args_file=False)[:2]
@@ -253,12 +270,6 @@ def check(run: RunConfig, options, training: bool = True) -> None:
 
 def _listed(faults: list[Fault]) -> str:
     return faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults)
-
-
-def nearest(name: str, names) -> str:
-    """Return '; did you mean X?' for the nearest of `names`, or nothing."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _flags(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[str]]], str | None]:
@@ -295,44 +306,6 @@ def _word(value) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
-
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice."""
-
-    def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: str | Path) -> dict:
-    """Return the mapping in a YAML or JSON file; UsageError names the file and, where there is one, the line."""
-    found = locate(str(path))
-    try:
-        value = yaml.load(Path(found).read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        raise UsageError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
-    if value is None:
-        raise UsageError(f"{path}: the file is empty")
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{path}: expected lines of the form `name: value`")
-    return value
-
-
-def locate(name: str) -> str:
-    """Return the absolute path of a file or folder, looked up in the working directory, then in the repository.
-
-    A name that is neither (a Hub id, a URL, a glob, something yet to be made) comes back as it is.
-    """
-    for folder in (Path.cwd(), REPOSITORY):
-        if name and (folder / name).exists():
-            return str((folder / name).resolve())
-    return name
 
 
 def to_yaml(run: RunConfig, options) -> str:

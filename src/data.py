@@ -8,23 +8,19 @@ import glob
 import hashlib
 import json
 import os
-import random
 import shutil
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from filelock import FileLock
 
 from src import samples
-from src.config import RunConfig, UsageError, locate
-from src.plan import MicroBatch, derive
-from src.tasks import Batch, Task
+from src.config import RunConfig
+from src.inputs import UsageError, absent, locate
+from src.tasks import Task
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
@@ -49,20 +45,18 @@ class Split:
 
 def _columns(column) -> list | np.ndarray:
     """Return an Arrow column as one numpy array, or, where it holds lists, as one view per row."""
+    if not hasattr(column.type, "value_field"):
+        return column.to_numpy()
     array = column.combine_chunks()
-    if hasattr(array, "offsets"):
-        offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
-        return [values[a:b] for a, b in pairwise(offsets)]
-    return array.to_numpy(zero_copy_only=False)
+    offsets, values = array.offsets.to_numpy(), array.values.to_numpy(zero_copy_only=False)
+    return [values[a:b] for a, b in pairwise(offsets)]
 
 
 def load_splits(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict[str, Split]:
     """Return the prepared splits that the run file names; without validation data the key is missing."""
-    splits = {}
-    for name in wanted:
-        source = _source(run, name)
-        if source is not None:
-            splits[name] = _prepared(run, task, name, source)
+    sources = {name: _source(run, name) for name in wanted}  # all names are looked up before anything is prepared
+    splits = {name: _prepared(run, task, name, source) for name, source in sources.items() if source}
+    splits = {name: split for name, split in splits.items() if split}
     for name in wanted[:1]:
         if name not in splits:
             raise UsageError(f"no {name} data: give --{name}_file, or a dataset with a {name} split")
@@ -107,7 +101,7 @@ def _expand(pattern: str, field: str) -> list[str]:
     if "://" in pattern:
         return [pattern]
     found = locate(pattern)
-    files = [found] if os.path.isfile(found) else sorted(glob.glob(pattern, recursive=True))
+    files = [found] if os.path.isfile(found) else sorted(filter(os.path.isfile, glob.glob(found, recursive=True)))
     if not files:
         what = (
             "is a folder: give it as --dataset_name, or a glob of its files" if os.path.isdir(found) else "no such file"
@@ -142,22 +136,38 @@ def _raw(run: RunConfig, split: str, source: Source):
 
 def _explain(source: Source, split: str, error: Exception) -> str:
     """Return one sentence that names the file, and the line where there is one."""
-    for file in source.files:
-        if source.builder == "json" or file.endswith((".jsonl", ".json")):
-            try:
-                with open(file, encoding="utf-8") as lines:
-                    for number, line in enumerate(lines, 1):
-                        if line.strip() and not isinstance(json.loads(line), dict):
-                            return f"{file}, line {number}: expected a JSON object, found {line.strip()[:60]}"
-            except UnicodeDecodeError as reason:
-                return f"{file} is not UTF-8 text (byte {reason.start}): a {Path(file).suffix} file was expected"
-            except (json.JSONDecodeError, RecursionError) as reason:
-                return f"{file}, line {number}: not valid JSON ({reason}): {line.strip()[:60]}"
+    for file in filter(os.path.isfile, source.files):
+        if file.endswith((".jsonl", ".json")) and (fault := _json_fault(file)):
+            return fault
     while error.__cause__ is not None:
         error = error.__cause__
     names = ", ".join(source.files[:3]) or source.name
     field = f"{split}_file" if source.builder else "dataset_name"
-    return f"{field}: {names} could not be read: {' '.join(str(error).split())[:400] or type(error).__name__}"
+    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    if "corresponds to no data" in reason:
+        return f"{field}: {names} holds no rows: give data with at least one"
+    return f"{field}: {names} could not be read: {'' if source.builder else absent(source.name)}{reason}"
+
+
+def _json_fault(file: str) -> str | None:
+    """Return what is wrong with a file of JSON objects, one a line or in one array, and in which line; or None."""
+    try:
+        with open(file, encoding="utf-8") as lines:
+            array = file.endswith(".json") and lines.read(64).lstrip().startswith("[")
+            lines.seek(0)
+            for number, text in enumerate([lines.read()] if array else lines, 1):
+                if text.strip() and not isinstance(json.loads(text.rstrip()), list if array else dict):
+                    return f"{file}, line {number}: expected a JSON object, found {text.strip()[:60]}"
+    except UnicodeDecodeError as reason:
+        return f"{file} is not UTF-8 text (byte {reason.start}): a {Path(file).suffix} file was expected"
+    except json.JSONDecodeError as reason:
+        found = text.splitlines()[reason.lineno - 1].strip()[:60]
+        return (
+            f"{file}, line {number + reason.lineno - 1}: not valid JSON ({reason.msg}, column {reason.colno}): {found}"
+        )
+    except RecursionError:
+        return f"{file}, line {number}: nested too deeply: {text.strip()[:60]}"
+    return None
 
 
 def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split | None:
@@ -165,12 +175,14 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
     import datasets
 
     root = Path(run.cache_dir) if run.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
-    code = "".join((Path(__file__).parent / name).read_text() for name in ("data.py", f"tasks/{run.task}.py"))
+    code = "".join(
+        (Path(__file__).parent / name).read_text() for name in ("data.py", "rows.py", "text.py", f"tasks/{run.task}.py")
+    )
     key = hashlib.sha256(
         repr((source.key(), split, task.fingerprint(), code, datasets.__version__)).encode()
     ).hexdigest()
     folder = root / "prepared" / key[:32]
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)  # config.check has seen that cache_dir can be made
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             examples = _raw(run, split, source)
@@ -190,6 +202,7 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
         return None
     dataset = datasets.Dataset.from_file(str(folder / facts["file"]))
     task.opened(dataset)
+    dataset = dataset.remove_columns([name for name in ("length", "targets", "cut") if name in dataset.column_names])
     return Split(dataset.with_format("arrow"), np.load(folder / "lengths.npy", mmap_mode="r"), facts)
 
 
@@ -224,62 +237,3 @@ def _write(task: Task, examples, split: str, folder: Path, key: str) -> None:
     facts |= {"rows_cut": int((cut > 0).sum()), "tokens_cut": int(cut.sum()), "file": file, "fingerprint": key}
     facts["without_target"] = int((np.asarray(columns["targets"][:]) == 0).sum())
     (folder / "facts.json").write_text(json.dumps(facts))
-
-
-# ---- micro-batches ---------------------------------------------------------------------------------------------------
-
-
-def seed_everything(seed: int) -> None:
-    """Key every generator that a collator or a model may draw from: torch on all devices, numpy and random."""
-    kind = torch.accelerator.current_accelerator()
-    if kind is None or kind.type == "cuda":
-        torch.default_generator.manual_seed(
-            seed
-        )  # torch.manual_seed formats a stack trace when there is no device: 0.4 ms
-        if torch.cuda.is_initialized():  # not in a loader's process, which has no use for the device
-            torch.cuda.manual_seed(seed)
-    else:
-        torch.manual_seed(seed)
-    np.random.seed(seed & 0xFFFFFFFF)
-    random.seed(seed)
-
-
-class Reader(torch.utils.data.Dataset):
-    """Turns a micro-batch of the plan into a batch; its randomness is the same in any process or worker."""
-
-    def __init__(self, split: Split, task: Task):
-        self.split, self.task = split, task
-
-    def __getitem__(self, micro: MicroBatch) -> tuple[MicroBatch, Batch]:
-        seed_everything(derive("collate", micro.seed))
-        return micro, self.task.collate(self.split.rows(micro.ids))
-
-
-def read(
-    split: Split, task: Task, order: Iterator[MicroBatch], workers: int, pin: bool
-) -> Iterator[tuple[MicroBatch, Batch]]:
-    """Yield the batches of `order`, in order, read by `workers` processes ahead of time (0: here, when asked)."""
-    sampler = _Once(order)
-    options = {"prefetch_factor": 4, "persistent_workers": False} if workers else {}
-    loader = torch.utils.data.DataLoader(
-        Reader(split, task), sampler=sampler, batch_size=None, num_workers=workers, pin_memory=pin, **options
-    )
-    return iter(loader)
-
-
-class _Once(torch.utils.data.Sampler):
-    def __init__(self, order: Iterator[MicroBatch]):
-        self.order = order
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self.order
-
-
-def windows(batches: Iterator[tuple[MicroBatch, Batch]]) -> Iterator[tuple[list[tuple[MicroBatch, Batch]], float]]:
-    """Yield (this rank's batches of one optimizer step, seconds spent waiting for them)."""
-    window, started = [], time.perf_counter()
-    for item in batches:
-        window.append(item)
-        if item[0].last:
-            yield window, time.perf_counter() - started
-            window, started = [], time.perf_counter()

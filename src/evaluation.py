@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from src.config import RunConfig
-from src.data import Split, read, seed_everything
+from src.data import Split
 from src.plan import evaluation_order
+from src.reader import read, seed_everything
 from src.tasks import Task
 
 FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host

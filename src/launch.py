@@ -4,18 +4,20 @@ Leave alone. Guarded by tests/test_launch.py.
 """
 
 import gc
+import json
 import os
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from src.config import RunConfig, UsageError
+from src.config import RunConfig
+from src.inputs import UsageError, nearest, warn
 
 
 def check_environment() -> None:
@@ -38,6 +40,7 @@ def start(run: RunConfig):
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
     # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    check_trackers(run.report_to)
     try:
         accelerator = Accelerator(
             cpu=cpu,
@@ -67,13 +70,26 @@ def start(run: RunConfig):
             f"dtype is float64, but the accelerate file asks for {accelerator.mixed_precision}: use mixed_precision: 'no'"
         )
     if accelerator.gradient_accumulation_steps != 1:
-        warnings.warn(
+        warn(
             f"gradient accumulation of {accelerator.gradient_accumulation_steps} is set for accelerate and ignored here: it "
             "follows from global_batch_size and per_device_batch_size in the run file",
-            stacklevel=2,
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
     return accelerator
+
+
+def check_trackers(names: list[str]) -> None:
+    """Raise UsageError for a tracker that accelerate does not know, or would leave out because its package is missing."""
+    if not names:
+        return
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known, ready = [*LOGGER_TYPE_TO_CLASS, "all", "none"], [*map(str, get_available_trackers()), "all", "none"]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"report_to: unknown tracker {name!r}{nearest(name, known)}; there is {', '.join(known)}")
+        if name not in ready:
+            raise UsageError(f"report_to: the package of {name} is not installed: install it, or leave {name} out")
 
 
 class Agreement:
@@ -125,10 +141,9 @@ def main(work: Callable[[list[str]], None]) -> None:
 def _end(code: int, error: BaseException, message: str) -> None:
     sys.stdout.flush()
     print(f"\n{message}" if message else "", file=sys.stderr, end="\n" if message else "", flush=True)
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-        get_error_handler().record_exception(error)  # the launcher prints it last, whatever the others print
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher prints it last, whatever the others print
+        text = str(error) if code == 2 else traceback.format_exc()
+        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
     if os.environ.get("LOCAL_RANK", "0") != "0" and code == 2:
         time.sleep(1)  # the same fault on every rank: let rank 0 be the first to fail, and the launcher quote it
     # Destructors of a group in which others still wait could wait themselves.

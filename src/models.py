@@ -3,17 +3,19 @@
 Leave alone. Guarded by tests/test_bad_input.py and tests/test_models.py.
 """
 
-import warnings
 from pathlib import Path
 
 import torch
 
 from src import samples
-from src.config import RunConfig, UsageError, locate, nearest, read_yaml
+from src.config import RunConfig
+from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
 
 
 def _reason(error: Exception) -> str:
     """Return the first sentence of a library's message on one line."""
+    if isinstance(error, KeyError):
+        return f"unknown value {error}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:400] or type(error).__name__
 
@@ -44,7 +46,8 @@ def load_tokenizer(run: RunConfig):
     except Exception as error:
         field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
         raise UsageError(
-            f"{field}: no tokenizer could be loaded from {name}: {_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
+            f"{field}: no tokenizer could be loaded from {name}: {absent(folder)}{_reason(error)} (give a folder made by "
+            "save_pretrained, or a Hub id)"
         ) from error
 
 
@@ -64,12 +67,15 @@ def load_config(run: RunConfig, tokenizer):
             )
         except Exception as error:
             raise UsageError(
-                f"model_name_or_path: no model could be read from {run.model_name_or_path}: {_reason(error)}"
+                f"model_name_or_path: no model could be read from {run.model_name_or_path}: "
+                f"{absent(run.model_name_or_path)}{_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
             ) from error
     values = read_yaml(run.model_config)
     kind = values.pop("model_type", None)
-    if kind is None:
-        raise UsageError(f"{run.model_config}: model_type is missing (llama, gpt2, bert, …)")
+    if not isinstance(kind, str):
+        raise UsageError(
+            f"{run.model_config}: model_type is {kind}: give a name that transformers knows (llama, gpt2, bert, …)"
+        )
     try:
         known = AutoConfig.for_model(kind)
     except ValueError:
@@ -91,14 +97,38 @@ def load_config(run: RunConfig, tokenizer):
         for name, v in values.items()
     }
     try:
-        return AutoConfig.for_model(kind, **values)
+        config = AutoConfig.for_model(kind, **values)
     except Exception as error:
         raise UsageError(f"{run.model_config}: not a valid {kind} configuration: {_reason(error)}") from error
+    if faults := _impossible(config, values):
+        raise UsageError(f"{run.model_config}: {'; '.join(faults)}")
+    return config
 
 
-def check_fit(run: RunConfig, config, tokenizer, max_length: int | None) -> int:
-    """Return the rows' largest length; UsageError where tokenizer, model and max_length do not fit together."""
+def _impossible(config, values: dict) -> list[str]:
+    """Return the sizes and probabilities that transformers takes without a word, to fail in the first step or to train nonsense."""
+    positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    positive += ("num_key_value_heads", "max_position_embeddings")
+    sizes = {name: getattr(config, name, None) for name in positive}
+    sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    faults = [f"{name} is {size}: it must be above zero" for name, size in sizes.items() if size <= 0]
+    heads, shared = sizes.get("num_attention_heads", 1), sizes.get("num_key_value_heads", 1)
+    if not faults and heads % shared:
+        faults.append(f"num_key_value_heads is {shared}: it must divide num_attention_heads, which is {heads}")
+    for name, value in values.items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float) and not 0 <= value < 1:
+            faults.append(f"{name} is {value}: give a probability from 0 to below 1")
+    return faults
+
+
+def check_fit(run: RunConfig, config, tokenizer, max_length: int | None, auto_class) -> int:
+    """Return the rows' largest length; UsageError where task, tokenizer, model and max_length do not fit together."""
     source = run.model_name_or_path or run.model_config
+    if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+        raise UsageError(
+            f"{source}: transformers has no {auto_class.__name__} of model_type {config.model_type}: give another model, "
+            f"or another --task than {run.task}"
+        )
     size = getattr(config, "vocab_size", None)
     if tokenizer is not None and size is not None and len(tokenizer) > size:
         raise UsageError(
@@ -122,10 +152,9 @@ def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: t
     """
     dtype = getattr(torch, run.dtype)
     if dtype is torch.bfloat16:
-        warnings.warn(
+        warn(
             "dtype is bfloat16: weights without a float32 copy. Updates smaller than 1/256 of a weight are lost; "
             "for speed use mixed_precision: bf16 in the accelerate file and keep dtype float32.",
-            stacklevel=2,
         )
     torch.manual_seed(run.seed)
     extra = {"attn_implementation": run.attn_implementation} if run.attn_implementation else {}
@@ -140,15 +169,47 @@ def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: t
             dtype=dtype,
             trust_remote_code=run.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **options,
             **extra,
         )
     except Exception as error:
         raise UsageError(f"{name or run.model_config}: the model could not be built: {_reason(error)}") from error
-    missing = sorted(key for key in info["missing_keys"] if weights or not any(part in key for part in new_weights))
+    other = {key: f" (there it is {list(there)}, here {list(here)})" for key, there, here in info["mismatched_keys"]}
+    wanted = dict.fromkeys(info["missing_keys"], "") | other
+    missing = sorted(key for key in wanted if weights or not any(part in key for part in new_weights))
     if missing:
         raise UsageError(
             f"model_name_or_path: {name} has no weights for {len(missing)} parameters of {type(model).__name__}, first "
-            f"{missing[0]}: they would stay random; give a folder saved from this kind of model"
+            f"{missing[0]}{wanted[missing[0]]}: they would stay random; give a folder saved from this kind of model"
         )
     return model
+
+
+@torch.no_grad()
+def head_is_plain(model: torch.nn.Module) -> bool:
+    """Return whether the logits are the output embedding of the last hidden state, and nothing else.
+
+    Some models scale or cap their logits; computing the loss from their hidden states would be wrong without a word.
+    Random weights have logits near zero, where a cap does not show: so large ones are put in their place.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+        return False
+    seen = []
+
+    def replace(head, inputs, logits):
+        seen[:] = inputs[0], torch.linspace(-1e3, 1e3, logits.numel(), dtype=logits.dtype).view_as(logits)
+        return seen[1]
+
+    training = model.training
+    model.eval()
+    arguments = {"input_ids": torch.arange(8).remainder(model.config.vocab_size)[None], "use_cache": False}
+    hook = head.register_forward_hook(replace)
+    logits = model(**arguments).logits
+    hook.remove()
+    hidden = model.base_model(**arguments).last_hidden_state
+    model.train(training)
+    if not seen or seen[0].shape != hidden.shape:
+        return False
+    return torch.equal(logits.to(seen[1].dtype), seen[1]) and torch.allclose(seen[0], hidden)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from src.config import RunConfig, UsageError
+from src.config import RunConfig
+from src.inputs import UsageError
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:

@@ -7,10 +7,12 @@ Nothing here knows about torch, processes or files.
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
 ROUNDS = 8
+BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is by the call, not by the number
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,18 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+def order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
+    """Return the ids at positions start … stop−1 of the epoch: the same as permute, in a fraction of the time."""
+    first = start // BLOCK
+    blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
+    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
+
+
+@lru_cache(maxsize=4)
+def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
+    return permute(np.arange(number * BLOCK, min((number + 1) * BLOCK, n)), n, seed, epoch)
+
+
 def steps_per_epoch(num_examples: int, global_batch: int) -> int:
     """Return the optimizer steps of one epoch; the last one takes what is left, exactly."""
     return -(-num_examples // global_batch)
@@ -83,7 +97,7 @@ def plan(
     cut, so that rows of like length are padded together. The sum over the global batch does not notice.
     """
     start = step * global_batch
-    ids = permute(np.arange(start, min(start + global_batch, num_examples)), num_examples, seed, epoch)
+    ids = order(start, min(start + global_batch, num_examples), num_examples, seed, epoch)
     first = epoch * steps_per_epoch(num_examples, global_batch)
     cuts = cut(ids, micro_batch, lengths)
     return [

@@ -14,12 +14,22 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from src.config import REPOSITORY
+from src.inputs import REPOSITORY
 
 SAMPLES = ("stdlib_code", "stdlib_functions")
 VOCABULARY = 2048
 VERSION = "1"  # raise it when the rows below change
-LEFT_OUT = {"encodings", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "pydoc_data"}
+LEFT_OUT = {
+    "encodings",
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "lib2to3",
+    "__pycache__",
+    "pydoc_data",
+}
 PACKAGES = [
     "asyncio",
     "collections",

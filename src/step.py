@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from src.data import seed_everything
 from src.plan import MicroBatch
+from src.reader import seed_everything
 from src.tasks import Batch, Task
 
 Window = list[tuple[MicroBatch, Batch]]
@@ -72,8 +72,7 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
     """Clip, step and clear; return the gradient's norm before clipping, on the device, and whether weights changed."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    norm = accelerator.clip_grad_norm_(parameters, max_grad_norm or float("inf"))
+    norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or float("inf"))
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm, not accelerator.optimizer_step_was_skipped

@@ -33,7 +33,7 @@ def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, s
         + width * parameters
     )
     warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
-    corners = sorted({0, warmup, total // 2, total - 1} & set(range(total)))
+    corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
     rows = {"task": run.task, "training data": _facts(train)}
     rows["evaluation data"] = _facts(splits["validation"]) if "validation" in splits else "none: no evaluation"
     rows["steps"] = (

@@ -4,10 +4,12 @@ Leave alone. Guarded by tests/test_text.py.
 """
 
 import bisect
+from contextlib import contextmanager
 
 import numpy as np
+import torch
 
-from src.config import UsageError
+from src.inputs import UsageError
 
 
 def require_text(values: list, column: str, where: list[str]) -> None:
@@ -64,13 +66,45 @@ def render_chat(tokenizer, messages: list[dict], place: str) -> tuple[str, list[
         text = template(messages, tokenize=False)
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = template(messages[:i], tokenize=False, add_generation_prompt=True)
-                turns.append((before, template(messages[: i + 1], tokenize=False)))
+                after = template(messages[: i + 1], tokenize=False)
+                # Nothing precedes an assistant who speaks first, and a template renders no empty chat.
+                before = (
+                    template(messages[:i], tokenize=False, add_generation_prompt=True)
+                    if i
+                    else after.partition(message["content"].strip())[0]
+                )
+                turns.append((before, after))
     except Exception as error:
-        raise UsageError(f"{place}: `messages` could not be rendered: {error or type(error).__name__}") from error
+        raise UsageError(f"{place}: `messages` could not be rendered: {str(error) or type(error).__name__}") from error
     if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
         raise UsageError(
             f"{place}: the chat template rewrites earlier turns as the chat grows, so the assistant's cannot be told "
             "apart: give a plain one with --chat_template FILE"
         )
     return text, [(len(before), len(after)) for before, after in turns]
+
+
+@contextmanager
+def masks_known(packed: bool):
+    """Within, transformers takes from us whether rows are packed or padded, instead of reading it from the device.
+
+    It asks `mask.all()` in every forward pass, where the host then waits for all work in flight. Private functions of
+    transformers: where a version has none of that name, nothing changes but the wait.
+    """
+    from transformers import masking_utils
+
+    def sequences(position_ids):
+        if not packed:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    def can_be_ignored(padding_mask, kv_length, local_attention_size=None):
+        return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
+
+    ours = {"find_packed_sequence_indices": sequences, "_ignore_bidirectional_mask_sdpa": can_be_ignored}
+    theirs = {name: getattr(masking_utils, name) for name in ours if hasattr(masking_utils, name)}
+    try:
+        vars(masking_utils).update({name: ours[name] for name in theirs})
+        yield
+    finally:
+        vars(masking_utils).update(theirs)

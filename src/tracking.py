@@ -10,13 +10,13 @@ import platform
 import subprocess
 import sys
 import time
-import warnings
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from src.config import REPOSITORY, RunConfig, UsageError
+from src.config import RunConfig
+from src.inputs import REPOSITORY, UsageError, warn
 from src.launch import nodes
 
 log = logging.getLogger("run")
@@ -171,7 +171,7 @@ def _best_effort(what: str, call, *args, **kwargs) -> None:
     try:
         call(*args, **kwargs)
     except Exception as error:
-        warnings.warn(f"tracker {what} failed, training goes on: {error}", stacklevel=2)
+        warn(f"tracker {what} failed, training goes on: {error}")
 
 
 def _flat(run: RunConfig) -> dict:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src.config import UsageError
+from src.inputs import UsageError
 from tests import kit
 
 STEPS = 40  # of 32 examples: the tail of the first epoch is step 32

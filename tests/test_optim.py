@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from src.config import SCHEDULES, RunConfig, UsageError
+from src.config import SCHEDULES, RunConfig
+from src.inputs import UsageError
 from src.optim import make_optimizer, make_schedule, parameter_groups
 from tests import kit
 

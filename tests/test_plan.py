@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from src.plan import assign, cut, evaluation_order, permute, plan, steps_per_epoch, training_order
+from src.plan import BLOCK, assign, cut, evaluation_order, order, permute, plan, steps_per_epoch, training_order
 
 LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 
@@ -16,6 +16,13 @@ LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 def test_the_order_of_an_epoch_is_a_bijection(n):
     for seed, epoch in ((0, 0), (0, 1), (7, 3)):
         assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
+
+
+@pytest.mark.parametrize(
+    "start, stop", [(0, 7), (BLOCK - 3, BLOCK + 5), (BLOCK, 2 * BLOCK), (10_000, 10_001), (5, 3 * BLOCK)]
+)
+def test_the_order_read_in_blocks_is_the_permutation(start, stop):
+    assert np.array_equal(order(start, stop, 70_001, 3, 1), permute(np.arange(start, stop), 70_001, 3, 1))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():

@@ -87,8 +87,9 @@ def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
 
 
 def _with_broken_tracker(argv):
-    import train
     from accelerate import Accelerator
+
+    import train
 
     def broken(*args, **kwargs):
         raise ConnectionError("the tracker's server is gone")

@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from src.config import RunConfig, UsageError, say
+from src.config import RunConfig, say
+from src.inputs import UsageError, locate
 from src.losses import linear_cross_entropy, linear_scores, scores
-from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
+from src.models import build_model, check_fit, head_is_plain, load_config, load_tokenizer, tokenizer_text
+from src.rows import IGNORED, Encoder
 from src.tasks import Batch
-from src.text import pack, render_chat, require_text, token_bytes
+from src.text import masks_known, pack
 
-IGNORED = -100
 PACKING_BLOCK = 10_000  # documents that are packed together; bounds the memory of packing
 
 
@@ -36,7 +37,10 @@ class Options:
 
     def check(self) -> list[str]:
         short = self.max_length is not None and self.max_length < 2
-        return [f"max_length is {self.max_length}: a row needs two tokens to have a target"] if short else []
+        faults = [f"max_length is {self.max_length}: a row needs two tokens to have a target"] if short else []
+        if self.sample_tokens <= 0:
+            faults.append(f"sample_tokens is {self.sample_tokens}: it must be above zero")
+        return faults
 
 
 class Task:
@@ -44,15 +48,24 @@ class Task:
         self.run, self.options = run, options
 
     def load(self) -> None:
+        from transformers import AutoModelForCausalLM
+
         self.tokenizer = load_tokenizer(self.run)
         self.tokenizer_text = tokenizer_text(self.tokenizer)
         self.config = load_config(self.run, self.tokenizer)
-        self.max_length = check_fit(self.run, self.config, self.tokenizer, self.options.max_length)
-        if self.tokenizer is not None and self.options.chat_template:
+        if getattr(self.config, "is_decoder", None) is False:
+            self.config.is_decoder = True  # or BERT and its kin would look at the tokens that they are to predict
+        self.max_length = check_fit(
+            self.run, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
+        )
+        for name in ("chat_template", "sample_prompt"):
+            if getattr(self.options, name) and self.tokenizer is None:
+                raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or leave it out")
+        if self.options.chat_template:
             try:
-                self.tokenizer.chat_template = Path(self.options.chat_template).read_text(encoding="utf-8")
+                self.tokenizer.chat_template = Path(locate(self.options.chat_template)).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"chat_template: {self.options.chat_template}: {error}") from None
+                raise UsageError(f"chat_template: {self.options.chat_template} cannot be read: {error}") from None
 
     def fingerprint(self) -> str:
         o = self.options
@@ -77,30 +90,23 @@ class Task:
     def prepare(self, examples, split: str, folder: str):
         from datasets import Features, List, Value
 
-        columns = examples.column_names
-        if "input_ids" in columns:
-            encode, labelled = self._encode_ids, "labels" in columns
-        elif "messages" in columns:
-            encode, labelled = self._encode_messages, True
-        elif "prompt" in columns and "completion" in columns:
-            encode, labelled = self._encode_completion, True
-        elif self.options.text_column in columns:
-            encode, labelled = self._encode_text, False
-        else:
-            raise UsageError(
-                f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.options.text_column}` (see "
-                "--text_column), `messages`, `prompt` and `completion`, or `input_ids`"
-            )
-        if self.tokenizer is None and encode != self._encode_ids:
-            raise UsageError(f"{split} data: the rows hold text, so give --tokenizer_name")
+        encoder = Encoder(
+            self.tokenizer,
+            self.config.vocab_size,
+            self.max_length,
+            self.options.packing,
+            self.options.text_column,
+            self.options.append_eos,
+        )
+        encode, labelled = encoder.choose(examples.column_names, split)
         names = ["input_ids", *(["labels"] if labelled else []), "length", "targets", "bytes", "cut"]
         types = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
         features = {name: types.get(name, Value("int64")) for name in names}
         encoded = examples.map(
-            partial(self._encode_batch, encode, names, split),
+            partial(encoder.encode_batch, encode, names, split),
             batched=True,
             with_indices=True,
-            remove_columns=columns,
+            remove_columns=examples.column_names,
             features=Features(features),
             cache_file_name=f"{folder}/encoded.arrow",
             load_from_cache_file=False,
@@ -118,111 +124,13 @@ class Task:
             desc=f"packing {split}",
         )
 
-    def _encode_batch(self, encode, names: list[str], split: str, batch: dict, indices: list[int]) -> dict:
-        """Return the encoded columns of a batch of examples; a fault names the row, counted from 0."""
-        rows = []
-        for ids, labels, sizes in encode(batch, [f"{split} data, row {index}" for index in indices]):
-            rows += self._rows(ids, labels, sizes)
-        return {name: [row[name] for row in rows] for name in names}
-
-    def _rows(self, ids: list[int], labels: list[int] | None, sizes: np.ndarray | None) -> list[dict]:
-        """Return a document as one row cut to max_length, or, where rows will be packed, in as many as it takes.
-
-        `sizes` are the bytes of text that each token stands for; a row's bytes are those of its targets."""
-        end, step, limit = max(len(ids), 1), self.max_length, self.max_length
-        starts = range(0, end, step) if self.options.packing else range(1)
-        rows = []
-        for start in starts:
-            part = ids[start : start + limit]
-            wanted = np.array(part if labels is None else labels[start : start + limit])[1:] != IGNORED
-            size = 0 if sizes is None else int(sizes[start + 1 : start + len(part)][wanted].sum())
-            cut = 0 if self.options.packing else len(ids) - len(part)
-            row = {"input_ids": part, "length": len(part), "targets": int(wanted.sum()), "bytes": size, "cut": cut}
-            rows.append(row if labels is None else row | {"labels": labels[start : start + limit]})
-        return rows
-
-    def _tokenize(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray | None]]:
-        """Return the token ids of each text, and the bytes that each token stands for where the tokenizer can tell."""
-        fast = getattr(self.tokenizer, "is_fast", False)
-        encoded = self.tokenizer(texts, return_offsets_mapping=fast, verbose=False, **options)
-        if not fast:
-            return [(list(ids), None) for ids in encoded["input_ids"]]
-        spans = encoded["offset_mapping"]
-        return [
-            (list(ids), token_bytes(text, s)) for ids, text, s in zip(encoded["input_ids"], texts, spans, strict=True)
-        ]
-
-    def _ended(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
-        eos = self.tokenizer.eos_token_id
-        if not self.options.append_eos or eos is None or (ids and ids[-1] == eos):
-            return ids, sizes
-        return [*ids, eos], None if sizes is None else np.append(sizes, 0)
-
-    def _encode_text(self, batch: dict, where: list[str]):
-        texts = batch[self.options.text_column]
-        require_text(texts, self.options.text_column, where)
-        for ids, sizes in self._tokenize(texts):
-            ids, sizes = self._ended(ids, sizes)
-            yield ids, None, sizes
-
-    def _encode_ids(self, batch: dict, where: list[str]):
-        vocabulary = self.config.vocab_size
-        for ids, labels, place in zip(
-            batch["input_ids"], batch.get("labels") or [None] * len(where), where, strict=True
-        ):
-            for name, values in (("input_ids", ids), ("labels", labels)):
-                if values is None and name == "labels":
-                    continue
-                if not isinstance(values, list) or not all(type(value) is int for value in values):
-                    raise UsageError(f"{place}: `{name}` must be a list of integers")
-                for value in {v for v in (min(values, default=0), max(values, default=0)) if not 0 <= v < vocabulary}:
-                    if name == "labels" and value == IGNORED and all(v >= 0 or v == IGNORED for v in values):
-                        continue
-                    raise UsageError(
-                        f"{place}: `{name}` holds {value}, outside the vocabulary of {vocabulary}: 0 to {vocabulary - 1}"
-                    )
-            if labels is not None and len(labels) != len(ids):
-                raise UsageError(
-                    f"{place}: {len(labels)} labels for {len(ids)} input_ids: give one label per token, -100 to ignore it"
-                )
-            yield (
-                ids,
-                labels if "labels" in batch and labels is not None else (list(ids) if "labels" in batch else None),
-                None,
-            )
-
-    def _encode_completion(self, batch: dict, where: list[str]):
-        for name in ("prompt", "completion"):
-            require_text(batch[name], name, where)
-        # Tokenised apart, because at generation the prompt will stand alone.
-        prompts = self._tokenize(batch["prompt"])
-        completions = self._tokenize(batch["completion"], add_special_tokens=False)
-        for (head, _), (tail, sizes) in zip(prompts, completions, strict=True):
-            head = head[:-1] if head and head[-1] == self.tokenizer.eos_token_id else head
-            tail, sizes = self._ended(tail, sizes)
-            sizes = None if sizes is None else np.concatenate([np.zeros(len(head), np.int64), sizes])
-            yield head + tail, [IGNORED] * len(head) + tail, sizes
-
-    def _encode_messages(self, batch: dict, where: list[str]):
-        if not getattr(self.tokenizer, "is_fast", False):
-            raise UsageError("rows with `messages` need a fast tokenizer: it knows which characters a token stands for")
-        if not self.tokenizer.chat_template:
-            raise UsageError(f"{where[0]}: the tokenizer has no chat template: give one with --chat_template FILE")
-        for messages, place in zip(batch["messages"], where, strict=True):
-            text, turns = render_chat(self.tokenizer, messages, place)
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-            ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
-            inside = [any(a <= start < b for a, b in turns) for start, _ in spans]
-            labels = [token if keep else IGNORED for token, keep in zip(ids, inside, strict=True)]
-            yield ids, labels, token_bytes(text, spans)
-
     # ---- model and loss --------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
         model = build_model(self.run, self.config, AutoModelForCausalLM, weights)
-        self.plain_head = _head_is_plain(model)
+        self.plain_head = head_is_plain(model)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
@@ -253,12 +161,14 @@ class Task:
         # A cache, even an empty one, switches the recognition of packed documents off without a word.
         arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
         if not self.plain_head:
-            logits = model(**arguments).logits.flatten(0, 1)
+            with masks_known(packed="position_ids" in inputs):
+                logits = model(**arguments).logits.flatten(0, 1)
             if model.training:
                 return {"loss": torch.nn.functional.cross_entropy(_full(logits), targets, reduction="sum")}
             loss, correct = scores(logits, targets)
             return {"loss": loss, "correct": correct}
-        hidden = model.base_model(**arguments).last_hidden_state.flatten(0, 1)
+        with masks_known(packed="position_ids" in inputs):
+            hidden = model.base_model(**arguments).last_hidden_state.flatten(0, 1)
         head = model.get_output_embeddings()
         if model.training:
             return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
@@ -276,6 +186,7 @@ class Task:
     def sample(self, model: torch.nn.Module) -> str | None:
         if not self.options.sample_prompt or self.tokenizer is None:
             return None
+        model.eval()  # without dropout
         torch.manual_seed(self.run.seed)
         inputs = self.tokenizer(self.options.sample_prompt, return_tensors="pt").to(model.device)
         room = max(1, self.max_length - inputs["input_ids"].shape[1])
@@ -295,21 +206,3 @@ class Task:
 
 def _full(logits: torch.Tensor) -> torch.Tensor:
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-
-
-@torch.no_grad()
-def _head_is_plain(model: torch.nn.Module) -> bool:
-    """Return whether the logits are the output embedding of the last hidden state, and nothing else.
-
-    Some models scale or cap their logits; computing the loss from their hidden states would be wrong without a word.
-    """
-    head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear):
-        return False
-    training = model.training
-    model.eval()
-    ids = torch.arange(8).remainder(model.config.vocab_size)[None]
-    expected = model(input_ids=ids, use_cache=False).logits
-    got = head(model.base_model(input_ids=ids, use_cache=False).last_hidden_state)
-    model.train(training)
-    return torch.allclose(got, expected, rtol=1e-3, atol=1e-5)

@@ -5,16 +5,18 @@ A row holds text (or a pair of texts) and a label, a name or a number. Guarded b
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.config import REPOSITORY, RunConfig, UsageError, say
+from src.config import RunConfig, say
+from src.inputs import REPOSITORY, UsageError
 from src.losses import scores
 from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
 from src.tasks import Batch
-from src.text import require_text
+from src.text import masks_known, require_text
 
 
 @dataclass
@@ -40,12 +42,28 @@ class Task:
         self.labels: list[str] | None = None
 
     def load(self) -> None:
+        from transformers import AutoModelForSequenceClassification
+
         self.tokenizer = load_tokenizer(self.run)
         if self.tokenizer is None:
             raise UsageError("text_classification needs --tokenizer_name, or a model folder with a tokenizer")
         self.tokenizer_text = tokenizer_text(self.tokenizer)
         self.config = load_config(self.run, self.tokenizer)
-        self.max_length = check_fit(self.run, self.config, self.tokenizer, self.options.max_length)
+        self.max_length = check_fit(
+            self.run, self.config, self.tokenizer, self.options.max_length, AutoModelForSequenceClassification
+        )
+        if self.tokenizer.pad_token_id is None:
+            raise UsageError(
+                "the tokenizer has no padding token: save one with `tokenizer.pad_token = tokenizer.eos_token`"
+            )
+        if self.config.pad_token_id is None:
+            self.config.pad_token_id = self.tokenizer.pad_token_id  # a decoder reads its answer at the last other token
+        for name in self.options.metrics:
+            if name != "none" and not _shipped(name).exists():
+                _metric(name)  # from the Hub: found missing now rather than at the first evaluation
+        # Which text of a pair a token belongs to, for a model that was made to know.
+        typed = "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
+        self.columns = ["input_ids", *(["token_type_ids"] if typed and self.options.text_pair_column else [])]
         known = self.config.id2label or {}
         if self.run.model_name_or_path and not all(str(name).startswith("LABEL_") for name in known.values()):
             self.labels = [known[i] for i in sorted(known)]  # a model that already knows its labels keeps them
@@ -53,7 +71,7 @@ class Task:
     def fingerprint(self) -> str:
         o = self.options
         return repr(
-            (self.tokenizer_text, self.max_length, o.text_column, o.text_pair_column, o.label_column, self.labels)
+            (self.tokenizer_text, self.max_length, self.columns, self._text_columns(), o.label_column, self.labels)
         )
 
     def prepare(self, examples, split: str, folder: str):
@@ -66,12 +84,23 @@ class Task:
                     f"{split} data: there is no column `{column}` among {', '.join(columns)}: see --text_column and --label_column"
                 )
         feature = examples.features[self.options.label_column]
+        kind = str(getattr(feature, "dtype", "lists or objects"))
+        if not any(known in kind for known in ("int", "string", "bool")):
+            raise UsageError(
+                f"{split} data: `{self.options.label_column}` holds {kind}: a label is a name or an integer"
+            )
         names = feature.names if isinstance(feature, ClassLabel) else None
         if self.labels is None:
-            values = names or sorted(set(examples.unique(self.options.label_column)), key=lambda v: (str(type(v)), v))
+            found = set(examples.unique(self.options.label_column)) - {None}
+            values = names or sorted(found, key=lambda v: (str(type(v)), v))
             self.labels = [str(value) for value in values]
-        types = {"input_ids": List(Value("int32")), "label": ClassLabel(names=self.labels)}
-        columns_out = ("input_ids", "label", "length", "targets", "cut")
+            if len(self.labels) < 2:
+                raise UsageError(
+                    f"{split} data: `{self.options.label_column}` is {', '.join(self.labels) or 'empty'} in every row: give "
+                    "data with two labels or more"
+                )
+        types = dict.fromkeys(self.columns, List(Value("int32"))) | {"label": ClassLabel(names=self.labels)}
+        columns_out = (*self.columns, "label", "length", "targets", "cut")
         return examples.map(
             partial(self._encode_batch, split, names),
             batched=True,
@@ -95,19 +124,21 @@ class Task:
         labels = [
             names[v] if names and isinstance(v, int) and v >= 0 else str(v) for v in batch[self.options.label_column]
         ]
-        for label, place in zip(labels, where, strict=True):
+        for value, label, place in zip(batch[self.options.label_column], labels, where, strict=True):
+            if value is None:
+                raise UsageError(f"{place}: `{self.options.label_column}` holds nothing: every row needs a label")
             if label not in number:
                 known = ", ".join(number)[:200]
                 raise UsageError(f"{place}: the label {label!r} is none of the {len(number)} known: {known}")
-        ids = self.tokenizer(*texts, truncation=True, max_length=self.max_length, verbose=False)["input_ids"]
+        encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length, verbose=False)
+        ids = encoded["input_ids"]
         full = [i for i, row in enumerate(ids) if len(row) == self.max_length]
         cut = [0] * len(ids)
         if full:  # tokenised once more without the limit, only to say how much was cut
             whole = self.tokenizer(*([column[i] for i in full] for column in texts), verbose=False)["input_ids"]
             for i, row in zip(full, whole, strict=True):
                 cut[i] = len(row) - self.max_length
-        return {
-            "input_ids": ids,
+        return {name: encoded[name] for name in self.columns} | {
             "label": [number[label] for label in labels],
             "length": [len(row) for row in ids],
             "targets": [1] * len(ids),
@@ -130,20 +161,21 @@ class Task:
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         shape = (len(rows), max(1, *lengths))
-        ids = np.full(shape, self.tokenizer.pad_token_id or 0, np.int64)
-        mask = np.zeros(shape, np.int64)
+        inputs = {name: np.zeros(shape, np.int64) for name in (*self.columns, "attention_mask")}
+        inputs["input_ids"] += self.tokenizer.pad_token_id
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-            ids[i, :n], mask[i, :n] = row["input_ids"], 1
-        labels = np.array([row["label"] for row in rows], np.int64)
-        inputs = {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "labels": torch.from_numpy(labels),
-        }
-        return Batch(inputs, len(rows), sum(lengths), ids.size)
+            inputs["attention_mask"][i, :n] = 1
+            for name in self.columns:
+                inputs[name][i, :n] = row[name]
+        if min(lengths) == shape[1]:  # without padding there is no mask, and attention takes its fast path
+            del inputs["attention_mask"]
+        inputs["labels"] = np.array([row["label"] for row in rows], np.int64)
+        tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
+        return Batch(tensors, len(rows), sum(lengths), shape[0] * shape[1])
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        with masks_known(packed=False):
+            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
         logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         labels = inputs["labels"]
         if model.training:
@@ -157,21 +189,28 @@ class Task:
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         if self.options.metrics == ["none"]:
             return {}
-        import evaluate  # takes seconds, so only here
-
         results = {}
         for name in self.options.metrics:
-            shipped = REPOSITORY / "src" / "metrics" / f"{name}.py"
-            try:
-                metric = evaluate.load(str(shipped) if shipped.exists() else name)
-            except Exception as error:
-                raise UsageError(
-                    f"metrics: {name} is neither shipped in src/metrics/ nor to be had from the Hub: {error}"
-                ) from error
             values = {"predictions": rows["prediction"].tolist(), "references": rows["label"].tolist()}
             averaged = {"average": "macro"} if name in ("f1", "precision", "recall") else {}
-            results |= metric.compute(**values, **averaged)
+            results |= _metric(name).compute(**values, **averaged)
         return {name: float(value) for name, value in results.items()}
 
     def sample(self, model: torch.nn.Module) -> str | None:
         return None
+
+
+def _shipped(metric: str) -> Path:
+    return REPOSITORY / "src" / "metrics" / f"{metric}.py"
+
+
+def _metric(name: str):
+    """Return a metric of `evaluate`: the one that is shipped, else the Hub's."""
+    import evaluate  # takes seconds, so only here
+
+    try:
+        return evaluate.load(str(_shipped(name)) if _shipped(name).exists() else name)
+    except Exception as error:
+        raise UsageError(
+            f"metrics: {name} is neither shipped in src/metrics/ nor to be had from the Hub: {error}"
+        ) from error

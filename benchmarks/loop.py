@@ -1,0 +1,345 @@
+"""What the guarantees cost: our loop and our start against a plain hand-written loop (benchmarks/plain.py). See README.md.
+
+python benchmarks/loop.py [--processes 2] [--only loop|start] [--repeats N] [--threads N] [--clock cpu]   (make bench)
+"""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+os.environ["ACCELERATE_USE_CPU"] = "true"
+os.environ["HF_HUB_OFFLINE"] = os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+
+import datasets
+import numpy as np
+import torch
+import yaml
+
+import train
+from benchmarks.plain import Plain, direct_loss, labels_loss
+from src import config
+from src.data import load_splits
+from src.inputs import REPOSITORY
+from src.plan import training_order
+from src.reader import Reader
+from src.tasks import make_task
+
+BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
+SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+LARGE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
+CASES = {  # name -> (model, longest row, global batch, micro-batch, steps of a block, blocks)
+    "10 ms": (SMALL, 32, 8, 8, 20, 40),
+    "10 ms, 2 micro-batches": (SMALL, 16, 8, 4, 20, 40),
+    "200 ms": (LARGE, 128, 8, 8, 2, 20),
+    "200 ms, 4 micro-batches": (LARGE, 128, 8, 2, 2, 20),
+}
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+LOSSES = {"labels=": labels_loss, "direct": direct_loss}
+
+
+def make_files(folder: Path, model: dict, longest: int, rows: int = 4000) -> None:
+    """Write ragged rows of ids, and the model's configuration, which holds for both loops."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(longest // 2, longest + 1, rows)
+    lines = [json.dumps({"input_ids": rng.integers(0, model["vocab_size"], n).tolist()}) for n in lengths]
+    (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+    heads = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 256}
+    (folder / "model.yaml").write_text(yaml.safe_dump(heads | model))
+
+
+def flags(folder: Path, out: str, **more) -> list[str]:
+    values = {"model_config": folder / "model.yaml", "train_file": folder / "rows.jsonl", "output_dir": folder / out}
+    values |= {"cache_dir": folder / "cache", "resume": "never"} | more
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+class Stop(Exception):
+    """The measurement is complete; what train.train would do after its last step is not measured."""
+
+
+def measure(case: str, loss: str, folder: Path, clock) -> dict:
+    """Return the medians of step times and of their ratio (plain / ours: steps per second of ours against plain).
+
+    Ours is train.py itself. At the end of a block of its steps, the plain loop does the same steps on its own model, on
+    the same micro-batches, which it is given as padded tensors in memory: reading and collating is our cost only.
+    """
+    _, _, size, micro, block, blocks = CASES[case]
+    datasets.disable_progress_bars()
+    total = block * (blocks + 1)
+    batch = {"global_batch_size": size, "per_device_batch_size": micro}
+    words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, **batch)
+    run, options = config.parse(words)
+    task = make_task(run, options)
+    task.load()
+    split = load_splits(run, task, wanted=("train",))["train"]
+    times = {"ours": [], "plain": []}
+    losses = {"ours": [], "plain": []}
+
+    class Interleave(train.Tracker):
+        def begin(self):
+            super().begin()
+            self.plain = make_plain(task, run, self.accelerator, LOSSES[loss])
+            self.ready = steps_in_memory(run, task, split, self.accelerator)
+            self.steps, self.mark = 0, clock()
+
+        def step(self):
+            super().step()
+            self.steps += 1
+            if self.steps % block:
+                return
+            times["ours"].append((clock() - self.mark) / block)
+            steps = [next(self.ready) for _ in range(block)]
+            self.accelerator.wait_for_everyone()
+            self.mark = clock()
+            for batches, weight in steps:
+                losses["plain"].append((float(self.plain.step(batches, weight)), weight))
+            times["plain"].append((clock() - self.mark) / block)
+            if self.steps == total:
+                raise Stop
+            self.accelerator.wait_for_everyone()
+            self.mark = clock()
+
+        def line(self, kind, step, values):
+            super().line(kind, step, values)
+            losses["ours"].append(values["loss"])
+
+        def say(self, text):
+            """Keep quiet: the table of results is what a person wants to read."""
+
+    train.Tracker = Interleave
+    with suppress(Stop):
+        train.main(words)
+    if "RANK" not in os.environ:  # else a rank knows only its own part of the plain loss
+        check_same(losses, run.logging_steps)
+    ours, other = times["ours"][1:], times["plain"][1:]  # the first block warms both up
+    ratios = sorted(b / a for a, b in zip(ours, other, strict=True))
+    return {
+        "ours_ms": 1e3 * statistics.median(ours),
+        "plain_ms": 1e3 * statistics.median(other),
+        "ratio": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "blocks": len(ratios),
+    }
+
+
+def make_plain(task, run, accelerator, loss) -> Plain:
+    """Return the opponent, with the weights that ours begins with."""
+    model = task.build()
+    if accelerator.num_processes > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    return Plain(model, loss, run.learning_rate, run.max_steps, accelerator.num_processes)
+
+
+def steps_in_memory(run, task, split, accelerator):
+    """Yield (batches, weight) of this rank for every step, as the plan cuts it."""
+    ranks = accelerator.num_processes
+    shape = (len(split), run.global_batch_size, run.per_device_batch_size, run.seed)
+    every = [training_order(*shape, r, ranks, 0, run.max_steps, split.lengths) for r in range(ranks)]
+    reader = Reader(split, task)
+    while True:
+        yield _one_step(every, accelerator.process_index, reader)
+
+
+def _one_step(every: list, rank: int, reader) -> tuple[list[dict], float]:
+    weight, mine = 0.0, []
+    for r, order in enumerate(every):
+        for micro in order:
+            batch = reader[micro][1]
+            weight += 0 if micro.filler else batch.weight
+            if r == rank:
+                ids, targets = batch.inputs["input_ids"], batch.inputs["targets"]
+                mask = torch.zeros_like(ids)
+                for i, n in enumerate(reader.split.lengths[micro.ids]):
+                    mask[i, :n] = 1
+                labels = ids.masked_fill(mask == 0, -100)
+                mine.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "targets": targets})
+            if micro.last:
+                break
+    return mine, weight
+
+
+def check_same(losses: dict, every: int) -> None:
+    """Refuse a comparison of two loops that do not train alike: their losses must be one curve."""
+    loss, weight = np.array(losses["plain"]).T
+    whole = len(loss) // every * every
+    plain = (loss * weight)[:whole].reshape(-1, every).sum(1) / weight[:whole].reshape(-1, every).sum(1)
+    ours = np.array(losses["ours"])  # without the last line, which the end of the measurement comes before
+    worst = np.abs(ours / plain[: len(ours)] - 1).max()
+    assert worst < 1e-3, f"the two loops train differently: their losses part by {worst:.2%}"
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def in_ranks(processes: int, threads: int, target, *args):
+    """Return what `target(*args)` returns on rank 0 of so many forked processes; imports were done once, here."""
+    context = torch.multiprocessing.get_context("fork")
+    results = context.SimpleQueue()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(r, processes, port, threads, results, target, args))
+        for r in range(processes)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        sys.exit("a rank failed: its traceback stands above")
+    return results.get()
+
+
+def _rank(rank: int, world: int, port: int, threads: int, results, target, args) -> None:
+    torch.set_num_threads(threads)
+    if world > 1:
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        os.environ |= dict(zip(names, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
+    code = 1
+    try:
+        result = target(*args)
+        if rank == 0:
+            results.put(result)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(code)  # a group that others still use is not torn down here
+
+
+# ---- start -----------------------------------------------------------------------------------------------------------
+
+
+def start_ours(folder: Path) -> float:
+    """Return seconds from the start of `python train.py …` to the end of its first step: when its train line is written."""
+    began = time.time()
+    _run(
+        "train.py", *flags(folder, "start", max_steps=1, logging_steps=1, global_batch_size=8, per_device_batch_size=8)
+    )
+    return (folder / "start" / "metrics.jsonl").stat().st_mtime - began
+
+
+def start_plain(folder: Path) -> float:
+    began = time.time()
+    return (
+        json.loads(_run("benchmarks/plain.py", folder / "rows.jsonl", folder / "model.yaml").splitlines()[-1])[0]
+        - began
+    )
+
+
+def _run(script: str, *args) -> str:
+    command = [sys.executable, str(REPOSITORY / script), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    if done.returncode:
+        sys.exit(f"{script} failed:\n{done.stderr}")
+    return done.stdout
+
+
+def measure_start(folder: Path, repeats: int) -> dict:
+    """Return medians over interleaved fresh processes with warm caches, and what the first start of each cost."""
+    make_files(folder, SMALL, 48)
+    first = start_ours(folder), start_plain(folder)
+    ours, plain = [], []
+    for _ in range(repeats):
+        ours.append(start_ours(folder))
+        plain.append(start_plain(folder))
+    ratios = sorted(a / b for a, b in zip(ours, plain, strict=True))
+    return {
+        "ours_s": statistics.median(ours),
+        "plain_s": statistics.median(plain),
+        "ratio": statistics.median(ratios),
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "first_ours_s": first[0],
+        "first_plain_s": first[1],
+        "blocks": repeats,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=1, help="ranks of the loops, over gloo")
+    parser.add_argument("--threads", type=int, help="threads of a rank (default: the cores divided by the ranks)")
+    parser.add_argument("--only", help="loop, start, or the beginning of a case's name", default="")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: on a busy machine, with --threads 1"
+    )
+    parser.add_argument("--repeats", type=int, default=9, help="fresh processes of each kind")
+    options = parser.parse_args()
+    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.processes)
+    results, rows = {}, []
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["HF_DATASETS_CACHE"] = f"{temporary}/datasets"
+        wanted = [case for case in CASES if options.only in ("", "loop") or case.startswith(options.only)]
+        for case in wanted:
+            if options.processes > 1 and "micro-batches" not in case:
+                continue  # a rank would have nothing to do
+            folder = Path(temporary, case.replace(" ", "_"))
+            folder.mkdir()
+            make_files(folder, CASES[case][0], CASES[case][1])
+            for loss in LOSSES:
+                name = f"{case}, {loss}" + (f", {options.processes} processes" if options.processes > 1 else "")
+                r = results[name] = in_ranks(
+                    options.processes, threads, measure, case, loss, folder, CLOCKS[options.clock]
+                )
+                bar = next(value for key, value in BARS.items() if case.startswith(key))
+                rows.append(
+                    (name, f"{r['ours_ms']:.1f} ms", f"{r['plain_ms']:.1f} ms", r, f"≥ {bar}", r["ratio"] >= bar)
+                )
+        if options.only in ("", "start"):
+            folder = Path(temporary, "start")
+            folder.mkdir()
+            r = results["start"] = measure_start(folder, options.repeats)
+            rows.append(
+                (
+                    "start to first step",
+                    f"{r['ours_s']:.2f} s",
+                    f"{r['plain_s']:.2f} s",
+                    r,
+                    f"≤ {BARS['start']}",
+                    r["ratio"] <= BARS["start"],
+                )
+            )
+    show(rows)
+    save(results, threads, options.clock)
+
+
+def show(rows: list[tuple]) -> None:
+    print(f"\n{'':44}{'ours':>10}{'plain':>10}{'ratio':>8}  {'quartiles':14}{'bar':8}")
+    for name, ours, plain, r, bar, met in rows:
+        low, high = r["quartiles"]
+        print(
+            f"{name:44}{ours:>10}{plain:>10}{r['ratio']:>8.3f}  {low:.3f}–{high:.3f}   {bar:8}{'met' if met else 'MISSED'}"
+        )
+
+
+def save(results: dict, threads: int, clock: str = "wall") -> None:
+    """Add the results to benchmarks/results.json, with what they were measured on."""
+    file = REPOSITORY / "benchmarks" / "results.json"
+    old = json.loads(file.read_text()) if file.exists() else {}
+    machine = {
+        "cpu": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": threads,
+        "clock": clock,
+        "load": os.getloadavg()[0],
+    }
+    machine |= {"python": platform.python_version(), "torch": torch.__version__}
+    new = {name: values | machine for name, values in results.items()}
+    new = json.loads(json.dumps(new), parse_float=lambda text: round(float(text), 3))
+    file.write_text(json.dumps(old | new, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

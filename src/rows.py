@@ -1,0 +1,141 @@
+"""From an example (text, chat, prompt and completion, ids) to token ids, labels and bytes: what causal_lm trains on.
+
+Leave alone; a new kind of row is one more generator here. Guarded by tests/test_causal_lm.py, tests/test_bad_input.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from src.inputs import UsageError
+from src.text import render_chat, require_text, token_bytes
+
+IGNORED = -100
+
+
+@dataclass
+class Encoder:
+    """Encodes rows of one kind; each `_encode_*` yields (ids, labels or None, bytes of each token or None)."""
+
+    tokenizer: Any
+    vocabulary: int
+    max_length: int
+    packing: bool
+    text_column: str
+    append_eos: bool
+
+    def choose(self, columns: list[str], split: str):
+        """Return (the generator for rows of these columns, whether they come with labels)."""
+        if "input_ids" in columns:
+            return self._encode_ids, "labels" in columns
+        if "messages" in columns:
+            chosen = self._encode_messages, True
+        elif "prompt" in columns and "completion" in columns:
+            chosen = self._encode_completion, True
+        elif self.text_column in columns:
+            chosen = self._encode_text, False
+        else:
+            raise UsageError(
+                f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
+                "--text_column), `messages`, `prompt` and `completion`, or `input_ids`"
+            )
+        if self.tokenizer is None:
+            raise UsageError(f"{split} data: the rows hold text, so give --tokenizer_name")
+        return chosen
+
+    def encode_batch(self, encode, names: list[str], split: str, batch: dict, indices: list[int]) -> dict:
+        """Return the encoded columns of a batch of examples; a fault names the row, counted from 0."""
+        rows = []
+        for ids, labels, sizes in encode(batch, [f"{split} data, row {index}" for index in indices]):
+            rows += self._rows(ids, labels, sizes)
+        return {name: [row[name] for row in rows] for name in names}
+
+    def _rows(self, ids: list[int], labels: list[int] | None, sizes: np.ndarray | None) -> list[dict]:
+        """Return a document as one row cut to max_length, or, where rows will be packed, in as many as it takes.
+
+        `sizes` are the bytes of text that each token stands for; a row's bytes are those of its targets."""
+        limit = self.max_length
+        starts = range(0, max(len(ids), 1), limit) if self.packing else range(1)
+        rows = []
+        for start in starts:
+            part = ids[start : start + limit]
+            wanted = np.array(part if labels is None else labels[start : start + limit])[1:] != IGNORED
+            size = 0 if sizes is None else int(sizes[start + 1 : start + len(part)][wanted].sum())
+            cut = 0 if self.packing else len(ids) - len(part)
+            row = {"input_ids": part, "length": len(part), "targets": int(wanted.sum()), "bytes": size, "cut": cut}
+            rows.append(row if labels is None else row | {"labels": labels[start : start + limit]})
+        return rows
+
+    def _tokenize(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray | None]]:
+        """Return the token ids of each text, and the bytes that each token stands for where the tokenizer can tell."""
+        fast = getattr(self.tokenizer, "is_fast", False)
+        encoded = self.tokenizer(texts, return_offsets_mapping=fast, verbose=False, **options)
+        if not fast:
+            return [(list(ids), None) for ids in encoded["input_ids"]]
+        spans = encoded["offset_mapping"]
+        return [
+            (list(ids), token_bytes(text, s)) for ids, text, s in zip(encoded["input_ids"], texts, spans, strict=True)
+        ]
+
+    def _ended(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
+        eos = self.tokenizer.eos_token_id
+        if not self.append_eos or eos is None or (ids and ids[-1] == eos):
+            return ids, sizes
+        return [*ids, eos], None if sizes is None else np.append(sizes, 0)
+
+    def _encode_text(self, batch: dict, where: list[str]):
+        texts = batch[self.text_column]
+        require_text(texts, self.text_column, where)
+        for ids, sizes in self._tokenize(texts):
+            ids, sizes = self._ended(ids, sizes)
+            yield ids, None, sizes
+
+    def _encode_ids(self, batch: dict, where: list[str]):
+        vocabulary = self.vocabulary
+        for ids, labels, place in zip(
+            batch["input_ids"], batch.get("labels") or [None] * len(where), where, strict=True
+        ):
+            for name, values in (("input_ids", ids), ("labels", labels)):
+                if values is None and name == "labels":
+                    continue
+                if not isinstance(values, list) or not all(type(value) is int for value in values):
+                    raise UsageError(f"{place}: `{name}` must be a list of integers")
+                for value in {v for v in (min(values, default=0), max(values, default=0)) if not 0 <= v < vocabulary}:
+                    if name == "labels" and value == IGNORED and all(v >= 0 or v == IGNORED for v in values):
+                        continue
+                    raise UsageError(
+                        f"{place}: `{name}` holds {value}, outside the vocabulary of {vocabulary}: 0 to {vocabulary - 1}"
+                    )
+            if labels is not None and len(labels) != len(ids):
+                raise UsageError(
+                    f"{place}: {len(labels)} labels for {len(ids)} input_ids: give one label per token, -100 to ignore it"
+                )
+            if "labels" in batch and labels is None:
+                labels = list(ids)  # other rows of the batch have some
+            yield ids, labels, None
+
+    def _encode_completion(self, batch: dict, where: list[str]):
+        for name in ("prompt", "completion"):
+            require_text(batch[name], name, where)
+        # Tokenised apart, because at generation the prompt will stand alone.
+        prompts = self._tokenize(batch["prompt"])
+        completions = self._tokenize(batch["completion"], add_special_tokens=False)
+        for (head, _), (tail, sizes) in zip(prompts, completions, strict=True):
+            head = head[:-1] if head and head[-1] == self.tokenizer.eos_token_id else head
+            tail, sizes = self._ended(tail, sizes)
+            sizes = None if sizes is None else np.concatenate([np.zeros(len(head), np.int64), sizes])
+            yield head + tail, [IGNORED] * len(head) + tail, sizes
+
+    def _encode_messages(self, batch: dict, where: list[str]):
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise UsageError("rows with `messages` need a fast tokenizer: it knows which characters a token stands for")
+        if not self.tokenizer.chat_template:
+            raise UsageError(f"{where[0]}: the tokenizer has no chat template: give one with --chat_template FILE")
+        for messages, place in zip(batch["messages"], where, strict=True):
+            text, turns = render_chat(self.tokenizer, messages, place)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
+            inside = [any(a <= start < b for a, b in turns) for start, _ in spans]
+            labels = [token if keep else IGNORED for token, keep in zip(ids, inside, strict=True)]
+            yield ids, labels, token_bytes(text, spans)
