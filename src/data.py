@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -183,6 +184,8 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
     ).hexdigest()
     folder = root / "prepared" / key[:32]
     folder.parent.mkdir(parents=True, exist_ok=True)  # config.check has seen that cache_dir can be made
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()  # one process prepares, so a terminal shows each bar once; a log file, none
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             examples = _raw(run, split, source)
@@ -208,18 +211,10 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
 
 def _write(task: Task, examples, split: str, folder: Path, key: str) -> None:
     """Write prepared rows, their lengths and the facts about them to `folder`."""
-    import datasets
-
     if examples is None:
         (folder / "facts.json").write_text(json.dumps({"examples": 0}))
         return
-    bars = datasets.utils.logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        rows = task.prepare(examples, split, str(folder))
-    finally:
-        if bars:
-            datasets.enable_progress_bars()
+    rows = task.prepare(examples, split, str(folder))
     columns = rows.with_format("numpy")
     lengths = np.asarray(columns["length"][:] if len(rows) else [], np.int32)
     if not len(rows) or not (targets := int(np.sum(columns["targets"][:]))):

@@ -59,7 +59,9 @@ def tokenizer_text(tokenizer) -> str:
 def load_config(run: RunConfig, tokenizer):
     """Return the transformers configuration; a random model takes vocabulary size and special ids from the tokenizer."""
     from transformers import AutoConfig
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # of reading and writing weights, which would tear the bar of training
     if run.model_name_or_path:
         try:
             return AutoConfig.from_pretrained(
