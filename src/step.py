@@ -38,12 +38,14 @@ class Progress:
 
 
 def prepare(accelerator, objective: Objective, optimizer: torch.optim.Optimizer):
-    """Return both as Accelerate prepares them; a single process needs no gradient reduction and gets no wrapper."""
+    """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
     module, optimizer = accelerator.prepare(objective, optimizer)
     if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        module = accelerator.unwrap_model(
-            module
-        )  # accelerate wraps a CPU group of one, and then never skips its reductions
+        # accelerate wraps a group of one on CPU, and then never skips its reductions.
+        module = accelerator.unwrap_model(module)
+    if accelerator.scaler is None and accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU"):
+        # Without a scaler its wrapper does nothing but search the import path for a package in every step: 0.3 ms.
+        optimizer = optimizer.optimizer
     return module, optimizer
 
 
