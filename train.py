@@ -59,11 +59,10 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     def due(every: int | None) -> bool:
         return progress.step == total or bool(every and progress.step % every == 0)
 
-    batch, share = (
-        (run.global_batch_size, run.per_device_batch_size),
-        (accelerator.process_index, accelerator.num_processes),
+    batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
+    order = training_order(
+        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, progress.step, total, examples.lengths
     )
-    order = training_order(len(examples), *batch, run.seed, *share, progress.step, total, examples.lengths)
     batches = read(examples, task, order, run.dataloader_num_workers, pin=accelerator.device.type == "cuda")
     meter, learning_rate, norm = Meter(), None, None
     module.train()

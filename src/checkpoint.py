@@ -28,7 +28,6 @@ IDENTITY = [
     "dataset_config_name",
     "train_file",
     "global_batch_size",
-    "per_device_batch_size",
     "optim",
     "max_length",
     "packing",
@@ -82,7 +81,8 @@ def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
         )
     latest = weights if (weights / "state.json").exists() else newest(where)
     step = json.loads((latest / "state.json").read_text())["step"] if latest else None
-    base = read_yaml(where / "config.yaml") | {"model_name_or_path": str(weights), "output_dir": str(folder)}
+    output = folder.parent.parent if folder.parent.name == "checkpoints" else where
+    base = read_yaml(where / "config.yaml") | {"model_name_or_path": str(weights), "output_dir": str(output)}
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     dropped = {"model_config", "tokenizer_name", "resume"}
     dropped |= {"train_file", "validation_file"} if "dataset_name" in given else set()
@@ -116,7 +116,7 @@ def agreed(accelerator, run: RunConfig, options) -> Path | None:
 def check_same_run(checkpoint: Path, config: dict) -> None:
     """Refuse to go on with a run whose mathematics changed, with the list of what differs."""
     old = read_yaml(checkpoint / "config.yaml")
-    changed = [f"{k}: {old.get(k)} → {config.get(k)}" for k in IDENTITY if old.get(k) != config.get(k) != "auto"]
+    changed = [f"{k}: {old.get(k)} → {config.get(k)}" for k in IDENTITY if old.get(k) != config.get(k)]
     if changed:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(changed)}): give another --output_dir, or start it "

@@ -132,10 +132,27 @@ class Encoder:
             raise UsageError("rows with `messages` need a fast tokenizer: it knows which characters a token stands for")
         if not self.tokenizer.chat_template:
             raise UsageError(f"{where[0]}: the tokenizer has no chat template: give one with --chat_template FILE")
+        marked = "generation %}" in self.tokenizer.chat_template  # the template itself says what the assistant wrote
         for messages, place in zip(batch["messages"], where, strict=True):
+            if marked:
+                yield *self._encode_marked(messages, place), None
+                continue
             text, turns = render_chat(self.tokenizer, messages, place)
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
             ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
             inside = [any(a <= start < b for a, b in turns) for start, _ in spans]
             labels = [token if keep else IGNORED for token, keep in zip(ids, inside, strict=True)]
             yield ids, labels, token_bytes(text, spans)
+
+    def _encode_marked(self, messages: list[dict], place: str) -> tuple[list[int], list[int]]:
+        """Return ids and labels of a chat whose template marks the assistant's words with {% generation %}."""
+        try:
+            chat = self.tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+        except Exception as error:
+            raise UsageError(
+                f"{place}: `messages` could not be rendered: {str(error) or type(error).__name__}"
+            ) from error
+        ids = list(chat["input_ids"])
+        return ids, [token if keep else IGNORED for token, keep in zip(ids, chat["assistant_masks"], strict=True)]

@@ -115,7 +115,9 @@ def _code(target: Path) -> None:
     rows = [{"path": path, "text": text} for path, text in sources() if text.strip()]
     train = [row for row in rows if not _held_out(row["path"], 20)]
     _write(target / "train.jsonl", train)
-    _write(target / "validation.jsonl", [row for row in rows if _held_out(row["path"], 20)])
+    known = {row["text"] for row in train}  # a few modules are copies of others
+    held_out = [row for row in rows if _held_out(row["path"], 20) and row["text"] not in known]
+    _write(target / "validation.jsonl", held_out)
     _train_tokenizer([row["text"] for row in train], target / "tokenizer")
 
 

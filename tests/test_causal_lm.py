@@ -204,6 +204,22 @@ def test_messages_train_on_the_assistants_turns(folder, tokenizer, packing):
     assert batch.sums["bytes"] == spoken  # a chat's first token is a header's
 
 
+def test_a_template_that_marks_the_assistants_words_is_taken_at_its_word(folder, tokenizer):
+    """With {% generation %}, earlier turns may even change as the chat grows."""
+    marked = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
+        "{% endgeneration %}{{ '!' if loop.last }}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
+    )
+    (folder / "marked.jinja").write_text(marked)
+    chat = [("user", "return"), ("assistant", "self import"), ("user", "if"), ("assistant", "else row")]
+    kit.write_jsonl(folder / "marked.jsonl", [{"messages": [{"role": r, "content": c} for r, c in chat]}])
+    task, splits = open_data(folder, "marked.jsonl", chat_template=folder / "marked.jinja")
+    batch = task.collate(everything(splits["train"]))
+    targets = [t for t in batch.inputs["targets"][0].tolist() if t != -100]
+    assert tokenizer.decode(targets) == "self importelse row"
+    assert batch.weight == splits["train"].facts["targets"] == len(targets)
+
+
 def test_chat_template_from_a_file(folder, tokenizer):
     (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
     kit.write_jsonl(folder / "chat.jsonl", [{"messages": [{"role": r, "content": c} for r, c in CHATS[0]]}])
