@@ -83,11 +83,11 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
             rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
             tracker.line("train", progress.step, {"epoch": progress.step / per_epoch} | meter.line(agree) | rest)
         if validation and due(run.eval_steps):
-            tracker.line("eval", progress.step, evaluate(accelerator, agree, module, task, validation, run))
-            meter.rest()
+            with meter.paused():
+                tracker.line("eval", progress.step, evaluate(accelerator, agree, module, task, validation, run))
         if due(run.save_steps):
-            checkpoint.save(accelerator, run, resolved, objective, optimizer, progress)
-            meter.rest()
+            with meter.paused():
+                checkpoint.save(accelerator, run, resolved, objective, optimizer, progress)
 
     final = checkpoint.export(accelerator, run, objective)
     tracker.end(final, task.sample(objective.model) if accelerator.is_main_process else None)

@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Tracker:
         if self.bar is not None and kind == "train":
             shown = {
                 "loss": number(values["loss"]),
-                "lr": f"{values['learning_rate']:.1e}",
+                "lr": number(values["learning_rate"]),
                 "tok/s": f"{values['tokens_per_second']:,.0f}",
             }
             self.bar.set_postfix(shown, refresh=False)
@@ -128,9 +129,12 @@ class Meter:
         self.positions += positions
         self.waited += waited
 
-    def rest(self) -> None:
-        """Leave the time since the last train line out of the throughput (evaluation, saving)."""
-        self.mark = time.perf_counter()
+    @contextmanager
+    def paused(self):
+        """Within, time does not count: evaluation and saving are no part of the throughput of training."""
+        began = time.perf_counter()
+        yield
+        self.mark += time.perf_counter() - began
 
     def line(self, agree) -> dict:
         """Return the numbers of a train line, the same on every rank but for the times, and start anew."""

@@ -1,7 +1,9 @@
 """metrics.jsonl is strict JSON that says exactly what was optimised; trackers never end a run."""
 
 import json
+import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -67,6 +69,18 @@ def test_a_meter_without_any_weight_has_no_loss():
     assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
 
 
+def test_evaluation_and_saving_are_no_part_of_the_throughput():
+    """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
+    meter = Meter()
+    meter.add(1.0, 1.0, 100.0, 100.0, 0.0)
+    time.sleep(0.2)
+    with meter.paused():
+        time.sleep(0.5)
+    line = meter.line(lambda values: torch.tensor(values))
+    assert 0.2 <= line["seconds"] < 0.5
+    assert line["tokens_per_second"] == pytest.approx(100 / line["seconds"])
+
+
 @pytest.mark.parametrize(
     "batch, micro, world, text",
     [
@@ -103,3 +117,16 @@ def test_a_tracker_that_fails_is_a_warning(files, tmp_path):
     kit.spawn(1, _with_broken_tracker, argv, out=tmp_path / "out")
     assert "training goes on" in (tmp_path / "out" / "rank0.txt").read_text()
     assert (tmp_path / "run" / "final" / "config.json").exists()
+
+
+def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
+    from src.plan import permute
+
+    rows = [{"input_ids": [5] * 6, "labels": [5] * 6 if i == 0 else [-100] * 6} for i in range(6)]
+    data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
+    seed = next(s for s in range(100) if permute(np.array([0]), 6, s, 0)[0] != 0)
+    one = {"global_batch_size": 1, "per_device_batch_size": 1, "max_steps": 6, "logging_steps": 1}
+    run = kit.run_training(1, tmp_path / "run", *flags(files, train_file=data, seed=seed, **one))
+    first = run.kind("train")[0]
+    assert (first["loss"], first["learning_rate"], first["grad_norm"], first["skipped"]) == (None, None, None, 1)
+    assert run.kind("train")[-1]["skipped"] == 5
