@@ -206,7 +206,12 @@ def head_is_plain(model: torch.nn.Module) -> bool:
 
     training = model.training
     model.eval()
-    arguments = {"input_ids": torch.arange(8).remainder(model.config.vocab_size)[None], "use_cache": False}
+    arguments = {
+        "input_ids": torch.arange(min(8, getattr(model.config, "max_position_embeddings", 8))).remainder(
+            model.config.vocab_size
+        )[None],
+        "use_cache": False,
+    }
     hook = head.register_forward_hook(replace)
     logits = model(**arguments).logits
     hook.remove()

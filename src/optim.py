@@ -52,6 +52,6 @@ def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
         )
         factor = scheduler.lr_lambdas[0]
         factor(0), factor(total)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {run.lr_scheduler_type} does not take {kwargs}: {error}") from error
     return lambda updates: run.learning_rate * factor(updates)

@@ -15,7 +15,7 @@ from src.step import Progress
 
 def total_steps(run: RunConfig, examples: int) -> int:
     """Return the optimizer steps of the whole run."""
-    return run.max_steps or math.ceil(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size))
+    return run.max_steps or math.ceil(round(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size), 6))
 
 
 def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, schedule, total: int) -> dict[str, str]:

@@ -65,7 +65,9 @@ class Task:
         typed = "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
         self.columns = ["input_ids", *(["token_type_ids"] if typed and self.options.text_pair_column else [])]
         known = self.config.id2label or {}
-        if self.run.model_name_or_path and not all(str(name).startswith("LABEL_") for name in known.values()):
+        headed = any("SequenceClassification" in name for name in self.config.architectures or [])
+        named = not all(str(name).startswith("LABEL_") for name in known.values())
+        if self.run.model_name_or_path and (named or headed):
             self.labels = [known[i] for i in sorted(known)]  # a model that already knows its labels keeps them
 
     def fingerprint(self) -> str:
