@@ -49,8 +49,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     if run.per_device_batch_size == "auto":
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
     resolved = config.to_yaml(run, options)
-    if not start:
-        checkpoint.set_aside(accelerator, run)
+    checkpoint.set_aside(accelerator, run, start, complete=progress.step >= total)
     tracker = Tracker(accelerator, run, resolved, progress.step, total)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in notes(run, splits, start, progress, total):

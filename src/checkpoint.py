@@ -124,13 +124,21 @@ def check_same_run(checkpoint: Path, config: dict) -> None:
         )
 
 
-def set_aside(accelerator, run: RunConfig) -> None:
-    """Rename what an earlier run left in output_dir, so that a new run starts in an empty folder and nothing is lost."""
-    output_dir = Path(run.output_dir)
-    for name in ("checkpoints", "final", "metrics.jsonl") if accelerator.is_main_process else ():
-        if (output_dir / name).exists():
-            n = next(n for n in range(1, 10_000) if not (output_dir / f"{name}.old{n}").exists())
-            (output_dir / name).rename(output_dir / f"{name}.old{n}")
+def set_aside(accelerator, run: RunConfig, start: Path | None, complete: bool) -> None:
+    """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
+    the checkpoints after `start` and, while it is not complete, the final model. Nothing is lost."""
+    if not accelerator.is_main_process:
+        return
+    folder = Path(run.output_dir)
+    stale = [] if complete else [folder / "final"]
+    if start is None:
+        stale += [folder / "checkpoints", folder / "metrics.jsonl"]
+    else:
+        stale += [old for old in (folder / "checkpoints").glob("step_*") if old.name > start.name]
+    for path in filter(Path.exists, stale):
+        base = path.with_name(f"old_{path.name}") if start else path
+        n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
+        path.rename(base.with_name(f"{base.name}.old{n}"))
 
 
 def save(accelerator, run: RunConfig, config: str, objective: Objective, optimizer, progress: Progress) -> None:
