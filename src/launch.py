@@ -22,7 +22,7 @@ from src.inputs import UsageError, nearest, warn
 
 def check_environment() -> None:
     """Raise UsageError when several processes were asked for and accelerate launch started one, as it sometimes does."""
-    alone = "MASTER_ADDR" in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    alone = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
     if alone and not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & set(os.environ):
         raise UsageError(
             "several processes were asked for, but accelerate launch started one (it does so for --cpu and for "

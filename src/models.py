@@ -10,6 +10,7 @@ import torch
 from src import samples
 from src.config import RunConfig
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
+from src.text import masks_known
 
 
 def _reason(error: Exception) -> str:
@@ -206,12 +207,9 @@ def head_is_plain(model: torch.nn.Module) -> bool:
 
     training = model.training
     model.eval()
-    arguments = {
-        "input_ids": torch.arange(min(8, getattr(model.config, "max_position_embeddings", 8))).remainder(
-            model.config.vocab_size
-        )[None],
-        "use_cache": False,
-    }
+    length = min(8, getattr(model.config, "max_position_embeddings", 8))
+    ids = torch.arange(length).remainder(model.config.vocab_size)[None]
+    arguments = {"input_ids": ids, "use_cache": False}
     hook = head.register_forward_hook(replace)
     logits = model(**arguments).logits
     hook.remove()
@@ -220,3 +218,24 @@ def head_is_plain(model: torch.nn.Module) -> bool:
     if not seen or seen[0].shape != hidden.shape:
         return False
     return torch.equal(logits.to(seen[1].dtype), seen[1]) and torch.allclose(seen[0], hidden)
+
+
+@torch.no_grad()
+def check_packing(model: torch.nn.Module) -> None:
+    """Raise UsageError if the second document of a packed row sees the first.
+
+    Recurrent models, ALiBi and positions of a model's own ignore position_ids, and would leak without a word."""
+    half = min(4, getattr(model.config, "max_position_embeddings", 8) // 2)
+    second = torch.arange(half) % model.config.vocab_size
+    rows = torch.stack([torch.cat([torch.full((half,), token), second]) for token in (0, model.config.vocab_size - 1)])
+    positions = torch.arange(half).repeat(len(rows), 2)
+    training = model.training
+    model.eval()
+    with masks_known(packed=True):
+        one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
+    model.train(training)
+    if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
+        raise UsageError(
+            f"packing is true, but in a {model.config.model_type} the documents of a row see each other: it does not go by "
+            "position_ids; give --packing false"
+        )

@@ -543,3 +543,27 @@ def test_positions_of_padding_do_not_continue_a_document():
         {"input_ids": np.arange(n), "documents": np.array(sizes), "bytes": 0} for n, sizes in ((5, [3, 2]), (2, [2]))
     ]
     assert task.collate(rows).inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
+
+
+@pytest.mark.parametrize("kind, isolates", [("llama", True), ("gpt2", True), ("opt", False), ("bloom", False)])
+def test_packing_is_refused_where_documents_would_see_each_other(kind, isolates):
+    from transformers import AutoConfig
+
+    from src.models import check_packing
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+    more = (
+        {"intermediate_size": 64}
+        if kind == "llama"
+        else {"ffn_dim": 64, "word_embed_proj_dim": 32}
+        if kind == "opt"
+        else {}
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more))
+    if isolates:
+        check_packing(model)
+        assert model.training
+    else:
+        with pytest.raises(UsageError, match="see each other"):
+            check_packing(model)

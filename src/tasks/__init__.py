@@ -37,7 +37,8 @@ class Batch(NamedTuple):
 
 
 class Task(Protocol):
-    """What a task file provides. All of it runs on every rank."""
+    """What a task file provides, beside a dataclass `Options` whose `check()` lists faults of its values. All of it runs
+    on every rank."""
 
     def load(self) -> None:
         """Read tokenizer and configuration; refuse what does not fit together."""
@@ -46,9 +47,11 @@ class Task(Protocol):
         """Take from prepared data what `build` needs to know of it, such as the names of the labels."""
 
     def prepare(self, examples, split: str, folder: str):
-        """Return a `datasets.Dataset` of rows ready for `collate`, with an integer column `length`.
+        """Return a `datasets.Dataset` of rows ready for `collate`, with integer columns `length`, `targets` (what a row
+        adds to the weight) and `cut` (tokens that were left out).
 
-        Row i comes from example i unless rows are packed. Files may be written to `folder`."""
+        Row i comes from example i unless rows are packed. It must be the result of a `map` whose `cache_file_name` lies in
+        `folder`, because that folder is what is kept."""
 
     def fingerprint(self) -> str:
         """Return what `prepare` depends on besides the examples and this file."""

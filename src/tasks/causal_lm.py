@@ -15,7 +15,7 @@ import torch
 from src.config import RunConfig, say
 from src.inputs import UsageError, locate
 from src.losses import linear_cross_entropy, linear_scores, scores
-from src.models import build_model, check_fit, head_is_plain, load_config, load_tokenizer, tokenizer_text
+from src.models import build_model, check_fit, check_packing, head_is_plain, load_config, load_tokenizer, tokenizer_text
 from src.rows import IGNORED, Encoder
 from src.tasks import Batch
 from src.text import masks_known, pack
@@ -131,6 +131,8 @@ class Task:
 
         model = build_model(self.run, self.config, AutoModelForCausalLM, weights)
         self.plain_head = head_is_plain(model)
+        if self.options.packing:
+            check_packing(model)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
