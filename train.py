@@ -3,18 +3,22 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, launch
+from src import checkpoint, config, drift, launch, resume
 from src.batch_size import largest_that_fits
 from src.config import RunConfig
 from src.data import load_splits
 from src.evaluation import evaluate
+from src.ledger import Ledger
 from src.optim import make_optimizer, make_schedule
 from src.plan import steps_per_epoch, training_order
+from src.progress import Outcome, Progress, Rhythm
 from src.reader import read, windows
-from src.step import Objective, Progress, counts, gradient, prepare, update
+from src.saver import Saver
+from src.step import Objective, counts, gradient, prepare, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
 from src.tracking import Meter, Tracker, table, topology
+from src.watch import Watch
 
 
 def main(argv: list[str]) -> None:
@@ -39,64 +43,96 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     total, per_epoch = total_steps(run, len(examples)), steps_per_epoch(len(examples), run.global_batch_size)
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
+    watch = Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
-    start = checkpoint.agreed(accelerator, run, options)  # None: from the beginning
-    objective = Objective(task.build(start), task)
+    start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
+    objective = Objective(task.build(start or checkpoint.begin_with(run)), task)
     optimizer = make_optimizer(run, objective, accelerator.mixed_precision == "fp16")
     module, optimizer = prepare(accelerator, objective, optimizer)
-    progress = checkpoint.load(start, objective, optimizer, accelerator.scaler) if start else Progress()
-
+    meter, parts = Meter(), {"optimizer": optimizer}  # parts: what is saved beside the model
+    progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
+    when = Rhythm(run, progress, total, evaluates=validation is not None)
     if run.per_device_batch_size == "auto":
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
-    resolved = config.to_yaml(run, options)
-    checkpoint.set_aside(accelerator, run, start, complete=progress.step >= total)
-    tracker = Tracker(accelerator, run, resolved, progress.step, total)
-    tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
-    for note in notes(run, splits, start, progress, total):
-        tracker.say(note)
 
-    def due(every: int | None) -> bool:
-        return progress.step == total or bool(every and progress.step % every == 0)
+    resolved = config.to_yaml(run, options)
+    tracker, ledger = Tracker(accelerator, run, total), Ledger(run, len(examples), accelerator.is_main_process)
+    saver = Saver(accelerator, run, objective, parts, resume.about(run, resolved, examples.facts), watch, ledger)
+    tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
+    for note in remarks + notes(run, splits, start, progress, when.complete()):
+        tracker.say(note)
+    if not when.complete():
+        resume.set_aside(accelerator, run, start)
+        tracker.begin(resolved, progress)
+        ledger.begin(progress.step)
+
+    def score() -> None:
+        """Evaluate, unless a stop is asked for meanwhile."""
+        with meter.paused():
+            if line := evaluate(accelerator, agree, module, task, validation, run, watch.stopping):
+                tracker.line("eval", progress.step, line)
+                progress.judge(line, run)
+
+    def save() -> None:
+        """Copy the state to the host, to be written while training goes on."""
+        with meter.paused():
+            progress.settle(run.max_skipped_steps)
+            drift.check(accelerator, agree, objective, progress.step)
+            saver.save(progress, meter.state(agree))
 
     batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
+    first, last = progress.step, progress.step if when.over() else total
     order = training_order(
-        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, progress.step, total, examples.lengths
+        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths
     )
     batches = read(examples, task, order, run.dataloader_num_workers, pin=accelerator.device.type == "cuda")
-    meter, learning_rate, norm = Meter(), None, None
+    learning_rate = norm = None
     module.train()
-    tracker.begin()
+    watch.begin()
+    if first and when.unevaluated():  # a stop came in the middle of it
+        score()
     for window, waited in windows(batches):  # a window: this rank's micro-batches of one optimizer step
-        weight, tokens, positions = agree(counts(window)).tolist()
+        sums = agree([*counts(window), *watch.requests(), saver.failed()])
+        weight, tokens, positions, rows, low, high, wanted, stop, failed = sums.tolist()
+        if stop or failed:
+            break
         progress.step += 1
-        loss = 0.0
+        losses = None
         if weight:  # else no example of the global batch has a target, and every rank skips the update
+            losses = gradient(accelerator, module, window, weight)
+            progress.settle(run.max_skipped_steps)  # the update before this one: the device has an answer by now
             learning_rate = schedule(progress.updates)
-            loss = gradient(accelerator, module, window, weight)
-            norm, changed = update(accelerator, module, optimizer, learning_rate, run.max_grad_norm)
-            progress.updates += changed
-        meter.add(loss, weight, tokens, positions, waited)
+            norm, left_out = update(accelerator, module, optimizer, learning_rate, run.max_grad_norm)
+            progress.pending = Outcome(left_out, progress.step, window, losses)
+        meter.add(losses, weight, tokens, positions, waited)
+        ledger.add(progress.step, rows, low, high)
         tracker.step()
 
-        if due(run.logging_steps):
+        if when.due(run.logging_steps):
+            progress.settle(run.max_skipped_steps)
             rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
             tracker.line("train", progress.step, {"epoch": progress.step / per_epoch} | meter.line(agree) | rest)
-        if validation and due(run.eval_steps):
-            with meter.paused():
-                tracker.line("eval", progress.step, evaluate(accelerator, agree, module, task, validation, run))
-        if due(run.save_steps):
-            with meter.paused():
-                checkpoint.save(accelerator, run, resolved, objective, optimizer, progress)
+        if when.unevaluated():
+            score()
+        if run.drift_check_steps and when.due(run.drift_check_steps):
+            drift.check(accelerator, agree, objective, progress.step)
+        if wanted or when.due(run.save_steps):
+            save()
+        if when.over():
+            break
 
-    final = checkpoint.export(accelerator, run, objective)
-    tracker.end(final, task.sample(objective.model) if accelerator.is_main_process else None)
+    if not when.complete():  # asked to stop, or the disk does not take checkpoints any more
+        saver.leave(agree, save, watch.why())
+    saver.export(progress.step)
+    saver.finish(agree)
+    tracker.end(task.sample(objective.model) if accelerator.is_main_process else None)
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:
     """Print the plan and stop."""
     total = total_steps(run, len(splits["train"]))
     print(table(describe(run, splits, task.build(), make_schedule(run, total), total)))
-    print(*notes(run, splits, None, Progress(), total), sep="\n")
+    print(*notes(run, splits, None, Progress(), False), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,65 +1,210 @@
-"""Checkpoints: a Hugging Face folder, the optimizer in safetensors and a few integers in JSON; renamed when complete.
+"""What a checkpoint holds: a Hugging Face folder, one safetensors file for each further part, and state.json.
 
-Leave alone. Guarded by tests/test_checkpoint.py and tests/conformance/. No file holds a pickle.
+Leave alone. Guarded by tests/test_checkpoint.py and tests/conformance/. No file holds a pickle. src/store.py makes a folder
+complete or absent, src/saver.py writes beside training, src/resume.py chooses what to go on from.
 """
 
-import dataclasses
 import json
-import os
+import re
 import shutil
 from pathlib import Path
 
 import torch
-import yaml
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from src.config import RunConfig, to_yaml
+from src import store
+from src.config import RunConfig
 from src.inputs import UsageError, locate, read_yaml
-from src.step import Objective, Progress
+from src.progress import Progress
+from src.step import Objective
 
-# What a run cannot change and still be the same run.
-IDENTITY = [
-    "task",
-    "seed",
-    "model_config",
-    "dtype",
-    "tokenizer_name",
-    "dataset_name",
-    "dataset_config_name",
-    "train_file",
-    "global_batch_size",
-    "optim",
-    "max_length",
-    "packing",
-]
+Tensors = dict[str, torch.Tensor]
+
+
+def checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the checkpoint folders of a run, intact or not, oldest first."""
+    found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in Path(output_dir, "checkpoints").glob("step_*")}
+    return sorted((path for path, match in found.items() if match), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def newest(output_dir: str | Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None."""
-    found = sorted(Path(output_dir, "checkpoints").glob("step_*/state.json"))
-    return found[-1].parent if found else None
+    """Return the newest intact checkpoint of a run, or None."""
+    return next((path for path in reversed(checkpoints(output_dir)) if not store.faults(path)), None)
 
 
-def find(run: RunConfig) -> Path | None:
-    """Return the checkpoint that `run.resume` asks for, or None for a start from the beginning."""
-    if run.resume == "never":
-        return None
-    if run.resume == "auto":
-        return newest(run.output_dir)
-    folder = Path(run.resume)
-    if (folder / "state.json").exists():
-        return folder
-    if found := newest(folder):
-        return found
-    raise UsageError(
-        f"resume: {run.resume} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
+def read_state(checkpoint: Path) -> dict:
+    """Return progress, meter, identity, resolved configuration and the numbers of optimizer and scaler."""
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+# ---- out of the process ------------------------------------------------------------------------------------------------
+
+
+def tensors_of(objective: Objective, parts: dict) -> tuple[dict[str, Tensors], dict[str, dict]]:
+    """Return (tensors by part and name, everything else likewise) of the model and of `parts`, under canonical names.
+
+    A part is an optimizer, or has a flat `state_dict` of tensors, numbers and strings (an average of weights, say)."""
+    tensors, numbers = {"model": objective.model.state_dict()}, {}
+    for part, holder in parts.items():
+        flat = _named(objective.model, holder) if isinstance(holder, torch.optim.Optimizer) else holder.state_dict()
+        tensors[part] = {name: value for name, value in flat.items() if torch.is_tensor(value)}
+        numbers[part] = {name: value for name, value in flat.items() if not torch.is_tensor(value)}
+    return tensors, numbers
+
+
+class HostCopy:
+    """Host memory that holds one copy of the training state; allocated by the first copy, used for every other."""
+
+    def __init__(self):
+        self.memory: dict[tuple[str, str], torch.Tensor] = {}
+
+    def take(self, tensors: dict[str, Tensors]) -> dict[str, Tensors]:
+        """Return the same tensors in host memory, tied ones once; waits for the device."""
+        copy, seen = {part: {} for part in tensors}, {}
+        cuda = False
+        for part, named in tensors.items():
+            for name, value in named.items():
+                where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                if where not in seen or not value.numel():
+                    cuda |= value.is_cuda
+                    memory = self.memory.get((part, name))
+                    if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
+                        memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+                        self.memory[part, name] = memory
+                    seen[where] = memory.copy_(value, non_blocking=True)
+                copy[part][name] = seen[where]
+        if cuda:
+            torch.cuda.current_stream().synchronize()
+        return copy
+
+
+def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state: dict) -> None:
+    """Write a checkpoint's files; touches no tensor of the model itself, so it may run beside training."""
+    write_model(objective, folder, dict(tensors["model"]))
+    for part, named in tensors.items():
+        if part != "model":
+            save_file(named, folder / f"{part}.safetensors")
+    (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
+
+
+def write_model(objective: Objective, folder: Path, tensors: Tensors | None = None) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` just work."""
+    objective.model.save_pretrained(folder, state_dict=tensors)
+    if getattr(objective.task, "tokenizer", None) is not None:
+        objective.task.tokenizer.save_pretrained(folder)
+
+
+def export(folder: Path, run: RunConfig, objective: Objective) -> None:
+    """Write a final model: weights, tokenizer and a model card."""
+    write_model(objective, folder)
+    data = run.dataset_name or ", ".join(Path(file).name for file in run.train_file)
+    start = f"Fine-tuned from {run.model_name_or_path}" if run.model_name_or_path else "Trained from random weights"
+    (folder / "README.md").write_text(
+        f"---\nlibrary_name: transformers\ntags: [{run.task}]\n---\n# {Path(run.output_dir).name}\n\n{start} on {data}; task "
+        f"`{run.task}`, seed {run.seed}, global batch {run.global_batch_size}. The run's config.yaml and metrics.jsonl say the rest.\n"
     )
 
 
-def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
-    """Return (flags without --checkpoint, the run's configuration below them, its step).
+def expendable(run: RunConfig) -> list[Path]:
+    """Return the checkpoints to delete: all but the last `save_total_limit`, every `save_keep_every`-th, the best one."""
+    found = checkpoints(run.output_dir)
+    kept = set(found[-run.save_total_limit :])
+    if run.save_keep_every:
+        kept |= {path for path in found if step_of(path) % run.save_keep_every == 0}
+    if best := best_checkpoint(run):
+        kept.add(best)
+    return [path for path in found if path not in kept]
 
-    A run is evaluated by its final model, or by its newest checkpoint while it has none."""
+
+def best_checkpoint(run: RunConfig) -> Path | None:
+    """Return the checkpoint whose evaluation was best by `metric_for_best_model`, the earliest of equals; or None."""
+    metrics = Path(run.output_dir, "metrics.jsonl")
+    if not run.metric_for_best_model or not metrics.exists():
+        return None
+    lines = [json.loads(text) for text in metrics.read_text().splitlines() if '"kind": "eval"' in text]
+    values = {line["step"]: line.get(run.metric_for_best_model) for line in lines}
+    found = [path for path in checkpoints(run.output_dir) if values.get(step_of(path)) is not None]
+    sign = -1 if run.greater_is_better else 1
+    return min(found, key=lambda path: sign * values[step_of(path)], default=None)
+
+
+def prune(run: RunConfig) -> None:
+    for path in expendable(run):
+        shutil.rmtree(path)
+
+
+# ---- into the process --------------------------------------------------------------------------------------------------
+
+
+def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> Progress:
+    """Put every part (and scaler and meter) where the checkpoint left it; return the progress. The model reads its weights."""
+    state = read_state(checkpoint)
+    for part, holder in parts.items():
+        flat = state["numbers"][part]
+        with safe_open(checkpoint / f"{part}.safetensors", "pt") as file:
+            # One by one, and copied: what stays mapped to the file would count twice in memory.
+            flat |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if isinstance(holder, torch.optim.Optimizer):
+            _set_named(objective.model, holder, flat)
+        else:
+            holder.load_state_dict(flat)
+    if scaler is not None and state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    meter.resume(state["meter"])
+    return Progress(**state["progress"])
+
+
+def _names(model: torch.nn.Module, optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order of its state dict."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def _named(model, optimizer) -> dict:
+    """Return the optimizer's state, flat, by "key/parameter name"."""
+    names = _names(model, optimizer)
+    every = optimizer.state_dict()["state"].items()
+    return {f"{key}/{names[index]}": value for index, state in every for key, value in state.items()}
+
+
+def _set_named(model, optimizer, flat: dict) -> None:
+    state = {}
+    index = {name: i for i, name in enumerate(_names(model, optimizer))}
+    for where, value in flat.items():
+        key, name = where.split("/", 1)
+        state.setdefault(index[name], {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+# ---- into another run, or an evaluation ----------------------------------------------------------------------------------
+
+
+def begin_with(run: RunConfig) -> Path | None:
+    """Return the folder whose weights a new run begins with, by `init_from`; None: those of its model."""
+    return weights_in(run.init_from, "init_from") if run.init_from else None
+
+
+def weights_in(name: str, field: str) -> Path:
+    """Return the intact folder with weights that `name` means: a checkpoint, a final model, or those of a run.
+
+    A run stands for its final model, or for its newest intact checkpoint while it has none."""
+    folder = Path(locate(name))
+    found = next((f for f in (folder, folder / "final") if (f / "config.json").exists()), None)
+    if found is None and (found := newest(folder)) is None:
+        damaged = f" with an intact one (of {len(checkpoints(folder))})" if checkpoints(folder) else ""
+        raise UsageError(f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one")
+    if (found / store.MANIFEST).exists() and (faults := store.faults(found)):
+        raise UsageError(f"{field}: {found} is damaged: {'; '.join(faults)}")
+    return found
+
+
+def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
+    """Return (flags without --checkpoint, the run's configuration below them, the step of its weights)."""
     argv, name = list(argv), None
     for i, word in enumerate(argv):
         if word == "--checkpoint" or word.startswith("--checkpoint="):
@@ -70,166 +215,22 @@ def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
             break
     if name is None:
         return argv, None, None
-    folder = Path(locate(name))
-    weights = folder if (folder / "config.json").exists() else folder / "final"
-    if not (weights / "config.json").exists():
-        weights = newest(folder)
-    where = next((f for f in (folder, folder.parent) if (f / "config.yaml").exists()), None)
-    if weights is None or where is None:
-        raise UsageError(
-            f"checkpoint: {name} is neither a run folder nor one of its checkpoints; for others give --model_name_or_path"
-        )
-    latest = weights if (weights / "state.json").exists() else newest(where)
-    step = json.loads((latest / "state.json").read_text())["step"] if latest else None
-    output = folder.parent.parent if folder.parent.name == "checkpoints" else where
-    base = read_yaml(where / "config.yaml") | {"model_name_or_path": str(weights), "output_dir": str(output)}
+    weights = weights_in(name, "checkpoint")
+    inside = (weights, weights.parent, weights.parent.parent)
+    where = next((f for f in inside if (f / "config.yaml").exists()), None)
+    if where is None and not (weights / "state.json").exists():
+        raise UsageError(f"checkpoint: {name} has no config.yaml; for others than our runs give --model_name_or_path")
+    config = read_yaml(where / "config.yaml") if where else read_state(weights)["config"]
+    output = where or Path(config["output_dir"])
+    base = config | {"model_name_or_path": str(weights), "output_dir": str(output)}
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    dropped = {"model_config", "tokenizer_name", "resume"}
+    dropped = {"model_config", "tokenizer_name", "resume", "init_from"}
     dropped |= {"train_file", "validation_file"} if "dataset_name" in given else set()
     dropped |= {"dataset_name", "dataset_config_name"} if given & {"train_file", "validation_file"} else set()
     dropped |= {"train_file"} if "validation_file" in given else set()
-    return argv, {k: v for k, v in base.items() if k not in dropped}, step
-
-
-def agreed(accelerator, run: RunConfig, options) -> Path | None:
-    """Return the checkpoint to go on from, or None, as the main process decides it for all; faults reach all likewise.
-
-    A micro-batch size of `auto` becomes that of the checkpoint."""
-    from accelerate.utils import broadcast_object_list
-
-    outcome = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = find(run)
-            if outcome[0]:
-                check_same_run(outcome[0], yaml.safe_load(to_yaml(run, options)))
-        except (UsageError, OSError) as error:
-            outcome[1] = str(error)
-    broadcast_object_list(outcome)
-    if outcome[1]:
-        raise UsageError(outcome[1])
-    if outcome[0] and run.per_device_batch_size == "auto":
-        run.per_device_batch_size = read_yaml(outcome[0] / "config.yaml")["per_device_batch_size"]
-    return outcome[0]
-
-
-def check_same_run(checkpoint: Path, config: dict) -> None:
-    """Refuse to go on with a run whose mathematics changed, with the list of what differs."""
-    old = read_yaml(checkpoint / "config.yaml")
-    changed = [f"{k}: {old.get(k)} → {config.get(k)}" for k in IDENTITY if old.get(k) != config.get(k)]
-    if changed:
-        raise UsageError(
-            f"{checkpoint.parent.parent} holds another run ({'; '.join(changed)}): give another --output_dir, or start it "
-            "anew with --resume never"
-        )
-
-
-def set_aside(accelerator, run: RunConfig, start: Path | None, complete: bool) -> None:
-    """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
-    the checkpoints after `start` and, while it is not complete, the final model. Nothing is lost."""
-    if not accelerator.is_main_process:
-        return
-    folder = Path(run.output_dir)
-    stale = [] if complete else [folder / "final"]
-    if start is None:
-        stale += [folder / "checkpoints", folder / "metrics.jsonl"]
-    else:
-        stale += [old for old in (folder / "checkpoints").glob("step_*") if old.name > start.name]
-    for path in filter(Path.exists, stale):
-        base = path.with_name(f"old_{path.name}") if start else path
-        n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
-        path.rename(base.with_name(f"{base.name}.old{n}"))
-
-
-def save(accelerator, run: RunConfig, config: str, objective: Objective, optimizer, progress: Progress) -> None:
-    """Leave checkpoints/step_N complete or not at all, then delete the oldest beyond save_total_limit; on all ranks."""
-    if accelerator.is_main_process:
-        _save(run, config, objective, optimizer, accelerator.scaler, progress)
-    accelerator.wait_for_everyone()
-
-
-def _save(run: RunConfig, config: str, objective: Objective, optimizer, scaler, progress: Progress) -> None:
-    folder = Path(run.output_dir, "checkpoints", f"step_{progress.step:08d}")
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    write_model(objective, temporary)
-    tensors, numbers = _flatten(objective.model, optimizer)
-    save_file(tensors, temporary / "optimizer.safetensors")
-    state = dataclasses.asdict(progress) | {"optimizer": numbers}
-    if scaler is not None:
-        state["scaler"] = scaler.state_dict()
-    (temporary / "config.yaml").write_text(config)
-    (temporary / "state.json").write_text(json.dumps(state, indent=1))
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(temporary, folder)
-    for old in sorted(folder.parent.glob("step_*"))[: -run.save_total_limit]:
-        shutil.rmtree(old)
-
-
-def write_model(objective: Objective, folder: Path) -> None:
-    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` just work."""
-    objective.model.save_pretrained(folder)
-    if getattr(objective.task, "tokenizer", None) is not None:
-        objective.task.tokenizer.save_pretrained(folder)
-
-
-def export(accelerator, run: RunConfig, objective: Objective) -> Path:
-    """Leave final/ complete or not at all: weights, tokenizer and a model card; called on all ranks."""
-    folder = Path(run.output_dir, "final")
-    if accelerator.is_main_process:
-        _export(run, objective, folder)
-    accelerator.wait_for_everyone()
-    return folder
-
-
-def _export(run: RunConfig, objective: Objective, folder: Path) -> None:
-    temporary = folder.with_name(".final.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    write_model(objective, temporary)
-    data = run.dataset_name or ", ".join(Path(file).name for file in run.train_file)
-    start = f"Fine-tuned from {run.model_name_or_path}" if run.model_name_or_path else "Trained from random weights"
-    (temporary / "README.md").write_text(
-        f"---\nlibrary_name: transformers\ntags: [{run.task}]\n---\n# {Path(run.output_dir).name}\n\n{start} on {data}; task "
-        f"`{run.task}`, seed {run.seed}, global batch {run.global_batch_size}. The run's config.yaml and metrics.jsonl say the rest.\n"
+    step = (
+        read_state(weights)["progress"]["step"]
+        if (weights / "state.json").exists()
+        else store.about(weights).get("step")
     )
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(temporary, folder)
-
-
-def load(checkpoint: Path, objective: Objective, optimizer, scaler) -> Progress:
-    """Put the optimizer (and scaler) where the checkpoint left them and return the progress; weights are read by the model."""
-    state = json.loads((checkpoint / "state.json").read_text())
-    _unflatten(objective.model, optimizer, load_file(checkpoint / "optimizer.safetensors"), state["optimizer"])
-    if scaler is not None and "scaler" in state:
-        scaler.load_state_dict(state["scaler"])
-    return Progress(**{field.name: state[field.name] for field in dataclasses.fields(Progress)})
-
-
-def _names(model: torch.nn.Module, optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its state dict."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-
-
-def _flatten(model, optimizer) -> tuple[dict[str, torch.Tensor], dict]:
-    """Return the optimizer's state as (tensors by "key/parameter name", the rest likewise)."""
-    names, tensors, numbers = _names(model, optimizer), {}, {}
-    for index, state in optimizer.state_dict()["state"].items():
-        for key, value in state.items():
-            where = f"{key}/{names[index]}"
-            if torch.is_tensor(value):
-                tensors[where] = value.contiguous()
-            else:
-                numbers[where] = value
-    return tensors, numbers
-
-
-def _unflatten(model, optimizer, tensors: dict, numbers: dict) -> None:
-    state = {}
-    index = {name: i for i, name in enumerate(_names(model, optimizer))}
-    for where, value in (tensors | numbers).items():
-        key, name = where.split("/", 1)
-        state.setdefault(index[name], {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    return argv, {k: v for k, v in base.items() if k not in dropped}, step

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from filelock import FileLock
 
 from src import samples
@@ -32,7 +33,7 @@ class Split:
 
     dataset: Any  # in Arrow format, memory-mapped
     lengths: np.ndarray  # memory-mapped, indexed by id
-    facts: dict  # examples, tokens, targets, rows and tokens cut off, fingerprint
+    facts: dict  # examples, tokens, targets, rows and tokens cut off, hashes of rows and tokenizer
 
     def __len__(self) -> int:
         return self.facts["examples"]
@@ -195,7 +196,7 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir()
             try:
-                _write(task, examples, split, temporary, key)
+                _write(task, examples, split, temporary, _about(source, task))
             except BaseException:
                 shutil.rmtree(temporary, ignore_errors=True)
                 raise
@@ -209,7 +210,21 @@ def _prepared(run: RunConfig, task: Task, split: str, source: Source) -> Split |
     return Split(dataset.with_format("arrow"), np.load(folder / "lengths.npy", mmap_mode="r"), facts)
 
 
-def _write(task: Task, examples, split: str, folder: Path, key: str) -> None:
+def _about(source: Source, task: Task) -> dict:
+    """Return what else the facts say of where rows come from, so that a run can tell what changed since."""
+    names = {Path(f).name: os.path.getsize(f) if os.path.exists(f) else None for f in source.files[:1000]}
+    return {"files": names, "tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
+
+
+def _content(rows) -> str:
+    """Return a hash of every prepared row and of the columns' types: the same wherever the files lie."""
+    digest = xxhash.xxh3_128(repr(rows.features).encode())
+    for batch in rows.data.to_batches():
+        digest.update(batch.serialize())
+    return digest.hexdigest()
+
+
+def _write(task: Task, examples, split: str, folder: Path, about: dict) -> None:
     """Write prepared rows, their lengths and the facts about them to `folder`."""
     if examples is None:
         (folder / "facts.json").write_text(json.dumps({"examples": 0}))
@@ -229,6 +244,11 @@ def _write(task: Task, examples, split: str, folder: Path, key: str) -> None:
         if other.name != file:
             other.unlink()
     facts = {"examples": len(rows), "source_rows": len(examples), "tokens": int(lengths.sum()), "targets": targets}
-    facts |= {"rows_cut": int((cut > 0).sum()), "tokens_cut": int(cut.sum()), "file": file, "fingerprint": key}
+    facts |= {
+        "rows_cut": int((cut > 0).sum()),
+        "tokens_cut": int(cut.sum()),
+        "file": file,
+        "rows": _content(rows),
+    } | about
     facts["without_target"] = int((np.asarray(columns["targets"][:]) == 0).sum())
     (folder / "facts.json").write_text(json.dumps(facts))

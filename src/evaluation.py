@@ -15,11 +15,16 @@ from src.reader import read, seed_everything
 from src.tasks import Task
 
 FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
+ASK = 8  # micro-batches between two questions to all ranks whether to stop
 
 
 @torch.no_grad()
-def evaluate(accelerator, agree, module: torch.nn.Module, task: Task, split: Split, run: RunConfig) -> dict:
+def evaluate(
+    accelerator, agree, module: torch.nn.Module, task: Task, split: Split, run: RunConfig, stopping=None
+) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
+
+    With `stopping`, which says 1 on a rank that wants to stop, all ranks may leave early alike; the result is None.
 
     Bitwise the same for any number of processes on one kind of device: the cut into micro-batches, each one's sums
     and the order in which they are added do not depend on it. Held in memory: a few numbers per micro-batch.
@@ -48,7 +53,14 @@ def evaluate(accelerator, agree, module: torch.nn.Module, task: Task, split: Spl
     module.eval()
     with _one_thread(accelerator.device):
         pin = accelerator.device.type == "cuda"
-        for micro, batch in read(split, task, mine, run.dataloader_num_workers, pin):
+        batches = iter(read(split, task, mine, run.dataloader_num_workers, pin))
+        for turn in range(-(-len(order) // accelerator.num_processes)):  # as often as the rank that has most
+            if stopping and turn % ASK == 0 and agree([stopping()])[0]:
+                module.train(training)
+                return None
+            micro, batch = next(batches, (None, None))
+            if micro is None:
+                continue
             seed_everything(micro.seed)
             inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
             pending.append((micro, batch, module(inputs)))
@@ -72,11 +84,20 @@ def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, e
     line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
     if weight:
         line |= task.metrics(total, weight)
-    if rows and accelerator.is_main_process:
-        line |= task.row_metrics(
-            {name: values.astype(np.int64) if (values % 1 == 0).all() else values for name, values in rows.items()}
-        )
+    if rows:
+        line |= _on_main(accelerator, lambda: task.row_metrics({name: _whole(values) for name, values in rows.items()}))
     return line
+
+
+def _whole(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int64) if (values % 1 == 0).all() else values
+
+
+def _on_main(accelerator, compute) -> dict:
+    """Return on every rank what the main process computes, so that all can decide by it alike."""
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([compute() if accelerator.is_main_process else None])[0]
 
 
 def _same_names(accelerator, names: list[str], kinds: list[str]) -> tuple[list[str], list[str]]:
@@ -96,5 +117,7 @@ def _one_thread(device: torch.device):
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -18,6 +18,14 @@ class UsageError(Exception):
     """The user can mend this; the message names the culprit and the way out. Ends every rank with exit code 2."""
 
 
+class Failure(Exception):
+    """The run cannot go on, as all ranks know alike; ends every rank with exit code 1 and this sentence."""
+
+
+class Stopped(Exception):
+    """The run was asked to stop, and everything is saved; ends every rank with exit code 75, and may be started again."""
+
+
 def warn(text: str) -> None:
     """Say on each node once what somebody asked for and does not get."""
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -5,19 +5,26 @@ Leave alone. Guarded by tests/test_launch.py.
 
 import gc
 import json
+import logging
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from src import status
 from src.config import RunConfig
-from src.inputs import UsageError, nearest, warn
+from src.inputs import Failure, Stopped, UsageError, nearest, warn
+
+log = logging.getLogger("run")
+CONNECTION = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in what a broken collective says
+_folder: list[Path] = []  # of the run, from the moment on when it is this process's to write to
 
 
 def check_environment() -> None:
@@ -111,6 +118,11 @@ class Agreement:
         return vector
 
 
+def owns(folder: str | Path) -> None:
+    """From now on, how this process ends is noted in the run folder."""
+    _folder[:] = [Path(folder)]
+
+
 def nodes() -> int:
     return max(1, int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1) or 1))
 
@@ -130,21 +142,71 @@ def main(work: Callable[[list[str]], None]) -> None:
     try:
         work(sys.argv[1:])
     except UsageError as error:
-        _end(2, error, f"{os.path.basename(sys.argv[0])}: {error}" if os.environ.get("LOCAL_RANK", "0") == "0" else "")
-    except KeyboardInterrupt as error:
-        _end(130, error, "interrupted")
-    except Exception as error:
-        rank = os.environ.get("RANK", "0")
-        _end(1, error, f"rank {rank} failed:\n{traceback.format_exc()}")
+        _end(2, f"{os.path.basename(sys.argv[0])}: {error}")
+    except Stopped as error:
+        _end(status.EXIT_STOPPED, f"stopped: {error}")
+    except Failure as error:
+        _end(1, f"failed: {error}")
+    except KeyboardInterrupt:
+        _end(130, "interrupted")
+    except BaseException as error:
+        _fail(error)
 
 
-def _end(code: int, error: BaseException, message: str) -> None:
-    sys.stdout.flush()
-    print(f"\n{message}" if message else "", file=sys.stderr, end="\n" if message else "", flush=True)
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # the launcher prints it last, whatever the others print
-        text = str(error) if code == 2 else traceback.format_exc()
-        Path(file).write_text(json.dumps({"message": text, "timestamp": int(time.time())}))
-    if os.environ.get("LOCAL_RANK", "0") != "0" and code == 2:
-        time.sleep(1)  # the same fault on every rank: let rank 0 be the first to fail, and the launcher quote it
+def _end(code: int, message: str) -> None:
+    """End every rank alike, with one message: the fault, or the stop, is the same on all of them."""
+    _keep(message)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    if first:
+        _note(code, message)
+        _say(message)
+    else:
+        time.sleep(1)  # let rank 0 be the first to end, and the launcher quote it
     # Destructors of a group in which others still wait could wait themselves.
     os._exit(code)
+
+
+def _fail(error: BaseException) -> None:
+    """End this rank because of what went wrong on it; or without a word, because another one had failed before."""
+    rank, text = int(os.environ.get("RANK", 0)), traceback.format_exc()
+    if any(sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")):
+        text += (
+            f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays, accumulation "
+            "grows); the same command then goes on from the last checkpoint"
+        )
+    _keep(text)
+    if _folder:
+        lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
+        until = time.monotonic() + (5 if lost else 0)  # where a rank that failed left its word, this is no news
+        while not (first := status.failure_of_another(_folder[0], rank)) and time.monotonic() < until:
+            time.sleep(0.1)
+        if first or not status.claim_failure(_folder[0], rank, text):
+            time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
+            os._exit(1)
+        if lost:
+            text += f"\nrank {rank} lost the connection to another rank, which ended without a word (killed?)"
+    _note(1, text)
+    _say(f"rank {rank} failed:\n{text}")
+    os._exit(1)
+
+
+def _note(code: int, message: str) -> None:
+    """Tell the launcher, which prints it last whatever other ranks print, and whoever reads status.json."""
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+    if _folder:
+        with suppress(OSError):
+            kind = "stopped" if code == status.EXIT_STOPPED else "failed"
+            last = message.strip().splitlines()[-1]
+            status.write(_folder[0], kind, status.read(_folder[0]).get("step"), code, last)
+
+
+def _keep(message: str) -> None:
+    """Write to this rank's log file, if it has one by now."""
+    if log.hasHandlers():
+        log.error("%s", message)
+
+
+def _say(message: str) -> None:
+    sys.stdout.flush()
+    print(f"\n{message}", file=sys.stderr, flush=True)

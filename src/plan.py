@@ -47,7 +47,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     def encrypt(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for key in keys:
-            left, right = right, left ^ (_mix(right + key) & mask)
+            left, right = right, left ^ (mix(right + key) & mask)
         return (left << shift) | right
 
     x = encrypt(np.asarray(positions).astype(np.uint64))
@@ -58,7 +58,7 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return x.astype(np.int64)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def mix(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

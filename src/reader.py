@@ -13,6 +13,7 @@ import torch
 from src.data import Split
 from src.plan import MicroBatch, derive
 from src.tasks import Batch, Task
+from src.watch import deaf
 
 
 def seed_everything(seed: int) -> None:
@@ -47,7 +48,7 @@ def read(
     if not workers and not pin:  # a loader would add a tenth of a millisecond and nothing else
         return map(Reader(split, task).__getitem__, order)
     sampler = _Once(order)
-    options = {"prefetch_factor": 4, "persistent_workers": False} if workers else {}
+    options = {"prefetch_factor": 4, "worker_init_fn": deaf} if workers else {}
     loader = torch.utils.data.DataLoader(
         Reader(split, task), sampler=sampler, batch_size=None, num_workers=workers, pin_memory=pin, **options
     )

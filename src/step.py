@@ -4,15 +4,14 @@ Leave alone. Guarded by tests/test_step.py and tests/conformance/.
 """
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from src.plan import MicroBatch
+from src.ledger import digest
+from src.progress import Flag, Window
 from src.reader import seed_everything
-from src.tasks import Batch, Task
-
-Window = list[tuple[MicroBatch, Batch]]
+from src.tasks import Task
 
 
 class Objective(torch.nn.Module):
@@ -28,15 +27,6 @@ class Objective(torch.nn.Module):
         return self.task.loss(self.model, inputs)
 
 
-@dataclass
-class Progress:
-    """Where a run is: all of its state besides weights and optimizer."""
-
-    step: int = 0  # global batches of the plan that are done
-    updates: int = 0  # those that changed the weights; the schedule goes by them
-    skipped: int = 0  # those that did not: no target in the global batch, or an overflow in fp16
-
-
 def prepare(accelerator, objective: Objective, optimizer: torch.optim.Optimizer):
     """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
     module, optimizer = accelerator.prepare(objective, optimizer)
@@ -50,37 +40,51 @@ def prepare(accelerator, objective: Objective, optimizer: torch.optim.Optimizer)
 
 
 def gradient(accelerator, module: torch.nn.Module, window: Window, total_weight: float) -> torch.Tensor:
-    """Leave in `.grad` the gradient of (sum of losses) / (sum of weights) over the global batch; return this rank's sum.
+    """Leave in `.grad` the gradient of (sum of losses) / (sum of weights) over the global batch; return this rank's losses.
 
     `total_weight` is that of all ranks. The backend averages gradients over ranks, which the factor `num_processes`
-    cancels. Gradients are reduced once, after the last micro-batch. The sum is a float64 scalar on the device, so
-    nothing here waits for the device.
+    cancels. Gradients are reduced once, after the last micro-batch. A loss that is not finite makes the gradient of every
+    rank so. The losses are a float64 vector on the device, one a micro-batch, so nothing here waits for the device.
     """
     scale = accelerator.num_processes / total_weight
-    device = accelerator.device
-    total = torch.zeros((), dtype=torch.float64, device=device if device.type != "mps" else "cpu")
+    device, losses = accelerator.device, []
     for micro, batch in window:
         inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
         seed_everything(micro.seed)
         with nullcontext() if micro.last else accelerator.no_sync(module):
             loss = module(inputs)["loss"]
-            accelerator.backward(loss * (0.0 if micro.filler else scale))
-        if not micro.filler:
-            total += loss.detach()
-    return total
+            # The second factor is exactly the scale, or NaN where the loss is infinite with a finite gradient: what
+            # one rank alone would see then travels to all of them in the reduction.
+            accelerator.backward(loss * (0.0 * loss.detach() + (0.0 if micro.filler else scale)))
+        losses.append(torch.zeros_like(loss) if micro.filler else loss.detach())
+    stacked = torch.stack(losses)
+    return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
 
 
-def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: float) -> tuple[torch.Tensor, bool]:
-    """Clip, step and clear; return the gradient's norm before clipping, on the device, and whether weights changed."""
+def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: float) -> tuple[torch.Tensor, Flag]:
+    """Clip, step and clear; return the gradient's norm before clipping and whether the step was left out, on the device.
+
+    A step is left out, weights and moments untouched, when the norm is not finite. The norm is that of the reduced
+    gradient, so all ranks do the same. Fused optimizers look at it on the device; for others the host has to wait."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or float("inf"))
-    optimizer.step()
+    skipped = ~torch.isfinite(norm)
+    if accelerator.scaler is not None:
+        optimizer.step()  # the scaler looks for itself, and waits for the device
+        skipped = torch.tensor(accelerator.optimizer_step_was_skipped)
+    elif optimizer.defaults.get("fused"):
+        optimizer.found_inf = skipped.float()
+        optimizer.step()
+    elif not skipped:
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, not accelerator.optimizer_step_was_skipped
+    return norm, Flag(skipped)
 
 
 def counts(window: Window) -> list[float]:
-    """Return weight, tokens and positions of this rank's window, known before any forward pass."""
-    batches = [batch for micro, batch in window if not micro.filler]
-    return [sum(float(getattr(batch, name)) for batch in batches) for name in ("weight", "tokens", "positions")]
+    """Return weight, tokens, positions, examples and the two sums of their ids of this rank's window, before any forward."""
+    real = [(micro, batch) for micro, batch in window if not micro.filler]
+    sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "positions")]
+    ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
+    return [*sums, float(len(ids)), *digest(ids)]

@@ -10,7 +10,7 @@ import torch
 from src.config import RunConfig
 from src.data import Split
 from src.plan import steps_per_epoch
-from src.step import Progress
+from src.progress import Progress
 
 
 def total_steps(run: RunConfig, examples: int) -> int:
@@ -49,13 +49,13 @@ def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, s
 
 
 def saves(run: RunConfig, total: int) -> int:
-    return max(1, total // run.save_steps) if run.save_steps else 1
+    return max(1, total // run.save_steps)
 
 
-def notes(run: RunConfig, splits: dict[str, Split], start, progress: Progress, total: int) -> list[str]:
+def notes(run: RunConfig, splits: dict[str, Split], start, progress: Progress, complete: bool) -> list[str]:
     """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
     found = [f"going on from {start}, step {progress.step:,}"] if start else []
-    if progress.step >= total:
+    if complete:
         found.append(
             f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
             "--output_dir, or --resume never to start it anew"

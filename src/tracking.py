@@ -16,9 +16,11 @@ from pathlib import Path
 
 import torch
 
+from src import status, store
 from src.config import RunConfig
 from src.inputs import REPOSITORY, UsageError, warn
-from src.launch import nodes
+from src.launch import nodes, owns
+from src.progress import Progress
 
 log = logging.getLogger("run")
 
@@ -35,32 +37,36 @@ def strict(value):
 class Tracker:
     """Writes metrics.jsonl and the progress bar on the main process, and nothing on the others."""
 
-    def __init__(self, accelerator, run: RunConfig, config: str, step: int, total: int):
+    def __init__(self, accelerator, run: RunConfig, total: int):
         self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
-        self.folder, self.bar = Path(run.output_dir), None
+        self.folder, self.total, self.bar = Path(run.output_dir), total, None
+        self.metrics = self.folder / "metrics.jsonl"
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             _log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
         except OSError as error:
             raise UsageError(f"output_dir: {run.output_dir} cannot be written: {error}") from error
+
+    def begin(self, config: str, progress: Progress) -> None:
+        """Write what is known before the first step, cut metrics.jsonl back to `progress`, and show the progress bar."""
+        owns(self.folder)
         if not self.main:
             return
-        (self.folder / "config.yaml").write_text(config)
-        (self.folder / "environment.json").write_text(json.dumps(environment(accelerator, run), indent=1))
-        self.metrics = self.folder / "metrics.jsonl"
-        _cut_back(self.metrics, step)
-        self.total, self.first = total, step
-        if run.report_to:
-            _best_effort("init", accelerator.init_trackers, self.folder.name, config=_flat(run))
+        step, done = progress.step, progress.evaluated
+        store.rewrite(self.folder / "config.yaml", config)
+        store.rewrite(self.folder / "environment.json", json.dumps(environment(self.accelerator, self.run), indent=1))
+        # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
+        store.cut_back(
+            self.metrics, lambda x: x["step"] < step or (x["step"] == step and (x["kind"] != "eval" or done == step))
+        )
+        status.write(self.folder, "running", step)
+        if self.run.report_to:
+            _best_effort("init", self.accelerator.init_trackers, self.folder.name, config=_flat(self.run))
+        from tqdm import tqdm
 
-    def begin(self) -> None:
-        """Show the progress bar: loss, learning rate, tokens per second, time left."""
-        if self.main and self.total > self.first:
-            from tqdm import tqdm
-
-            interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
-            options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
-            self.bar = tqdm(total=self.total, initial=self.first, **options)
+        interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
+        options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
+        self.bar = tqdm(total=self.total, initial=step, **options)
 
     def step(self) -> None:
         """Move the bar by one step; costs no device sync."""
@@ -97,7 +103,7 @@ class Tracker:
             log.info("%s", text)
             print(text, flush=True) if self.bar is None else self.bar.write(text, file=sys.stdout)
 
-    def end(self, final: Path, sample: str | None) -> None:
+    def end(self, sample: str | None) -> None:
         """Close the bar; print the last numbers, the task's sample and where the run lives."""
         if self.bar is not None:
             self.bar.close()
@@ -111,19 +117,26 @@ class Tracker:
             if kind in last:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
-        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {final.resolve()}")
+        status.write(self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0)
+        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 
 class Meter:
-    """Sums since the last train line; the loss stays on the device until the line is written."""
+    """Sums since the last train line; the losses stay on the device until a line is written or the run is saved.
+
+    The losses of the steps are kept apart and added in their order, so that it does not matter when they are read."""
+
+    SUMS = ("weight", "tokens", "positions", "waited")
 
     def __init__(self):
-        self.loss = 0.0
-        self.weight = self.tokens = self.positions = self.seconds = self.waited = 0.0
+        self.losses: list[float] = []  # of whole global batches
+        self.pending: list[torch.Tensor] = []  # this rank's part of those after them
+        self.weight = self.tokens = self.positions = self.waited = 0.0
         self.mark = time.perf_counter()
 
-    def add(self, loss, weight: float, tokens: float, positions: float, waited: float) -> None:
-        self.loss = self.loss + loss
+    def add(self, losses: torch.Tensor | None, weight: float, tokens: float, positions: float, waited: float) -> None:
+        """Add a step: this rank's losses (None where the global batch has no weight) and the sums of all ranks."""
+        self.pending += [] if losses is None else [losses.sum()]
         self.weight += weight
         self.tokens += tokens
         self.positions += positions
@@ -136,12 +149,31 @@ class Meter:
         yield
         self.mark += time.perf_counter() - began
 
+    def settle(self, agree) -> None:
+        """Add up over the ranks what is pending: one wait for the device, one small vector."""
+        if self.pending:
+            self.losses += agree(torch.stack(self.pending).cpu()).tolist()
+            self.pending = []
+
+    def state(self, agree) -> dict:
+        """Return all of it as numbers, the same on every rank but for the times."""
+        self.settle(agree)
+        sums = {name: getattr(self, name) for name in self.SUMS}
+        return sums | {"losses": self.losses.copy(), "seconds": time.perf_counter() - self.mark}
+
+    def resume(self, state: dict) -> None:
+        """Go on from what `state` returned."""
+        self.losses = [float("nan") if loss is None else loss for loss in state["losses"]]
+        self.mark = time.perf_counter() - state["seconds"]
+        for name in self.SUMS:
+            setattr(self, name, state[name])
+
     def line(self, agree) -> dict:
         """Return the numbers of a train line, the same on every rank but for the times, and start anew."""
-        loss = float(agree([float(self.loss)])[0])  # the one wait for the device between two lines
+        self.settle(agree)
         seconds = time.perf_counter() - self.mark
         values = {
-            "loss": loss / self.weight if self.weight else None,
+            "loss": sum(self.losses) / self.weight if self.weight else None,
             "weight": self.weight,
             "tokens_per_second": self.tokens / seconds,
             "padding": 1 - self.tokens / self.positions if self.positions else None,
@@ -189,19 +221,6 @@ def _log_to(file: Path) -> None:
     root.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     logging.captureWarnings(False)
-
-
-def _cut_back(metrics: Path, step: int) -> None:
-    """Leave only the lines up to `step`: what came after is about to be computed again."""
-    kept = []
-    if metrics.exists() and step:
-        for line in metrics.read_text().splitlines():
-            try:
-                if json.loads(line)["step"] <= step:
-                    kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError):
-                continue  # the line that a kill left half written
-    metrics.write_text("".join(kept))
 
 
 def environment(accelerator, run: RunConfig) -> dict:

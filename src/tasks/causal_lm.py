@@ -32,8 +32,8 @@ class Options:
     text_column: str = say("column that holds the text", "text")
     append_eos: bool = say("end every document with the tokenizer's end-of-text token", True)
     chat_template: str | None = say("file with a Jinja chat template (default: the tokenizer's)")
-    sample_prompt: str | None = say("after training, continue this text and print it")
-    sample_tokens: int = say("tokens of that sample", 120)
+    sample_prompt: str | None = say("after training, continue this text and print it", free=True)
+    sample_tokens: int = say("tokens of that sample", 120, free=True)
 
     def check(self) -> list[str]:
         short = self.max_length is not None and self.max_length < 2

@@ -1,0 +1,134 @@
+"""Where a run is, what its last update came to, and what is due: all that is saved of it besides tensors.
+
+Leave alone. Guarded by tests/test_progress.py, tests/test_step.py.
+"""
+
+import logging
+import math
+import os
+import sys
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from src.config import RunConfig
+from src.inputs import Failure, UsageError, nearest
+from src.plan import MicroBatch
+from src.tasks import Batch
+
+Window = list[tuple[MicroBatch, Batch]]
+
+
+class Flag:
+    """A truth that the device is still to find out; read later without waiting for the work that was queued since."""
+
+    def __init__(self, value: torch.Tensor):
+        self.event = None
+        if value.is_cuda:
+            value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        self.value = value
+
+    def __bool__(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.value)
+
+
+class Outcome(NamedTuple):
+    """What one update came to, and what it was made of, in case it came to nothing."""
+
+    left_out: Flag  # the loss or the gradient of some rank was not finite
+    step: int
+    window: Window  # this rank's
+    losses: torch.Tensor  # of its micro-batches
+
+
+@dataclass
+class Progress:
+    """Where a run is: all of its state besides weights, optimizer and the sums of the next train line."""
+
+    step: int = 0  # global batches of the plan that are done
+    updates: int = 0  # those that changed the weights; the schedule goes by them
+    left_out: int = 0  # updates in a row, up to now, that did not, because something was not finite
+    evaluated: int = 0  # step of the last evaluation that was finished
+    best: float | None = None  # value of the metric that early stopping goes by
+    stale: int = 0  # evaluations since that did not improve on it
+
+    def __post_init__(self):
+        self.pending: Outcome | None = None  # of the last update, not yet counted; no field, and never saved
+
+    def settle(self, most: int) -> None:
+        """Count the outcome of the last update; Failure on all ranks after `most` in a row that came to nothing.
+
+        Waits for the device where its answer is still under way: call it when the next gradient is queued behind."""
+        outcome, self.pending = self.pending, None
+        if outcome is None:
+            return
+        if not outcome.left_out:
+            self.updates, self.left_out = self.updates + 1, 0
+            return
+        self.left_out += 1
+        explain(outcome)
+        if self.left_out >= most:
+            raise Failure(
+                f"{most} updates in a row were left out because the loss or the gradient was not finite, the last at step "
+                f"{outcome.step} (max_skipped_steps). The weights are those before them. Lower learning_rate, or look at "
+                "the examples named above and in logs/; the same command goes on from the last checkpoint"
+            )
+
+    def judge(self, line: dict, run: RunConfig) -> None:
+        """Note that this step is evaluated, and whether that improved on the best evaluation so far."""
+        self.evaluated = self.step
+        name = run.metric_for_best_model or "loss"
+        if name not in line:
+            raise UsageError(
+                f"metric_for_best_model: an evaluation has no {name!r}{nearest(name, line)}; it has {', '.join(line)}"
+            )
+        value = line[name]
+        sign = -1 if run.greater_is_better else 1
+        if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
+            self.best, self.stale = value, 0
+        else:
+            self.stale += 1
+
+
+class Rhythm:
+    """What is due at the step that `progress` has reached: the same on every rank."""
+
+    def __init__(self, run: RunConfig, progress: Progress, total: int, evaluates: bool):
+        self.run, self.progress, self.total, self.evaluates = run, progress, total, evaluates
+
+    def over(self) -> bool:
+        """Return whether the last step is done: of the run's length, or by early stopping."""
+        patience = self.run.early_stopping_patience
+        return self.progress.step >= self.total or bool(patience and self.progress.stale >= patience)
+
+    def due(self, every: int | None) -> bool:
+        """Return whether this is a step for something done every so many steps, and always at the end."""
+        return self.over() or bool(every and self.progress.step % every == 0)
+
+    def unevaluated(self) -> bool:
+        """Return whether this step is still to be evaluated."""
+        progress = self.progress
+        return self.evaluates and progress.evaluated < progress.step and self.due(self.run.eval_steps)
+
+    def complete(self) -> bool:
+        """Return whether nothing is left to do but to write the final model."""
+        return self.over() and not self.unevaluated()
+
+
+def explain(outcome: Outcome) -> None:
+    """Say on the rank that computed them which examples had a loss that is not finite, and keep it in its log."""
+    rank = os.environ.get("RANK", "0")
+    pairs = zip(outcome.window, outcome.losses.tolist(), strict=True)
+    window = [(micro.ids.tolist(), loss) for (micro, _), loss in pairs if not micro.filler]
+    wrong = [i for ids, loss in window if not math.isfinite(loss) for i in ids]
+    every = [i for ids, _ in window for i in ids]
+    what = f"the loss of examples {wrong}" if wrong else f"the gradient (here, of examples {every})"
+    text = f"step {outcome.step}: {what} is not finite; the update is left out on all ranks, no weight or moment has changed"
+    logging.getLogger("run").warning("%s", text)
+    if wrong or rank == "0":
+        print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

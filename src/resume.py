@@ -1,0 +1,215 @@
+"""Which checkpoint a run goes on from: the newest one that verifies, of the same run; and what is set aside for it.
+
+Leave alone. Guarded by tests/test_resume.py, tests/test_checkpoint.py and tests/conformance/.
+"""
+
+import dataclasses
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from src import status, store
+from src.checkpoint import checkpoints, read_state, step_of
+from src.config import RunConfig, free_fields, to_yaml
+from src.inputs import Failure, Stopped, UsageError, read_yaml, warn
+from src.optim import make_schedule
+from src.summary import total_steps
+
+
+class Start(NamedTuple):
+    """Where a run goes on from."""
+
+    folder: Path | None  # the checkpoint; None: from the beginning
+    notes: list[str]  # what the user should know of it
+
+
+def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
+    """Return where to go on from as the main process decides it for all; faults reach all ranks alike.
+
+    A micro-batch size of `auto` becomes that of the checkpoint."""
+    from accelerate.utils import broadcast_object_list
+
+    outcome = [None, None]
+    if accelerator.is_main_process:
+        folder = Path(run.output_dir)
+        try:
+            if folder.is_dir():
+                lock(folder)
+            outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
+            lock(folder)  # also makes it, now that nothing is wrong
+            status.forget_failure(folder)
+        except (UsageError, Failure, Stopped, OSError) as error:
+            outcome[1] = error if not isinstance(error, OSError) else UsageError(f"resume: {error}")
+    broadcast_object_list(outcome)
+    if outcome[1]:
+        raise outcome[1]
+    start = outcome[0]
+    if start.folder and run.per_device_batch_size == "auto":
+        run.per_device_batch_size = read_state(start.folder)["config"]["per_device_batch_size"]
+    return start
+
+
+def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
+    """Return the newest intact checkpoint that `run.resume` asks for, checked to be of the same run.
+
+    UsageError when there are checkpoints and none is intact, or when they are of another run."""
+    if stopped := _restarted_after_stop(run):
+        raise Stopped(stopped)
+    if run.resume == "never":
+        return Start(None, [])
+    folder = Path(run.output_dir if run.resume == "auto" else run.resume)
+    if run.resume != "auto" and (folder / "state.json").exists():
+        if faults := store.faults(folder):
+            raise UsageError(f"resume: {folder} is damaged: {'; '.join(faults)}")
+        return Start(folder, same_run(folder, run, facts, config, options))
+    found = checkpoints(folder)
+    notes = []
+    for checkpoint in reversed(found):
+        if faults := store.faults(checkpoint):
+            notes.append(f"{checkpoint} is damaged and not used: {'; '.join(faults)}")
+            continue
+        return Start(checkpoint, notes + same_run(checkpoint, run, facts, config, options))
+    if found:
+        raise UsageError(
+            "none of the checkpoints is intact: "
+            + "; ".join(notes)
+            + ". Restore one, or start anew with --resume never"
+        )
+    if run.resume != "auto":
+        raise UsageError(
+            f"resume: {run.resume} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
+        )
+    return Start(None, [])
+
+
+def _restarted_after_stop(run: RunConfig) -> str | None:
+    """Return why the run was stopped, if a launcher that does not know better starts it again after that."""
+    last = status.read(Path(run.output_dir))
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return last["reason"] if again and last.get("status") == "stopped" and last["launcher"] == os.getppid() else None
+
+
+# ---- the same run ----------------------------------------------------------------------------------------------------
+
+
+def about(run: RunConfig, resolved: str, facts: dict) -> dict:
+    """Return what a checkpoint says of its run: the configuration, and what data and model hold."""
+    return {"config": yaml.safe_load(resolved), "identity": identity(run, facts)}
+
+
+def identity(run: RunConfig, facts: dict) -> dict:
+    """Return what a run is besides its fields: the contents of its data and of its model configuration."""
+    model = read_yaml(run.model_config) if run.model_config else None
+    return {"data": {name: facts[name] for name in ("examples", "rows", "files", "tokenizer")}, "model": model}
+
+
+def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, options: type) -> list[str]:
+    """Return remarks about what changed and does no harm; UsageError lists what changes the mathematics, old → new.
+
+    Every field counts as mathematics unless it is declared free (`say(..., free=True)`)."""
+    state = read_state(checkpoint)
+    old, free = state["config"], free_fields(options)
+    defaults = {f.name: f.default for kind in (RunConfig, options) for f in dataclasses.fields(kind)}
+    names = [name for name in config | old if name in defaults]
+    differs = [n for n in names if old.get(n, defaults[n]) != config.get(n, defaults[n])]
+    said = {name: f"{name}: {old.get(name)} → {config.get(name)}" for name in differs}
+    wrong = [text for name, text in said.items() if name not in free]
+    wrong += _content(state["identity"], identity(run, facts)) + _schedule(run, old, facts, state)
+    if wrong:
+        raise UsageError(
+            f"{checkpoint.parent.parent} holds another run ({'; '.join(wrong)}): give another --output_dir (with --init_from "
+            "to begin from its weights), or start it anew with --resume never"
+        )
+    quiet = {"output_dir", "resume"} | {name for name in differs if config.get(name) == "auto"}
+    return [f"changed since {checkpoint.name}: {text}" for name, text in said.items() if name not in quiet]
+
+
+def _content(old: dict, new: dict) -> list[str]:
+    """Return how data and model differ in content."""
+    faults, then, now = [], old["data"], new["data"]
+    if (then["examples"], then["rows"]) != (now["examples"], now["rows"]):
+        files = [
+            f"{name}: {then['files'].get(name, 'absent')} → {now['files'].get(name, 'absent')} bytes"
+            for name in sorted(then["files"].keys() | now["files"].keys())
+            if then["files"].get(name) != now["files"].get(name)
+        ]
+        same = "same sizes, other contents" if then["tokenizer"] == now["tokenizer"] else "another tokenizer or options"
+        faults.append(f"training data: {then['examples']} rows → {now['examples']} ({', '.join(files[:5]) or same})")
+    before, after = old["model"] or {}, new["model"] or {}
+    faults += [
+        f"model_config {name}: {before.get(name)} → {after.get(name)}"
+        for name in sorted(before.keys() | after.keys())
+        if before.get(name) != after.get(name)
+    ]
+    return faults
+
+
+def _schedule(run: RunConfig, old: dict, facts: dict, state: dict) -> list[str]:
+    """Return a fault if, with the new length, the updates already done would have had other learning rates."""
+    then = dataclasses.replace(run, max_steps=old.get("max_steps"), num_train_epochs=old["num_train_epochs"])
+    before, now = (total_steps(r, facts["examples"]) for r in (then, run))
+    if before == now:
+        return []
+    one, two = make_schedule(then, before), make_schedule(run, now)
+    done = state["progress"]["updates"]
+    sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}
+    if all(one(update) == two(update) for update in sampled):
+        return []
+    return [
+        f"length: {before} → {now} steps, with which {run.lr_scheduler_type} would have had other learning rates in the "
+        f"{done} updates that are done (constant, constant_with_warmup, inverse_sqrt can be prolonged)"
+    ]
+
+
+# ---- the folder ------------------------------------------------------------------------------------------------------
+
+_lock = []  # held open until the process ends
+
+
+def lock(folder: Path, patience: float = 60) -> None:
+    """Hold the run folder for this process; UsageError if another one trains in it and does not end in time.
+
+    The operating system lets go when the process ends, however it ends."""
+    import fcntl
+
+    if _lock:
+        return
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    file = (folder / "logs" / "rank_0.log").open("a")
+    began = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock.append(file)
+            return
+        except BlockingIOError:
+            if time.monotonic() - began > patience:
+                raise UsageError(
+                    f"output_dir: another process trains in {folder}: end it, or give another --output_dir"
+                ) from None
+            if time.monotonic() - began < 0.5:
+                warn(f"another process trains in {folder}: waiting {patience:g} s for its end")
+            time.sleep(0.5)
+        except OSError as error:
+            warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
+            return
+
+
+def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
+    """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
+    the checkpoints after `start` and the final model. Nothing is lost."""
+    if not accelerator.is_main_process:
+        return
+    folder = Path(run.output_dir)
+    stale = [folder / "final"]
+    if start is None:
+        stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]
+    else:
+        stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step_of(start)]
+    for path in filter(Path.exists, stale):
+        base = path.with_name(f"old_{path.name}") if start else path
+        n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
+        path.rename(base.with_name(f"{base.name}.old{n}"))

@@ -1,0 +1,152 @@
+"""Saves beside training: the state is copied to the host, then a thread writes, hashes, publishes and prunes.
+
+Leave alone. Guarded by tests/test_saver.py. Only the main process writes, and no other waits for its disk.
+"""
+
+import shutil
+import threading
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from src import checkpoint, status, store
+from src.config import RunConfig
+from src.inputs import Failure, Stopped, warn
+from src.progress import Progress
+from src.step import Objective
+from src.tracking import strict
+
+PATIENCE = 60.0  # seconds that a save waits for the one before it; other ranks wait as long in their next reduction
+
+
+class Saver:
+    """Writes checkpoints of one run; at most one is under way."""
+
+    def __init__(self, accelerator, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, ledger):
+        """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is."""
+        self.main, self.scaler, self.run = accelerator.is_main_process, accelerator.scaler, run
+        self.objective, self.parts, self.about = objective, parts, about
+        self.watch, self.ledger, self.folder = watch, ledger, Path(run.output_dir)
+        self.patience = min(PATIENCE, run.ddp_timeout / 2)
+        self.memory, self.thread = checkpoint.HostCopy(), None
+        self.fault: BaseException | None = None  # of the last save, not yet looked at
+        self.failures, self.reason = 0, ""  # in a row, and why the last one failed
+        self.saved: int | None = None  # the step of the newest checkpoint
+        self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
+
+    def save(self, progress: Progress, meter: dict) -> None:
+        """Begin to write checkpoints/step_N, after waiting for the save before; a fault shows in `failed`."""
+        if not self.main or self.saved == progress.step:
+            return
+        began = time.perf_counter()
+        if not self.wait(self.patience):
+            return warn(f"the checkpoint of step {progress.step} is left out: the disk still writes the one before it")
+        copying = time.perf_counter()
+        tensors, numbers = checkpoint.tensors_of(self.objective, self.parts)
+        try:
+            self._room_for(tensors)
+        except OSError as error:
+            return self._failed(progress.step, error)
+        host = self.memory.take(tensors)
+        copied = time.perf_counter()
+        scaler = self.scaler.state_dict() if self.scaler is not None else None
+        state = {"progress": asdict(progress), "meter": meter, "scaler": scaler}
+        state = strict(state | {"numbers": numbers} | self.about)
+        self.ledger.flush()
+        self.thread = threading.Thread(target=self._write, args=(progress.step, host, state), name="saver", daemon=True)
+        self.thread.start()
+        self.stalls.append((time.perf_counter() - began, copied - copying))
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Return whether no save is under way any more, after waiting for it at most so long."""
+        if self.thread is not None:
+            self.thread.join(seconds)
+            if self.thread.is_alive():
+                return False
+            self.thread = None
+        return True
+
+    def failed(self) -> float:
+        """Return 1 if the run should be given up: for the vector that all ranks add up. Raises what is no fault of a disk."""
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        return float(self.failures >= self.run.max_failed_saves)
+
+    def _room_for(self, tensors: dict[str, checkpoint.Tensors]) -> None:
+        """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
+        needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise OSError(28, f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
+
+    def _write(self, step: int, host: dict, state: dict) -> None:
+        began = time.perf_counter()
+        try:
+            for name in ("metrics.jsonl", "ledger.jsonl"):
+                if (self.folder / name).exists():
+                    store.flush(self.folder / name)  # a checkpoint never knows more steps than the lines beside it
+            store.publish(
+                self.folder / "checkpoints" / f"step_{step:08d}",
+                lambda folder: checkpoint.write(folder, self.objective, host, state),
+                step=step,
+            )
+            self.saved, self.failures = step, 0
+            checkpoint.prune(self.run)
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, SafetensorError) and "os error" not in str(error):
+                self.fault = error
+            else:
+                self._failed(step, error)
+        except BaseException as error:
+            self.fault = error
+        self.watch.save_seconds = max(self.watch.save_seconds, time.perf_counter() - began)
+
+    def _failed(self, step: int, error: Exception) -> None:
+        self.failures += 1
+        self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
+        warn(
+            f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. The ones before it are untouched, training goes "
+            f"on; failure {self.failures} of {self.run.max_failed_saves} in a row, after which the run ends"
+        )
+
+    def export(self, step: int) -> None:
+        """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays."""
+        folder = self.folder / "final"
+        if not self.main or (store.about(folder).get("step") == step and not store.faults(folder)):
+            return
+        self.wait()
+        write = lambda temporary: checkpoint.export(temporary, self.run, self.objective)  # noqa: E731
+        self.thread = threading.Thread(target=self._caught, args=(store.publish, folder, write), kwargs={"step": step})
+        self.thread.start()
+
+    def _caught(self, work, *args, **kwargs) -> None:
+        try:
+            work(*args, **kwargs)
+        except BaseException as error:
+            self.fault = error
+
+    def finish(self, agree) -> bool:
+        """Return on every rank, when nothing is being written any more, whether the last checkpoint was saved.
+
+        However slow the disk is, no rank waits longer than a second in a collective."""
+        while agree([0.0 if self.wait(1.0) else 1.0])[0]:
+            pass
+        self.failed()
+        return not agree([float(self.failures)])[0]
+
+    def leave(self, agree, save, reason: str) -> None:
+        """End the run on all ranks before it is complete: Stopped when its state is saved, else Failure."""
+        save()
+        saved = self.finish(agree)
+        if self.main and self.saved is not None:
+            status.write(self.folder, "running", self.saved)
+        if saved:
+            raise Stopped(f"{reason}; everything is saved in {self.folder}, and the same command goes on")
+        raise Failure(
+            f"no checkpoint could be saved: {self.reason or 'the main process says why'}. Make room or mend the disk, and the "
+            "same command goes on from the last one"
+        )

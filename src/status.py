@@ -1,0 +1,75 @@
+"""How a run stands, for who was not there: RUN/status.json, the mark of the first rank that failed, exit codes.
+
+    python -m src.status RUN [CODE]    prints it and exits with the run's own code (launchers know only 0 and 1)
+
+Leave alone. Guarded by tests/test_watch.py. Exit codes: 0 complete · 1 failed · 2 the user can mend it · 75 stopped, saved,
+to be started again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from src.store import rewrite
+
+EXIT_STOPPED = 75
+FAILED = "logs/failed.json"
+
+
+def write(folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "") -> None:
+    """Say in status.json how the run stands: running, complete, stopped or failed."""
+    value = {"status": status, "step": step, "exit_code": code, "reason": reason, "launcher": os.getppid()}
+    rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
+
+
+def read(folder: Path) -> dict:
+    """Return what status.json says, or nothing."""
+    try:
+        return json.loads((folder / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def claim_failure(folder: Path, rank: int, message: str) -> bool:
+    """Return whether this rank is the first of its run to fail; then its message stands in logs/ for the others to see."""
+    file = folder / FAILED
+    try:
+        temporary = file.with_name(f".failed_{rank}.tmp")
+        temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": message}))
+        os.link(temporary, file)  # fails where there is one, and is never seen half written
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # a folder that cannot be written is no reason to say nothing
+    finally:
+        temporary.unlink(missing_ok=True)
+    return True
+
+
+def failure_of_another(folder: Path, rank: int) -> str | None:
+    """Return the rank that failed first, if there is one and it is another than `rank`."""
+    try:
+        first = json.loads((folder / FAILED).read_text())["rank"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return str(first) if first != rank else None
+
+
+def forget_failure(folder: Path) -> None:
+    (folder / FAILED).unlink(missing_ok=True)
+
+
+def main(argv: list[str]) -> int:
+    status = read(Path(argv[0])) if argv else {}
+    code = int(argv[1]) if len(argv) > 1 else 1
+    if not status:
+        print("no status: the run did not begin", file=sys.stderr)
+        return code
+    print(f"{status['status']} at step {status['step']}{': ' * bool(status['reason'])}{status['reason']}")
+    return code if status["exit_code"] is None else status["exit_code"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""Folders that are complete or not there: written beside their place, flushed to the disk, hashed, renamed, verified.
+
+Leave alone. Guarded by tests/test_store.py. Knows nothing of what is in the files.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import xxhash
+
+MANIFEST = "manifest.json"
+CHUNK = 1 << 22
+
+
+def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
+    """Leave `folder` with what `write(temporary folder)` wrote and a manifest of it, or as it was.
+
+    The temporary folder stands beside it, so the rename that makes it visible is one operation of the file system. All
+    files are on the disk before that, the manifest last. OSError leaves nothing behind; a kill leaves a folder whose
+    name begins with a dot, which nobody reads and the next call removes."""
+    temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    for left in (temporary, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        write(temporary)
+        files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        found = {str(path.relative_to(temporary)): _entry(path) for path in files}
+        body = {"hash": "xxh3_128", "about": about, "files": found}
+        (temporary / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
+        for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
+            flush(path)
+        if folder.exists():
+            folder.rename(old)
+        temporary.rename(folder)
+        flush(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)  # gives the space back that ran out
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def faults(folder: Path) -> list[str]:
+    """Return why the contents of `folder` are not what `publish` wrote, each naming its file; nothing if they are.
+
+    Reads every byte once. Files that the manifest does not list are not looked at."""
+    try:
+        body = json.loads((folder / MANIFEST).read_bytes())
+        stated = body.pop("manifest")
+        if stated != _digest(body):
+            return [f"{MANIFEST}: its hash is not the one that was written"]
+    except FileNotFoundError:
+        return [f"{MANIFEST} is missing"]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
+    return [fault for name, entry in body["files"].items() if (fault := _fault(folder / name, name, entry))]
+
+
+def about(folder: Path) -> dict:
+    """Return what `publish` was told about a folder; nothing where there is no manifest."""
+    try:
+        return json.loads((folder / MANIFEST).read_bytes())["about"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def _fault(path: Path, name: str, entry: dict) -> str | None:
+    try:
+        size = path.stat().st_size
+        if size != entry["size"]:
+            return f"{name} has {size:,} bytes, {entry['size']:,} were written"
+        return None if _entry(path) == entry else f"{name}: its hash is not the one that was written"
+    except FileNotFoundError:
+        return f"{name} is missing"
+    except OSError as error:
+        return f"{name} cannot be read: {error.strerror}"
+
+
+def _entry(path: Path) -> dict:
+    """Return size and hash of a file. Not cryptographic: it finds damage at the speed of memory, not malice."""
+    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return {"size": size, "xxh3_128": digest.hexdigest()}
+
+
+def _digest(body: dict) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
+
+
+def flush(path: Path) -> None:
+    """Return when the disk has what was written to a file or folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Replace a file's contents all at once: who reads it, or is killed, finds the old text or the new."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
+
+
+def cut_back(path: Path, keeps: Callable[[dict], bool]) -> None:
+    """Drop the last lines of a file of JSON objects, up to the last one that is whole and that `keeps` accepts.
+
+    Truncates in place, which is one operation of the file system; reads only the lines that go."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    end = len(data)
+    while end:
+        start = data.rfind(b"\n", 0, end - 1) + 1
+        try:
+            if data[end - 1 : end] == b"\n" and keeps(json.loads(data[start:end])):
+                break
+        except (ValueError, KeyError, TypeError):
+            pass  # half a line, as a kill leaves it
+        end = start
+    if end < len(data):
+        os.truncate(path, end)

@@ -1,0 +1,123 @@
+"""What may end or save a run from outside: signals, the files `stop` and `save`, the clock, a dead launcher, other ranks.
+
+Leave alone. Guarded by tests/test_watch.py. A thread listens, because the main thread may be inside a collective where
+Python runs no signal handler; what it hears is agreed on by all ranks at the next boundary between two steps.
+"""
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+from src.config import RunConfig
+from src.status import EXIT_STOPPED, failure_of_another
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
+LOOK = 0.5  # seconds between two looks at files and clocks
+STARTED = time.monotonic()  # when this process imported its first file of src/
+
+
+class Watch:
+    """Listens from its creation on; before `begin` a signal ends the process at once, since nothing could be lost."""
+
+    def __init__(self, accelerator, run: RunConfig):
+        self.rank, self.main, self.folder = accelerator.process_index, accelerator.is_main_process, Path(run.output_dir)
+        self.limit = None if run.time_limit is None else STARTED + 60 * run.time_limit
+        self.reason: str | None = None  # why this rank wants to stop
+        self.save = False
+        self.begun = False
+        self.step_seconds = self.save_seconds = 0.0  # the longest so far
+        self.last = self.heard = None
+        launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+        self.parent = os.getppid() if launched else None
+        self.inbox, outbox = socket.socketpair()
+        for end in (self.inbox, outbox):
+            end.setblocking(False)
+        for number in SIGNALS:
+            signal.signal(number, _nothing)  # a handler of Python's, so that the number is written to the socket
+        signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        self.outbox = outbox
+        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+
+    def begin(self) -> None:
+        """From now on there is something to save."""
+        self.begun, self.last = True, time.monotonic()
+
+    def requests(self) -> list[float]:
+        """Return [save, stop] of this rank, for the vector that all ranks add up; called at every boundary."""
+        now = time.monotonic()
+        self.step_seconds, self.last = max(self.step_seconds, now - (self.last or now)), now
+        save, self.save = self.save, False
+        return [float(save), float(self.reason is not None)]
+
+    def stopping(self) -> float:
+        """Return whether this rank wants to stop, for a boundary inside an evaluation."""
+        return self.requests()[1]
+
+    def why(self) -> str:
+        return self.reason or "another rank was asked to"
+
+    def _listen(self) -> None:
+        while True:
+            if select.select([self.inbox], [], [], LOOK)[0]:
+                for number in self.inbox.recv(64):
+                    self._signal(signal.Signals(number).name)
+            self._look()
+
+    def _signal(self, name: str) -> None:
+        now = time.monotonic()
+        if not self.begun:
+            _leave(EXIT_STOPPED, f"{name} before training began: nothing to save")
+        if self.heard is None:
+            self.heard, self.reason = now, self.reason or name
+            print(f"\nrank {self.rank}: {name}: saving at the next step, once more ends at once", file=sys.stderr)
+        elif now - self.heard > SAME:
+            _leave(128 + signal.Signals[name], f"rank {self.rank}: {name} again: ended at once, without saving")
+
+    def _look(self) -> None:
+        if self.parent is not None and os.getppid() != self.parent:
+            self.reason = self.reason or "the launcher is gone"
+        if self.begun and (other := failure_of_another(self.folder, self.rank)):
+            time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
+            _leave(1, "", f"rank {other} failed")
+        if not self.main or not self.begun:
+            return
+        if self.limit and time.monotonic() + self._needed() > self.limit:
+            self.reason = self.reason or "the time limit"
+        for name in ("save", "stop"):
+            file = self.folder / name
+            if file.exists():
+                file.unlink(missing_ok=True)
+                if name == "save":
+                    self.save = True
+                else:
+                    self.reason = self.reason or "the file stop"
+
+    def _needed(self) -> float:
+        """Return the seconds that a step under way, and then a save, may still take."""
+        return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * LOOK
+
+
+def _nothing(number, frame) -> None:
+    pass
+
+
+def deaf(*_) -> None:
+    """Make this process, a loader's, leave signals to the rank that it reads for."""
+    signal.set_wakeup_fd(-1)
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _leave(code: int, text: str, logged: str = "") -> None:
+    import logging
+
+    logging.getLogger("run").info("%s", text or logged)
+    if text:
+        print(f"\n{text}", file=sys.stderr, flush=True)
+    os._exit(code)
