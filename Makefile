@@ -2,6 +2,7 @@
 CONFIG ?= configs/stdlib_lm.yaml
 NPROC ?= 1
 ARGS ?=
+KILLS ?= 20
 PYTHON ?= python3
 VENV := .venv/bin
 
@@ -12,6 +13,11 @@ ACCELERATE ?= accelerate_configs/$(if $(filter 1,$(NPROC)),cpu,cpu_ddp).yaml
 else
 ACCELERATE ?= accelerate_configs/$(if $(filter 1,$(NPROC)),gpu,ddp).yaml
 endif
+# A launcher kills its processes 30 s after it was told to stop, and dies of SIGUSR1; a save may take longer, and schedulers
+# warn with SIGUSR1. After a restart among several nodes, ranks would find the addresses of the attempt before.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
+export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE ?= 1
 LAUNCH = $(VENV)/accelerate launch --quiet --config_file $(ACCELERATE) --num_processes $(NPROC)
 # A run on several processes gets a folder of its own, so that you can compare its numbers with those of one.
 OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)proc)
@@ -32,7 +38,8 @@ setup: .venv/done ## build .venv from nothing; does nothing when it is up to dat
 	@touch $@
 
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
-	$(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS)
+	@rm -f $(OUT)/status.json
+	$(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS) || exit $$($(VENV)/python -m src.status $(OUT) $$?)
 
 eval: .venv/done ## evaluate the last run (RUN=folder for another one)
 	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
@@ -55,6 +62,12 @@ bench: .venv/done ## measure the loop against a plain one, side by side
 report: .venv/done ## write report.html of the last run (RUN=folder for another one)
 	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
 	$(VENV)/python -m src.report $(RUN)
+
+ledger: ## did RUN train on what its plan says, or (OTHER=folder) on what another run did?
+	$(VENV)/python -m src.ledger $(RUN) $(OTHER)
+
+storm: .venv/done ## kill a run of CONFIG at random moments, again and again (KILLS=20), and compare it with an undisturbed one
+	$(VENV)/python -m tests.storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
 clean: ## remove .venv, sample data and caches; runs/ stays
 	rm -rf .venv data .pytest_cache .ruff_cache

@@ -365,4 +365,9 @@ def to_yaml(run: RunConfig, options) -> str:
 
 def free_fields(options: type) -> set[str]:
     """Return the names of the fields that a run may change when it goes on."""
-    return {f.name for kind in (RunConfig, options) for f in dataclasses.fields(kind) if isinstance(f.metadata.get("help"), Free)}
+    return {
+        f.name
+        for kind in (RunConfig, options)
+        for f in dataclasses.fields(kind)
+        if isinstance(f.metadata.get("help"), Free)
+    }

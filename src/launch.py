@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -47,11 +48,13 @@ def start(run: RunConfig):
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
     # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    # accelerate has no field for what torch would have instead.
+    warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     check_trackers(run.report_to)
     try:
         accelerator = Accelerator(
             cpu=cpu,
-            kwargs_handlers=[ddp, InitProcessGroupKwargs(timeout=timedelta(seconds=run.ddp_timeout))],
+            kwargs_handlers=[ddp, _group(InitProcessGroupKwargs, timedelta(seconds=run.ddp_timeout))],
             log_with=[name for name in run.report_to if name != "none"] or None,
             project_dir=run.output_dir,
         )
@@ -83,6 +86,24 @@ def start(run: RunConfig):
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
     return accelerator
+
+
+def _group(kind, timeout: timedelta):
+    """Return accelerate's settings of the process group; after a restart with a store that forgets the attempt before.
+
+    torchrun keeps one store over its restarts, in which ranks find the addresses of processes that are dead, and fail or
+    not as the race goes (torch 2.13, pytorch#135712). Among several nodes the count of restarts is no common name for an
+    attempt: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps, in the environment of the launchers."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    settings = kind(timeout=timeout)
+    if not attempt or nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return settings
+    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    store = dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, world, False, timeout))
+
+    passed = {"timeout": timeout, "store": store, "rank": int(os.environ["RANK"]), "world_size": world}
+    settings.to_kwargs = lambda: passed  # it has no field for a store, but hands on what it returns
+    return settings
 
 
 def check_trackers(names: list[str]) -> None:

@@ -1,6 +1,6 @@
 """How a run stands, for who was not there: RUN/status.json, the mark of the first rank that failed, exit codes.
 
-    python -m src.status RUN [CODE]    prints it and exits with the run's own code (launchers know only 0 and 1)
+    python -m src.status RUN [CODE]    prints the run's own exit code, where a launcher knows only 0 and 1
 
 Leave alone. Guarded by tests/test_watch.py. Exit codes: 0 complete · 1 failed · 2 the user can mend it · 75 stopped, saved,
 to be started again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
@@ -62,13 +62,13 @@ def forget_failure(folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Print how a run stands to stderr, and its exit code, or CODE where it has none, to stdout."""
     status = read(Path(argv[0])) if argv else {}
-    code = int(argv[1]) if len(argv) > 1 else 1
-    if not status:
-        print("no status: the run did not begin", file=sys.stderr)
-        return code
-    print(f"{status['status']} at step {status['step']}{': ' * bool(status['reason'])}{status['reason']}")
-    return code if status["exit_code"] is None else status["exit_code"]
+    code = status.get("exit_code")
+    if status:
+        print(f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}", file=sys.stderr)
+    print(code if code is not None else argv[1] if argv[1:] else 1)
+    return 0
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src.inputs import UsageError
 from tests import kit
 
 STEPS = 40  # of 32 examples: the tail of the first epoch is step 32
@@ -113,16 +112,15 @@ def test_a_torn_checkpoint_is_not_taken_for_one(files, straight, tmp_path, monke
     """A kill while the files are written leaves a temporary folder, which nobody reads and the next save removes."""
     from src import checkpoint
 
-    original = checkpoint._flatten
+    original = checkpoint.save_file
 
-    def die(model, optimizer):
-        state = optimizer.state_dict()["state"]
-        if state and float(state[0]["step"]) == 20:
+    def die(tensors, path):
+        if "step_00000020" in str(path):
             os._exit(9)
-        return original(model, optimizer)
+        return original(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_flatten", die)
+        patch.setattr(checkpoint, "save_file", die)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe(files))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -151,6 +149,7 @@ def test_resume_never_starts_anew_and_loses_nothing(files, tmp_path):
     assert sorted(path.name for path in (tmp_path / "run").glob("*.old1")) == [
         "checkpoints.old1",
         "final.old1",
+        "ledger.jsonl.old1",
         "metrics.jsonl.old1",
     ]
 
@@ -164,21 +163,21 @@ def test_another_run_in_the_folder_is_refused_by_all_ranks(files, tmp_path):
 
 
 def test_resume_takes_a_folder_or_refuses_it(files, straight, tmp_path):
-    from src.checkpoint import find
-    from src.config import RunConfig
-
     checkpoint = straight[1].folder / "checkpoints" / "step_00000035"
-    assert find(RunConfig(resume=str(checkpoint))) == checkpoint
-    assert find(RunConfig(resume=str(straight[1].folder))).name == "step_00000040"
-    with pytest.raises(UsageError, match="neither a checkpoint"):
-        find(RunConfig(resume=str(tmp_path)))
     run = kit.run_training(1, tmp_path / "fork", *recipe(files), "--resume", checkpoint)
     assert kit.same(run.weights, straight[1].weights)
+    assert "going on from" in (tmp_path / "fork.out" / "rank0.txt").read_text()
+    with pytest.raises(kit.RankFailed, match="neither a checkpoint nor a run with one"):
+        kit.run_training(1, tmp_path / "none", *recipe(files), "--resume", files)
 
 
 def test_state_is_a_few_integers(straight):
     state = json.loads((straight[1].folder / "checkpoints" / "step_00000040" / "state.json").read_text())
-    assert {k: state[k] for k in ("step", "updates", "skipped")} == {"step": 40, "updates": 40, "skipped": 0}
+    assert {k: state["progress"][k] for k in ("step", "updates", "left_out")} == {
+        "step": 40,
+        "updates": 40,
+        "left_out": 0,
+    }
     moments = load_file(straight[1].folder / "checkpoints" / "step_00000040" / "optimizer.safetensors")
     assert {name.split("/")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}
     assert all("module." not in name and "_orig_mod" not in name for name in moments)

@@ -64,7 +64,7 @@ def test_numbers_that_are_not_finite_become_null():
 
 def test_a_meter_without_any_weight_has_no_loss():
     meter = Meter()
-    meter.add(0.0, 0.0, 0.0, 0.0, 0.1)
+    meter.add(None, 0.0, 0.0, 0.0, 0.1)
     line = meter.line(lambda values: torch.tensor(values))
     assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
 
@@ -72,7 +72,7 @@ def test_a_meter_without_any_weight_has_no_loss():
 def test_evaluation_and_saving_are_no_part_of_the_throughput():
     """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
     meter = Meter()
-    meter.add(1.0, 1.0, 100.0, 100.0, 0.0)
+    meter.add(torch.ones(2), 1.0, 100.0, 100.0, 0.0)
     time.sleep(0.2)
     with meter.paused():
         time.sleep(0.5)
