@@ -57,7 +57,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
 
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, len(examples), accelerator.is_main_process)
-    saver = Saver(accelerator, run, objective, parts, resume.about(run, resolved, examples.facts), watch, ledger)
+    about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
+    saver = Saver(accelerator, run, objective, parts, about, watch, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in remarks + notes(run, splits, start, progress, when.complete()):
         tracker.say(note)
@@ -125,6 +126,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         saver.leave(agree, save, watch.why())
     saver.export(progress.step)
     saver.finish(agree)
+    tracker.say(saver.report() or "")
     tracker.end(task.sample(objective.model) if accelerator.is_main_process else None)
 
 

@@ -39,26 +39,23 @@ class Ledger:
     """Appends a line per step to ledger.jsonl on the main process; its first line says what the steps are cut from."""
 
     def __init__(self, run: RunConfig, examples: int, main: bool):
-        self.path, self.main, self.file = Path(run.output_dir, FILE), main, None
+        self.main, self.lines = main, store.Lines(Path(run.output_dir, FILE))
         self.plan = {"examples": examples, "global_batch_size": run.global_batch_size, "seed": run.seed}
 
     def begin(self, step: int) -> None:
         """Leave in the file the lines up to `step`."""
         if not self.main:
             return
-        store.cut_back(self.path, lambda line: line["step"] <= step)
-        self.file = self.path.open("a")
-        if not self.file.tell():
-            self.file.write(json.dumps({"step": 0, "plan": self.plan}) + "\n")
+        store.cut_back(self.lines.path, lambda line: line["step"] <= step)
+        if not self.lines.path.exists() or not self.lines.path.stat().st_size:
+            self.lines.add({"step": 0, "plan": self.plan})
 
     def add(self, step: int, examples: float, low: float, high: float) -> None:
-        """Note a step; it reaches the file with the next flush."""
-        if self.file:
-            self.file.write(json.dumps({"step": step, "examples": int(examples), "ids": word(low, high)}) + "\n")
-
-    def flush(self) -> None:
-        if self.file:
-            self.file.flush()
+        """Note a step; it reaches the file with 63 others, or when the run is saved."""
+        if self.main:
+            self.lines.add({"step": step, "examples": int(examples), "ids": word(low, high)})
+            if len(self.lines.waiting) >= 64:
+                self.lines.offer()
 
 
 def _lines(path: Path) -> list[dict]:

@@ -3,7 +3,9 @@
 Leave alone. Guarded by tests/test_saver.py. Only the main process writes, and no other waits for its disk.
 """
 
+import logging
 import shutil
+import statistics
 import threading
 import time
 from dataclasses import asdict
@@ -18,22 +20,27 @@ from src.progress import Progress
 from src.step import Objective
 from src.tracking import strict
 
+log = logging.getLogger("run")
 PATIENCE = 60.0  # seconds that a save waits for the one before it; other ranks wait as long in their next reduction
 
 
 class Saver:
     """Writes checkpoints of one run; at most one is under way."""
 
-    def __init__(self, accelerator, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, ledger):
-        """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is."""
+    def __init__(
+        self, accelerator, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, lines, start
+    ):
+        """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
+        are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
         self.main, self.scaler, self.run = accelerator.is_main_process, accelerator.scaler, run
         self.objective, self.parts, self.about = objective, parts, about
-        self.watch, self.ledger, self.folder = watch, ledger, Path(run.output_dir)
+        self.watch, self.lines, self.folder = watch, lines, Path(run.output_dir)
         self.patience = min(PATIENCE, run.ddp_timeout / 2)
         self.memory, self.thread = checkpoint.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
-        self.saved: int | None = None  # the step of the newest checkpoint
+        mine = start is not None and start.parent.parent.resolve() == self.folder.resolve()
+        self.saved: int | None = checkpoint.step_of(start) if mine else None  # the step of the newest checkpoint
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
     def save(self, progress: Progress, meter: dict) -> None:
@@ -47,6 +54,8 @@ class Saver:
         tensors, numbers = checkpoint.tensors_of(self.objective, self.parts)
         try:
             self._room_for(tensors)
+            for lines in self.lines:  # a checkpoint never knows more steps than the lines beside it
+                lines.flush()
         except OSError as error:
             return self._failed(progress.step, error)
         host = self.memory.take(tensors)
@@ -54,10 +63,9 @@ class Saver:
         scaler = self.scaler.state_dict() if self.scaler is not None else None
         state = {"progress": asdict(progress), "meter": meter, "scaler": scaler}
         state = strict(state | {"numbers": numbers} | self.about)
-        self.ledger.flush()
         self.thread = threading.Thread(target=self._write, args=(progress.step, host, state), name="saver", daemon=True)
-        self.thread.start()
         self.stalls.append((time.perf_counter() - began, copied - copying))
+        self.thread.start()
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return whether no save is under way any more, after waiting for it at most so long."""
@@ -85,10 +93,10 @@ class Saver:
 
     def _write(self, step: int, host: dict, state: dict) -> None:
         began = time.perf_counter()
+        size = sum(value.nbytes for named in host.values() for value in named.values())
         try:
-            for name in ("metrics.jsonl", "ledger.jsonl"):
-                if (self.folder / name).exists():
-                    store.flush(self.folder / name)  # a checkpoint never knows more steps than the lines beside it
+            for lines in self.lines:
+                store.flush(lines.path)
             store.publish(
                 self.folder / "checkpoints" / f"step_{step:08d}",
                 lambda folder: checkpoint.write(folder, self.objective, host, state),
@@ -96,6 +104,11 @@ class Saver:
             )
             self.saved, self.failures = step, 0
             checkpoint.prune(self.run)
+            seconds, (stall, copy) = time.perf_counter() - began, self.stalls[-1]
+            log.info(
+                f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
+                f"the host; written, hashed and published beside training in {seconds:.3f} s"
+            )
         except (OSError, SafetensorError) as error:
             if isinstance(error, SafetensorError) and "os error" not in str(error):
                 self.fault = error
@@ -126,6 +139,8 @@ class Saver:
     def _caught(self, work, *args, **kwargs) -> None:
         try:
             work(*args, **kwargs)
+        except (OSError, SafetensorError) as error:
+            self.fault = Failure(f"{self.folder / 'final'} could not be written: {error}; the same command tries again")
         except BaseException as error:
             self.fault = error
 
@@ -137,6 +152,15 @@ class Saver:
             pass
         self.failed()
         return not agree([float(self.failures)])[0]
+
+    def report(self) -> str | None:
+        """Return what saving has cost training, in the middle of all saves."""
+        if not self.stalls:
+            return None
+        stall, copy = (statistics.median(column) for column in zip(*self.stalls, strict=True))
+        return (
+            f"{len(self.stalls)} checkpoints; for each, training stood still {stall:.3f} s, {copy:.3f} s of it to copy"
+        )
 
     def leave(self, agree, save, reason: str) -> None:
         """End the run on all ranks before it is complete: Stopped when its state is saved, else Failure."""

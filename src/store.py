@@ -3,6 +3,7 @@
 Leave alone. Guarded by tests/test_store.py. Knows nothing of what is in the files.
 """
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
+
+from src.inputs import warn
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22
@@ -108,6 +111,41 @@ def rewrite(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     temporary.replace(path)
+
+
+class Lines:
+    """Appends whole lines to a file; what the disk does not take is kept, and tried again with the next."""
+
+    def __init__(self, path: Path):
+        self.path, self.waiting = path, []
+
+    def add(self, line: dict) -> None:
+        """Take a line as strict JSON; it reaches the file with the next flush."""
+        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
+
+    def flush(self) -> None:
+        """Write what is waiting, all of it or, with an OSError, nothing."""
+        if not self.waiting:
+            return
+        data = "".join(self.waiting).encode()
+        with self.path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError:
+                file.truncate(end)
+                raise
+        self.waiting = []
+
+    def offer(self) -> None:
+        """Write what is waiting; where that fails, warn and keep it."""
+        try:
+            self.flush()
+        except OSError as error:
+            warn(
+                f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
+            )
 
 
 def cut_back(path: Path, keeps: Callable[[dict], bool]) -> None:

@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -40,7 +40,7 @@ class Tracker:
     def __init__(self, accelerator, run: RunConfig, total: int):
         self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
         self.folder, self.total, self.bar = Path(run.output_dir), total, None
-        self.metrics = self.folder / "metrics.jsonl"
+        self.metrics = store.Lines(self.folder / "metrics.jsonl")
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             _log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
@@ -57,7 +57,8 @@ class Tracker:
         store.rewrite(self.folder / "environment.json", json.dumps(environment(self.accelerator, self.run), indent=1))
         # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
         store.cut_back(
-            self.metrics, lambda x: x["step"] < step or (x["step"] == step and (x["kind"] != "eval" or done == step))
+            self.metrics.path,
+            lambda x: x["step"] < step or (x["step"] == step and (x["kind"] != "eval" or done == step)),
         )
         status.write(self.folder, "running", step)
         if self.run.report_to:
@@ -79,8 +80,8 @@ class Tracker:
             return
         plain = {k: float(v) if torch.is_tensor(v) else v for k, v in values.items()}
         values = strict({"kind": kind, "step": step} | plain)
-        with self.metrics.open("a") as file:
-            file.write(json.dumps(values, allow_nan=False) + "\n")
+        self.metrics.add(values)
+        self.metrics.offer()
         numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in ("step", "kind")}
         if self.run.report_to:
             _best_effort("log", self.accelerator.log, {f"{kind}/{k}": v for k, v in numbers.items()}, step=step)
@@ -112,12 +113,13 @@ class Tracker:
             return
         if sample:
             self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
-        last = {line["kind"]: line for line in map(json.loads, self.metrics.read_text().splitlines())}
+        last = {line["kind"]: line for line in map(json.loads, self.metrics.path.read_text().splitlines())}
         for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
             if kind in last:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
-        status.write(self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0)
+        with suppress(OSError):
+            status.write(self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0)
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 
