@@ -197,7 +197,10 @@ def weights_in(name: str, field: str) -> Path:
     found = next((f for f in (folder, folder / "final") if (f / "config.json").exists()), None)
     if found is None and (found := newest(folder)) is None:
         damaged = f" with an intact one (of {len(checkpoints(folder))})" if checkpoints(folder) else ""
-        raise UsageError(f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one")
+        raise UsageError(
+            f"{field}: {name or 'nothing'} is neither a checkpoint nor a run{damaged}: give the folder of one, or for other models "
+            "--model_name_or_path"
+        )
     if (found / store.MANIFEST).exists() and (faults := store.faults(found)):
         raise UsageError(f"{field}: {found} is damaged: {'; '.join(faults)}")
     return found

@@ -163,24 +163,24 @@ def main(work: Callable[[list[str]], None]) -> None:
     try:
         work(sys.argv[1:])
     except UsageError as error:
-        _end(2, f"{os.path.basename(sys.argv[0])}: {error}")
+        _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ")
     except Stopped as error:
         _end(status.EXIT_STOPPED, f"stopped: {error}")
     except Failure as error:
         _end(1, f"failed: {error}")
     except KeyboardInterrupt:
         _end(130, "interrupted")
-    except BaseException as error:
+    except Exception as error:
         _fail(error)
 
 
-def _end(code: int, message: str) -> None:
+def _end(code: int, message: str, prefix: str = "") -> None:
     """End every rank alike, with one message: the fault, or the stop, is the same on all of them."""
     _keep(message)
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     if first:
         _note(code, message)
-        _say(message)
+        _say(prefix + message)
     else:
         time.sleep(1)  # let rank 0 be the first to end, and the launcher quote it
     # Destructors of a group in which others still wait could wait themselves.

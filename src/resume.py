@@ -39,7 +39,6 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
             if folder.is_dir():
                 lock(folder)
             outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
-            lock(folder)  # also makes it, now that nothing is wrong
             status.forget_failure(folder)
         except (UsageError, Failure, Stopped, OSError) as error:
             outcome[1] = error if not isinstance(error, OSError) else UsageError(f"resume: {error}")
@@ -204,6 +203,7 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
     if not accelerator.is_main_process:
         return
     folder = Path(run.output_dir)
+    lock(folder)
     stale = [folder / "final"]
     if start is None:
         stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]

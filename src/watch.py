@@ -66,7 +66,8 @@ class Watch:
         while True:
             if select.select([self.inbox], [], [], LOOK)[0]:
                 for number in self.inbox.recv(64):
-                    self._signal(signal.Signals(number).name)
+                    if number in SIGNALS:  # every signal with a handler in Python comes by, such as those of a loader
+                        self._signal(signal.Signals(number).name)
             self._look()
 
     def _signal(self, name: str) -> None:

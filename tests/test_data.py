@@ -308,7 +308,8 @@ def test_what_changes_the_rows_makes_new_ones(tools, tmp_path, name):
     assert len(prepared(tmp_path)) == 2
     fresh = open_data(tools, tmp_path / "elsewhere", train_file=file, **fields)[1]["train"]
     assert texts(task, after["train"]) == texts(task, fresh)  # not the old ones under a new name
-    assert before["train"].facts["fingerprint"] != after["train"].facts["fingerprint"]
+    assert before["train"].facts["rows"] != after["train"].facts["rows"]
+    assert after["train"].facts["rows"] == fresh.facts["rows"]
 
 
 @pytest.mark.parametrize("name", ["data.py", "text.py", "tasks/causal_lm.py"])

@@ -201,7 +201,7 @@ def test_a_failure_on_one_rank_ends_all_at_once_with_its_traceback(files, tmp_pa
     assert time.monotonic() - started < 30  # not the 600 seconds that a collective may wait
     assert outputs[1].rstrip().endswith("RuntimeError: a cosmic ray")
     assert "rank 1 failed:\nTraceback" in outputs[1]
-    assert "rank 0 failed:" in outputs[0]
+    assert "Traceback" not in outputs[0]  # what rank 0 lost is no news; tests/test_failure.py has the rest
 
 
 def test_two_ranks_see_the_fault_of_the_main_process(files, tmp_path):
