@@ -145,10 +145,7 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
     """Put every part (and scaler and meter) where the checkpoint left it; return the progress. The model reads its weights."""
     state = read_state(checkpoint)
     for part, holder in parts.items():
-        flat = state["numbers"][part]
-        with safe_open(checkpoint / f"{part}.safetensors", "pt") as file:
-            # One by one, and copied: what stays mapped to the file would count twice in memory.
-            flat |= {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        flat = state["numbers"][part] | read_tensors(checkpoint / f"{part}.safetensors")
         if isinstance(holder, torch.optim.Optimizer):
             _set_named(objective.model, holder, flat)
         else:
@@ -157,6 +154,19 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
         scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
     return Progress(**state["progress"])
+
+
+def read_tensors(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file in memory of their own.
+
+    What was read of a file that stays mapped would count twice in memory, so the file is opened anew every 64 MiB."""
+    found, file, mapped = {}, safe_open(path, "pt"), 0
+    for name in file.keys():  # noqa: SIM118 (it is no dict)
+        if mapped > 1 << 26:
+            file, mapped = safe_open(path, "pt"), 0
+        found[name] = file.get_tensor(name).clone()
+        mapped += found[name].nbytes
+    return found
 
 
 def _names(model: torch.nn.Module, optimizer) -> list[str]:

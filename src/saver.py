@@ -93,7 +93,7 @@ class Saver:
 
     def _write(self, step: int, host: dict, state: dict) -> None:
         began = time.perf_counter()
-        size = sum(value.nbytes for named in host.values() for value in named.values())
+        size = sum({id(value): value.nbytes for named in host.values() for value in named.values()}.values())
         try:
             for lines in self.lines:
                 store.flush(lines.path)

@@ -4,10 +4,12 @@ import json
 import os
 import socket
 import sys
+import time
 import traceback
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.multiprocessing
 import yaml
@@ -36,6 +38,7 @@ GPT2 = {  # has dropout in the embedding, the attention and the residual stream
     "attn_pdrop": 0.2,
     "resid_pdrop": 0.2,
 }
+TINY = GPT2 | {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_positions": 32}
 
 
 def write_jsonl(path, rows) -> Path:
@@ -95,11 +98,10 @@ ONCE += ["transformers.optimization", "transformers.convert_slow_tokenizer", "sr
 ONCE += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
 
 
-def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
-    """Run `target(*args)` in `world` forked processes that see each other as ranks; return what each returned.
+def fork(world: int, target, *args, out, env=None) -> list:
+    """Start `target(*args)` in `world` forked processes that see each other as ranks; return the processes.
 
-    Half a second instead of the fifteen of a launcher, because imports are done once. Raises RankFailed with the
-    output of all ranks when one fails or does not end in time."""
+    Half a second instead of the fifteen of a launcher, because imports are done once."""
     for name in ONCE:
         import_module(name)
     out = Path(out)
@@ -111,6 +113,14 @@ def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> lis
     ]
     for process in ranks:
         process.start()
+    return ranks
+
+
+def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
+    """Run `target(*args)` on `world` ranks as `fork` starts them; return what each returned.
+
+    Raises RankFailed with the output of all ranks when one fails or does not end in time."""
+    ranks, out = fork(world, target, *args, out=out, env=env), Path(out)
     for process in ranks:
         process.join(timeout)
     late = [process for process in ranks if process.is_alive()]
@@ -121,6 +131,49 @@ def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> lis
     if any(codes) or None in codes:
         raise RankFailed(codes, texts)
     return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+class Ranks:
+    """A command in `world` forked processes that run beside the test; each leads a process group, with its loaders in it."""
+
+    def __init__(self, script: str, *argv, folder, world: int = 1, env=None):
+        self.out = Path(folder).with_suffix(".out")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.processes = fork(world, _lead, script, argv, folder, out=self.out, env=env)
+
+    def signal(self, number: int, *ranks: int, group: bool = False) -> None:
+        """Send a signal to these ranks (none given: to all), or to their loaders as well."""
+        chosen = [self.processes[rank].pid for rank in ranks] or [process.pid for process in self.processes]
+        for pid in chosen:
+            (os.killpg if group else os.kill)(pid, number)
+
+    def wait(self, timeout: float = 60) -> list[int | None]:
+        """Return the exit code of every rank, None for one that did not end in time, when all have ended."""
+        until = time.monotonic() + timeout
+        for process in self.processes:
+            process.join(max(0, until - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes
+
+    def text(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.txt")))
+
+
+def _lead(script, argv, folder):
+    os.setpgrp()
+    _command(script, argv, folder)
+
+
+def until(true, timeout: float = 60):
+    """Return what `true` returns as soon as that is something."""
+    end = time.monotonic() + timeout
+    while not (found := true()):
+        assert time.monotonic() < end, "this never came true"
+        time.sleep(0.005)
+    return found
 
 
 def _command(script, argv, folder):
@@ -186,6 +239,13 @@ def evaluate_here(argv) -> dict:
     return json.loads((Path(argv[argv.index("--output_dir") + 1]) / "eval.json").read_text())
 
 
+def last_step(folder) -> int:
+    """Return the step of the last line of a run that may still be going on."""
+    file = Path(folder) / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
 class Run:
     """A finished run, read back from its folder."""
 
@@ -213,6 +273,25 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Return whether two sets of weights are equal to the last bit."""
     return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def timeless(folder) -> list[dict]:
+    """Return the lines of metrics.jsonl without what a clock has a part in."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+
+
+def tiny_files(folder) -> dict[str, Path]:
+    """Return the fields of a model with dropout whose steps take ten milliseconds, and 83 rows of data.
+
+    With a global batch of 8 an epoch has 11 steps, the last one of 3 examples."""
+    generator = np.random.default_rng(0)
+    fields = {"model_config": write_yaml(Path(folder, "gpt2.yaml"), TINY)}
+    for name, count in (("train", 83), ("validation", 21)):
+        lengths = generator.integers(3, 12, count)
+        rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in lengths]
+        fields[f"{name}_file"] = write_jsonl(Path(folder, f"{name}.jsonl"), rows)
+    return fields
 
 
 def flags(**fields) -> list[str]:

@@ -289,7 +289,7 @@ CHANGES = {
     "a row more": (_new_row, {}),
     "another text of the same size": (_new_text_of_the_same_size, {}),
     "another tokenizer": (None, {"tokenizer_name": "other"}),
-    "another length": (None, {"max_length": 3}),
+    "another length": (None, {"max_length": 2}),
     "packing": (None, {"packing": True}),
     "no end of text": (None, {"append_eos": False}),
 }

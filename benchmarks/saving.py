@@ -1,0 +1,137 @@
+"""What saving and resuming cost with a checkpoint of about 1 GB: python benchmarks/saving.py [--steps N]. See README.md.
+
+A model of 87 million parameters with AdamW trains for some steps and saves now and then. Reported: how long training stood still for
+a save against the copy to the host alone, what was written beside it, how fast a checkpoint is verified against how
+fast the disk reads it, and the memory that resuming takes beyond model and optimizer.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+import yaml
+
+from src import store
+from src.inputs import REPOSITORY
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 32000,
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+}
+SAVED = re.compile(r"stood still for ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,]+) MB.* in ([\d.]+) s")
+RESUME = """
+import sys
+sys.path.insert(0, {repository!r})
+from src import checkpoint, config
+from src.data import load_splits
+from src.optim import make_optimizer
+from src.step import Objective
+from src.tasks import make_task
+from src.tracking import Meter
+
+def memory(name):
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
+
+run, options = config.parse(sys.argv[1:])
+task = make_task(run, options)
+task.load()
+load_splits(run, task)
+import transformers.models.llama.modeling_llama
+before = memory("VmRSS")
+start = checkpoint.newest(run.output_dir)
+objective = Objective(task.build(start), task)
+optimizer = make_optimizer(run, objective)
+checkpoint.load(start, objective, {{"optimizer": optimizer}}, None, Meter())
+print(memory("VmHWM") - before, memory("VmRSS") - before)
+"""
+
+
+def evicted(folder: Path) -> None:
+    """Make the kernel forget what it holds of the files, so that the disk is read."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def seconds(work) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def read_all(folder: Path) -> None:
+    buffer = bytearray(1 << 22)
+    for path in folder.iterdir():
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    steps = parser.parse_args().steps
+    with tempfile.TemporaryDirectory(prefix="saving-") as name:
+        folder = Path(name)
+        rows = np.random.default_rng(0).integers(0, 32000, (200, 32)).tolist()
+        (folder / "rows.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+        (folder / "model.yaml").write_text(yaml.safe_dump(MODEL))
+        argv = ["--model_config", folder / "model.yaml", "--train_file", folder / "rows.jsonl", "--max_steps", steps]
+        argv += ["--global_batch_size", 1, "--per_device_batch_size", 1, "--save_steps", max(1, steps // 5)]
+        argv = [*map(str, argv), "--output_dir", str(folder / "run"), "--logging_steps", "1"]
+        command = [sys.executable, str(REPOSITORY / "train.py"), *argv]
+        environment = os.environ | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
+        subprocess.run(command, check=True, capture_output=True, env=environment)
+        saved = SAVED.findall((folder / "run/logs/rank_0.log").read_text())
+        stalls, copies, sizes, writes = (
+            [float(x.replace(",", "")) for x in column] for column in zip(*saved, strict=True)
+        )
+        newest = sorted((folder / "run/checkpoints").iterdir())[-1]
+        size = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
+        print(f"checkpoint of {size:.2f} GB, {len(saved)} saves")
+        ratios = [stall / copy for stall, copy in zip(stalls, copies, strict=True)]
+        print(f"training stood still, s:   {', '.join(f'{x:.3f}' for x in stalls)}")
+        print(f"copy to the host, s:       {', '.join(f'{x:.3f}' for x in copies)}  (the first fills new memory)")
+        print(f"ratio, median:             {statistics.median(ratios):.3f}  (bar: 1.2)")
+        print(f"written beside, s:         {', '.join(f'{x:.2f}' for x in writes)}")
+        for state in ("from memory", "from disk"):
+            if state == "from disk":
+                evicted(newest)
+            plain = seconds(lambda: read_all(newest))
+            if state == "from disk":
+                evicted(newest)
+            verify = seconds(lambda: store.faults(newest))
+            print(
+                f"verify {state + ':':<20}{size / verify:.2f} GB/s (reading alone: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
+            )
+        code = RESUME.format(repository=str(REPOSITORY))
+        done = subprocess.run(
+            [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, env=environment
+        )
+        peak, after = map(float, done.stdout.split()[-2:])
+        state = sizes[-1] * 1e6 / 2**20
+        print(
+            f"memory of resuming, MiB:   peak {peak:.0f}, then {after:.0f}; model and optimizer are {state:.0f}: ratio {peak / state:.3f}  (bar: 1.2)"
+        )
+
+
+if __name__ == "__main__":
+    main()
