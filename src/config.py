@@ -182,7 +182,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "adam_beta2",
         "dataloader_num_workers",
     ]
-    at_most = {"seed": 2**63 - 1, "ddp_timeout": 10**7, "dataloader_num_workers": 256}
+    at_most = {"max_steps": 10**12, "num_train_epochs": 10**9, "seed": 2**63 - 1, "ddp_timeout": 10**7, "dataloader_num_workers": 256}
     numbers = {name: value for name, value in vars(run).items() if value != "auto"}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -191,7 +191,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             faults.append(f"{name} is {value}: it must be above zero")
         elif name in at_least_zero and value < 0:
             faults.append(f"{name} is {value}: it must not be negative")
-        elif name in at_most and value > at_most[name]:
+        elif name in at_most and value is not None and value > at_most[name]:
             faults.append(f"{name} is {value}: give at most {at_most[name]}")
     for name in ("adam_beta1", "adam_beta2"):
         if getattr(run, name) >= 1:

@@ -29,7 +29,11 @@ _folder: list[Path] = []  # of the run, from the moment on when it is this proce
 
 
 def check_environment() -> None:
-    """Raise UsageError when several processes were asked for and accelerate launch started one, as it sometimes does."""
+    """Raise UsageError when several processes were asked for and accelerate launch started one, as it sometimes does, or
+    when the launcher's variables make no sense."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        if not (value := os.environ.get(name, "0")).isdecimal():
+            raise UsageError(f"the environment variable {name} is {value!r}, where a launcher sets a whole number: unset it")
     alone = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
     if alone and not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & set(os.environ):
         raise UsageError(
@@ -71,6 +75,10 @@ def start(run: RunConfig):
             raise UsageError(
                 f"{name} was asked for, but accelerate gave {accelerator.distributed_type.value}: it needs a GPU or NPU"
             )
+    if accelerator.mixed_precision not in (known := ("no", "bf16", "fp16", "fp8")):
+        raise UsageError(
+            f"mixed_precision is {accelerator.mixed_precision!r}: give one of {', '.join(known)} in the accelerate file"
+        )
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UsageError(
             "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"

@@ -3,6 +3,7 @@
 A fork adds an optimizer as one line of make_optimizer. Guarded by tests/test_optim.py.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,6 +39,8 @@ def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
     from transformers import get_scheduler
 
     warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
+    if warmup > total:
+        raise UsageError(f"warmup_steps is {run.warmup_steps:g}: more than the {total} steps of the run")
     base = torch.optim.SGD([torch.zeros(1)], lr=run.learning_rate)
     kwargs = dict(run.lr_scheduler_kwargs or {})
     if run.lr_scheduler_type == "warmup_stable_decay":
@@ -51,7 +54,8 @@ def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
             scheduler_specific_kwargs=kwargs,
         )
         factor = scheduler.lr_lambdas[0]
-        factor(0), factor(total)
+        if not all(math.isfinite(factor(update)) for update in (0, total // 2, total)):
+            raise ValueError("a learning rate would not be finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {run.lr_scheduler_type} does not take {kwargs}: {error}") from error
     return lambda updates: run.learning_rate * factor(updates)

@@ -90,6 +90,14 @@ CASES = {
         "per_device_batch_size is 9|global_batch_size, which is 8", {"per_device_batch_size": 9}
     ),
     "warmup above steps": Case("warmup_steps is 5|max_steps, which is 2", {"warmup_steps": 5}),
+    "warmup above the epochs' steps": Case(
+        "warmup_steps is 5000|more than the", {"warmup_steps": 5000, "max_steps": None, "num_train_epochs": 1}
+    ),
+    "best by what is not evaluated": Case(
+        "metric_for_best_model|save_steps (10) is no multiple of eval_steps (4)",
+        {"metric_for_best_model": "loss", "save_steps": 10, "eval_steps": 4},
+    ),
+    "weights of nowhere": Case("init_from: nowhere is neither", {"init_from": "nowhere"}),
     "warmup of a step and a half": Case("warmup_steps is 1.5|below 1", {"warmup_steps": 1.5}),
     "max_length above the model": Case("max_length is 257|--max_length 256", {"max_length": 257}),
     "seed of 71 bits": Case(f"seed is {2**70}: give at most", {"seed": 2**70}),
@@ -248,7 +256,9 @@ OUT_OF_RANGE = [
     *[(name, 0) for name in ("logging_steps", "eval_steps", "save_total_limit", "ddp_timeout", "max_eval_examples")],
     *[(name, -3) for name in ("max_steps", "save_steps", "seed", "dataloader_num_workers", "sample_tokens")],
     *[("max_length", 1), ("adam_beta1", 1), ("adam_beta2", -0.5), ("adam_epsilon", 0), ("warmup_steps", "nan")],
-    *[("num_train_epochs", 0), ("num_train_epochs", "inf")],
+    *[("num_train_epochs", 0), ("num_train_epochs", "inf"), ("num_train_epochs", 1e300), ("max_steps", 10**400)],
+    *[(name, 0) for name in ("save_keep_every", "early_stopping_patience", "max_skipped_steps", "max_failed_saves")],
+    *[("drift_check_steps", 0), ("time_limit", 0), ("time_limit", "nan")],
 ]
 CASES |= {f"{name} {value}": Case(f"{name} is {value}", {name: value}) for name, value in OUT_OF_RANGE}
 

@@ -97,6 +97,17 @@ def test_fp16_on_a_cpu_is_refused(files, tmp_path):
     assert "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16" in said
 
 
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two', where a launcher sets a whole number"),
+        ("ACCELERATE_MIXED_PRECISION", "fp12", "mixed_precision is 'fp12': give one of no, bf16, fp16, fp8"),
+    ],
+)
+def test_settings_of_the_launcher_that_make_no_sense_are_refused(files, tmp_path, name, value, said):
+    assert said in refused(files, tmp_path / "here", {name: value})
+
+
 def test_float64_with_bf16_is_refused(files, tmp_path):
     said = refused(files, tmp_path / "here", {"ACCELERATE_MIXED_PRECISION": "bf16"}, dtype="float64")
     assert "dtype is float64, but the accelerate file asks for bf16" in said
