@@ -5,9 +5,9 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 
 from src import checkpoint, config, drift, launch, resume
 from src.batch_size import largest_that_fits
-from src.config import RunConfig
 from src.data import load_splits
 from src.evaluation import evaluate
+from src.fields import RunConfig
 from src.ledger import Ledger
 from src.optim import make_optimizer, make_schedule
 from src.plan import steps_per_epoch, training_order

@@ -8,8 +8,8 @@ import gc
 import numpy as np
 import torch
 
-from src.config import RunConfig
 from src.data import Split
+from src.fields import RunConfig
 from src.tasks import Task
 
 ON_CPU = 8  # where memory ends without an error that could be caught

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from src import store
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError, locate, read_yaml
 from src.progress import Progress
 from src.step import Objective

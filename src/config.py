@@ -1,6 +1,6 @@
-"""What is trained: one dataclass for the run, parsed together with the task's own options, every fault at once.
+"""Flags and YAML become a run and its task's options, with every fault at once; and back into YAML.
 
-A fork adds fields here. Guarded by tests/test_config.py. Precedence: defaults < YAML < flags.
+Leave alone (src/fields.py has the fields). Guarded by tests/test_config.py. Precedence: defaults < YAML < flags.
 """
 
 import dataclasses
@@ -9,142 +9,12 @@ import math
 import os
 import re
 import sys
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
+from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest, read_yaml
-
-
-def int_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
-
-
-def json_object(text: str | dict) -> dict:
-    value = json.loads(text) if isinstance(text, str) else text
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-class Free(str):
-    """The help text of a field that is free."""
-
-
-def say(text: str, default=None, choices=None, free: bool = False):
-    """Return a dataclass field with its help text; a list as default is copied for each instance.
-
-    A run that goes on may change a field that is free, because the numbers do not depend on it (or are checked for
-    themselves: data and model by content, the length by its schedule); any other change is refused."""
-    metadata = {"help": Free(text) if free else text} | ({"choices": choices} if choices else {})
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
-SCHEDULES = [
-    "linear",
-    "cosine",
-    "cosine_with_restarts",
-    "polynomial",
-    "constant",
-    "constant_with_warmup",
-    "inverse_sqrt",
-    "cosine_with_min_lr",
-    "warmup_stable_decay",
-]
-
-
-@dataclass
-class RunConfig:
-    """Everything that decides the numbers, and nothing that says where they are computed."""
-
-    _argument_group_name = "the run"
-
-    task: str = say("what kind of model is trained: a file of src/tasks/", "causal_lm")
-    output_dir: str | None = say("where the run lives (default: runs/NAME_OF_THE_YAML)", free=True)
-    seed: int = say("the one seed: weights, data order, dropout, augmentation", 42)
-    resume: str = say(
-        "auto (newest intact checkpoint of output_dir, else start), never, or a checkpoint folder",
-        "auto",
-        free=True,
-    )
-    dry_run: bool = say("print the plan and stop", False, free=True)
-
-    model_name_or_path: str | None = say("Hub id or folder of a pretrained model")
-    model_revision: str = say("branch, tag or commit of the Hub model", "main")
-    model_config: str | None = say(
-        "YAML or JSON file with a transformers config (model_type: llama, …) for random weights",
-        free=True,
-    )
-    tokenizer_name: str | None = say("Hub id or folder of the tokenizer (default: the model's)", free=True)
-    init_from: str | None = say("run, checkpoint or final folder whose weights a new run begins with")
-    dtype: str = say("dtype of the weights", "float32", ["float32", "float64", "bfloat16"])
-    attn_implementation: str | None = say(
-        "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True
-    )
-    trust_remote_code: bool = say("run code that a Hub repository brings", False, free=True)
-
-    dataset_name: str | None = say(
-        "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions",
-        free=True,
-    )
-    dataset_config_name: str | None = say("configuration of the Hub dataset", free=True)
-    dataset_revision: str | None = say("branch, tag or commit of the Hub dataset", free=True)
-    train_file: list[str] = say("local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True)
-    validation_file: list[str] = say("likewise, for evaluation", [], free=True)
-    max_eval_examples: int | None = say("evaluate on the first so many rows only", free=True)
-    dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0, free=True)
-    cache_dir: str | None = say("where prepared data is kept (default: beside the datasets cache)", free=True)
-
-    global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
-    per_device_batch_size: int_or_auto = say(
-        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed",
-        8,
-        free=True,
-    )
-    per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True)
-
-    max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs", free=True)
-    num_train_epochs: float = say("passes over the training data", 1.0, free=True)
-    optim: str = say("optimizer; adamw and adamw_torch are the same", "adamw", OPTIMIZERS)
-    learning_rate: float = say("peak learning rate", 5e-5)
-    weight_decay: float = say("on parameters with two dimensions or more", 0.01)
-    adam_beta1: float = say("decay of the first moment (momentum of sgd)", 0.9)
-    adam_beta2: float = say("decay of the second moment", 0.999)
-    adam_epsilon: float = say("added to the root of the second moment", 1e-8)
-    max_grad_norm: float = say("largest norm of the gradient; 0 does not clip", 1.0)
-    lr_scheduler_type: str = say(
-        "a schedule of transformers, evaluated at the number of completed updates", "linear", SCHEDULES
-    )
-    lr_scheduler_kwargs: json_object = say('its further arguments as JSON, e.g. {"min_lr": 1e-5}', None)
-    warmup_steps: float = say("steps of warmup, or a fraction of all steps if below 1", 0.0)
-
-    logging_steps: int = say("steps between train lines", 10, free=True)
-    eval_steps: int | None = say("steps between evaluations (default: at the end only)", free=True)
-    save_steps: int = say("steps between checkpoints; one is always saved at the end", 500, free=True)
-    save_total_limit: int = say("newest checkpoints to keep", 2, free=True)
-    save_keep_every: int | None = say("keep for ever the checkpoints of every so many steps", free=True)
-    metric_for_best_model: str | None = say("number of an eval line; the checkpoint best by it is kept, too", free=True)
-    greater_is_better: bool = say("whether a greater value of that metric is better", False, free=True)
-    early_stopping_patience: int | None = say(
-        "end after so many evaluations in a row that are no better by that metric (default metric: loss)", free=True
-    )
-    max_skipped_steps: int = say(
-        "end after so many updates in a row whose loss or gradient is not finite", 20, free=True
-    )
-    max_failed_saves: int = say("end after so many failed saves in a row", 3, free=True)
-    drift_check_steps: int | None = say(
-        "steps between comparisons of the replicas (default: with each save)", free=True
-    )
-    time_limit: float | None = say("minutes after which to have saved and stopped, with exit code 75", free=True)
-    report_to: list[str] = say(
-        "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], free=True
-    )
-    ddp_timeout: int = say("seconds a collective may wait", 600, free=True)
-
 
 Fault = str
 
@@ -182,7 +52,13 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "adam_beta2",
         "dataloader_num_workers",
     ]
-    at_most = {"max_steps": 10**12, "num_train_epochs": 10**9, "seed": 2**63 - 1, "ddp_timeout": 10**7, "dataloader_num_workers": 256}
+    at_most = {
+        "max_steps": 10**12,
+        "num_train_epochs": 10**9,
+        "seed": 2**63 - 1,
+        "ddp_timeout": 10**7,
+        "dataloader_num_workers": 256,
+    }
     numbers = {name: value for name, value in vars(run).items() if value != "auto"}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
@@ -361,13 +237,3 @@ def to_yaml(run: RunConfig, options) -> str:
         values[name] = [locate(file) for file in values[name]]
     values = {name: value for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-
-
-def free_fields(options: type) -> set[str]:
-    """Return the names of the fields that a run may change when it goes on."""
-    return {
-        f.name
-        for kind in (RunConfig, options)
-        for f in dataclasses.fields(kind)
-        if isinstance(f.metadata.get("help"), Free)
-    }

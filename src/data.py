@@ -20,7 +20,7 @@ import xxhash
 from filelock import FileLock
 
 from src import samples
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError, absent, locate
 from src.tasks import Task
 

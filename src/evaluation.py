@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from src.config import RunConfig
 from src.data import Split
+from src.fields import RunConfig
 from src.plan import evaluation_order
 from src.reader import read, seed_everything
 from src.tasks import Task

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from src import status
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
 
 log = logging.getLogger("run")
@@ -33,7 +33,9 @@ def check_environment() -> None:
     when the launcher's variables make no sense."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if not (value := os.environ.get(name, "0")).isdecimal():
-            raise UsageError(f"the environment variable {name} is {value!r}, where a launcher sets a whole number: unset it")
+            raise UsageError(
+                f"the environment variable {name} is {value!r}, where a launcher sets a whole number: unset it"
+            )
     alone = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
     if alone and not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & set(os.environ):
         raise UsageError(

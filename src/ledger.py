@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from src import store
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError
 from src.plan import mix, plan, steps_per_epoch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from src import samples
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
 from src.text import masks_known
 

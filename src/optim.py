@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError
 
 

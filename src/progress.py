@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import Failure, UsageError, nearest
 from src.plan import MicroBatch
 from src.tasks import Batch

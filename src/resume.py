@@ -13,7 +13,8 @@ import yaml
 
 from src import status, store
 from src.checkpoint import checkpoints, read_state, step_of
-from src.config import RunConfig, free_fields, to_yaml
+from src.config import to_yaml
+from src.fields import RunConfig, free_fields
 from src.inputs import Failure, Stopped, UsageError, read_yaml, warn
 from src.optim import make_schedule
 from src.summary import total_steps

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from src import checkpoint, status, store
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import Failure, Stopped, warn
 from src.progress import Progress
 from src.step import Objective

@@ -7,8 +7,8 @@ import math
 
 import torch
 
-from src.config import RunConfig
 from src.data import Split
+from src.fields import RunConfig
 from src.plan import steps_per_epoch
 from src.progress import Progress
 

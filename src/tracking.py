@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from src import status, store
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import REPOSITORY, UsageError, warn
 from src.launch import nodes, owns
 from src.progress import Progress

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.status import EXIT_STOPPED, failure_of_another
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)

@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from src import batch_size
-from src.config import RunConfig
+from src.fields import RunConfig
 from tests import kit
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from src import config, inputs
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError
 from src.tasks import OPTIONS
 from tests import kit

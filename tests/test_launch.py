@@ -153,7 +153,7 @@ def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, mon
 def _prepared(mutant: bool) -> tuple[str, bool, int]:
     """Return (kind of group, whether the module is DDP's, reductions of a window of four micro-batches)."""
     from src import launch, step
-    from src.config import RunConfig
+    from src.fields import RunConfig
 
     accelerator = launch.start(RunConfig(output_dir="unused"))
     objective = torch.nn.Linear(3, 1)

@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from src.config import RunConfig
+from src.fields import RunConfig
 from src.inputs import UsageError
 from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
 from tests import kit

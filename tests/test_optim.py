@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from src.config import SCHEDULES, RunConfig
+from src.fields import SCHEDULES, RunConfig
 from src.inputs import UsageError
 from src.optim import make_optimizer, make_schedule, parameter_groups
 from tests import kit

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from src import data, samples
-from src.config import RunConfig
+from src.fields import RunConfig
 from tests import kit
 
 

@@ -95,7 +95,7 @@ def test_evaluation_and_saving_are_no_part_of_the_throughput():
     ],
 )
 def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
-    from src.config import RunConfig
+    from src.fields import RunConfig
 
     assert arithmetic(RunConfig(global_batch_size=batch, per_device_batch_size=micro), world) == text
 

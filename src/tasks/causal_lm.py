@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from src.config import RunConfig, say
+from src.fields import RunConfig, say
 from src.inputs import UsageError, locate
 from src.losses import linear_cross_entropy, linear_scores, scores
 from src.models import build_model, check_fit, check_packing, head_is_plain, load_config, load_tokenizer, tokenizer_text

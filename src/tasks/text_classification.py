@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.config import RunConfig, say
+from src.fields import RunConfig, say
 from src.inputs import REPOSITORY, UsageError
 from src.losses import scores
 from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
