@@ -8,10 +8,11 @@ from pathlib import Path
 
 from src import checkpoint, config, launch
 from src.data import load_splits
+from src.environment import topology
 from src.evaluation import evaluate
 from src.step import Objective
 from src.tasks import make_task
-from src.tracking import exact, strict, table, topology
+from src.tracking import exact, strict, table
 
 
 def main(argv: list[str]) -> None:

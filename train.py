@@ -6,6 +6,7 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 from src import checkpoint, config, drift, launch, resume
 from src.batch_size import largest_that_fits
 from src.data import load_splits
+from src.environment import topology
 from src.evaluation import evaluate
 from src.fields import RunConfig
 from src.ledger import Ledger
@@ -17,7 +18,7 @@ from src.saver import Saver
 from src.step import Objective, counts, gradient, prepare, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
-from src.tracking import Meter, Tracker, table, topology
+from src.tracking import Meter, Tracker, table
 from src.watch import Watch
 
 

@@ -6,20 +6,18 @@ A fork adds numbers to the lines here. Guarded by tests/test_tracking.py.
 import json
 import logging
 import math
-import platform
-import subprocess
 import sys
 import time
 from contextlib import contextmanager, suppress
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from src import status, store
+from src.environment import environment
 from src.fields import RunConfig
-from src.inputs import REPOSITORY, UsageError, warn
-from src.launch import nodes, owns
+from src.inputs import UsageError, warn
+from src.launch import owns
 from src.progress import Progress
 
 log = logging.getLogger("run")
@@ -54,7 +52,9 @@ class Tracker:
             return
         step, done = progress.step, progress.evaluated
         store.rewrite(self.folder / "config.yaml", config)
-        store.rewrite(self.folder / "environment.json", json.dumps(environment(self.accelerator, self.run), indent=1))
+        known = environment(self.accelerator, self.run)
+        known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
+        store.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
         # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
         store.cut_back(
             self.metrics.path,
@@ -68,6 +68,12 @@ class Tracker:
         interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
         options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
         self.bar = tqdm(total=self.total, initial=step, **options)
+
+    def _starts(self, step: int) -> list[dict]:
+        """Return the starts of this run before, each with its step and number of processes."""
+        with suppress(OSError, ValueError, KeyError):
+            return json.loads((self.folder / "environment.json").read_text())["starts"] if step else []
+        return []
 
     def step(self) -> None:
         """Move the bar by one step; costs no device sync."""
@@ -223,49 +229,6 @@ def _log_to(file: Path) -> None:
     root.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     logging.captureWarnings(False)
-
-
-def environment(accelerator, run: RunConfig) -> dict:
-    """Return versions, git commit, topology and batch arithmetic of this process group."""
-    packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY, check=False)
-    return {
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in packages},
-        "git_commit": git.stdout.strip() or None,
-        "command": sys.argv,
-        **topology(accelerator, run),
-    }
-
-
-def topology(accelerator, run: RunConfig) -> dict:
-    """Return where the run is computed, and how its global batch is made up there."""
-    device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    threads = f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
-    computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
-    strategy = "one process" if accelerator.num_processes == 1 else accelerator.distributed_type.value
-    return {
-        "device": f"{device.type} ({name}{threads})",
-        "precision": f"weights {run.dtype}, computing in {computing}",
-        "strategy": strategy.replace("MULTI_CPU", "DDP over gloo").replace("MULTI_GPU", "DDP over nccl"),
-        "world_size": accelerator.num_processes,
-        "nodes": nodes(),
-        "global_batch": arithmetic(run, accelerator.num_processes),
-    }
-
-
-def arithmetic(run: RunConfig, world: int) -> str:
-    """Return how the global batch is made up, as a sum that can be checked."""
-    micro = -(-run.global_batch_size // run.per_device_batch_size)
-    each = -(-micro // world)
-    even = micro % world == 0 and run.global_batch_size % run.per_device_batch_size == 0
-    rows = f"{run.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{run.per_device_batch_size}"
-    share = f"{world} rank{'s' * (world > 1)} × {each} accumulated" + (
-        "" if even else ", some fewer: the sum stays exact"
-    )
-    return f"{rows} = {share}"
 
 
 def table(rows: dict) -> str:

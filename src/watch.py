@@ -49,15 +49,15 @@ class Watch:
         self.begun, self.last = True, time.monotonic()
 
     def requests(self) -> list[float]:
-        """Return [save, stop] of this rank, for the vector that all ranks add up; called at every boundary."""
-        now = time.monotonic()
-        self.step_seconds, self.last = max(self.step_seconds, now - (self.last or now)), now
+        """Return [save, stop] of this rank, for the vector that all ranks add up; called between two steps."""
         save, self.save = self.save, False
-        return [float(save), float(self.reason is not None)]
+        return [float(save), self.stopping()]
 
     def stopping(self) -> float:
-        """Return whether this rank wants to stop, for a boundary inside an evaluation."""
-        return self.requests()[1]
+        """Return 1 if this rank wants to stop; called between two steps and at the boundaries inside an evaluation."""
+        now = time.monotonic()
+        self.step_seconds, self.last = max(self.step_seconds, now - (self.last or now)), now
+        return float(self.reason is not None)
 
     def why(self) -> str:
         return self.reason or "another rank was asked to"

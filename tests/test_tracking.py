@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from src.tracking import Meter, arithmetic, strict
+from src.environment import arithmetic
+from src.tracking import Meter, strict
 from tests import kit
 
 
