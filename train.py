@@ -80,6 +80,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         with meter.paused():
             progress.settle(run.max_skipped_steps)
             drift.check(accelerator, agree, objective, progress.step)
+            if when.over():
+                saver.catch_up(agree)  # or the last save could be left out while the disk still writes the one before
             saver.save(progress, meter.state(agree))
 
     batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes

@@ -88,7 +88,9 @@ def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state
     write_model(objective, folder, dict(tensors["model"]))
     for part, named in tensors.items():
         if part != "model":
-            save_file(named, folder / f"{part}.safetensors")
+            first = {value.data_ptr(): name for name, value in reversed(named.items())}
+            apart = {name: value if first[value.data_ptr()] == name else value.clone() for name, value in named.items()}
+            save_file(apart, folder / f"{part}.safetensors")
     (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
 
 
@@ -145,6 +147,8 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
     """Put every part (and scaler and meter) where the checkpoint left it; return the progress. The model reads its weights."""
     state = read_state(checkpoint)
     for part, holder in parts.items():
+        if part not in state["numbers"]:
+            raise UsageError(f"{checkpoint} holds no {part}: it was saved without; begin a new run with --init_from")
         flat = state["numbers"][part] | read_tensors(checkpoint / f"{part}.safetensors")
         if isinstance(holder, torch.optim.Optimizer):
             _set_named(objective.model, holder, flat)
@@ -211,7 +215,8 @@ def weights_in(name: str, field: str) -> Path:
             f"{field}: {name or 'nothing'} is neither a checkpoint nor a run{damaged}: give the folder of one, or for other models "
             "--model_name_or_path"
         )
-    if (found / store.MANIFEST).exists() and (faults := store.faults(found)):
+    ours = (found / store.MANIFEST).exists() or (found / "state.json").exists()
+    if ours and (faults := store.faults(found)):
         raise UsageError(f"{field}: {found} is damaged: {'; '.join(faults)}")
     return found
 

@@ -8,7 +8,7 @@ Leave alone. Guarded by tests/test_ledger.py.
 
 import json
 import sys
-from itertools import zip_longest
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +48,7 @@ class Ledger:
             return
         store.cut_back(self.lines.path, lambda line: line["step"] <= step)
         if not self.lines.path.exists() or not self.lines.path.stat().st_size:
-            self.lines.add({"step": 0, "plan": self.plan})
+            self.lines.add({"step": 0, "after": step, "plan": self.plan})
 
     def add(self, step: int, examples: float, low: float, high: float) -> None:
         """Note a step; it reaches the file with 63 others, or when the run is saved."""
@@ -71,28 +71,28 @@ def _lines(path: Path) -> list[dict]:
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple]]:
-    """Return (what the steps are cut from, step -> (examples, hash)) of a run."""
+    """Return (the first line: what the steps are cut from, step -> (examples, hash)) of a run."""
     lines = _lines(folder / FILE)
     if not lines or "plan" not in lines[0]:
         raise UsageError(f"{folder} holds no {FILE} with a step in it: give the folder of a run")
-    return lines[0]["plan"], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
+    return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
 
 
 def planned(settings: dict, step: int) -> tuple:
     """Return (examples, hash) of a step as the plan has it."""
-    count, batch = settings["examples"], settings["global_batch_size"]
-    epoch, within = divmod(step - 1, steps_per_epoch(count, batch))
-    ids = np.concatenate([micro.ids for micro in plan(count, batch, batch, settings["seed"], epoch, within)])
+    examples, batch = settings["examples"], settings["global_batch_size"]
+    epoch, within = divmod(step - 1, steps_per_epoch(examples, batch))
+    ids = np.concatenate([micro.ids for micro in plan(examples, batch, batch, settings["seed"], epoch, within)])
     return len(ids), word(*digest(ids))
 
 
 def compare(folder: Path, other: Path | None = None) -> str | None:
     """Return what the first step that differs is, from another run's or from the plan's; None if there is none."""
-    settings, steps = read(folder)
-    gaps = [(a, b) for a, b in zip_longest(sorted(steps), range(1, len(steps) + 1)) if a != b]
-    if gaps:
-        return f"{folder}: step {gaps[0][1]} is missing"
-    theirs = read(other)[1] if other else {step: planned(settings, step) for step in steps}
+    first, steps = read(folder)
+    for found, step in zip(sorted(steps), count(first["after"] + 1), strict=False):
+        if found != step:
+            return f"{folder}: step {step} is missing"
+    theirs = read(other)[1] if other else {step: planned(first["plan"], step) for step in steps}
     name = other or "the plan"
     for step in sorted(steps.keys() | theirs.keys()):
         one, two = steps.get(step), theirs.get(step)

@@ -61,7 +61,7 @@ def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
     if run.resume == "never":
         return Start(None, [])
     folder = Path(run.output_dir if run.resume == "auto" else run.resume)
-    if run.resume != "auto" and (folder / "state.json").exists():
+    if run.resume != "auto" and any((folder / name).exists() for name in ("state.json", store.MANIFEST)):
         if faults := store.faults(folder):
             raise UsageError(f"resume: {folder} is damaged: {'; '.join(faults)}")
         return Start(folder, same_run(folder, run, facts, config, options))

@@ -53,9 +53,9 @@ class Saver:
         copying = time.perf_counter()
         tensors, numbers = checkpoint.tensors_of(self.objective, self.parts)
         try:
-            self._room_for(tensors)
             for lines in self.lines:  # a checkpoint never knows more steps than the lines beside it
                 lines.flush()
+            self._room_for(tensors)
         except OSError as error:
             return self._failed(progress.step, error)
         host = self.memory.take(tensors)
@@ -87,7 +87,8 @@ class Saver:
         """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
         needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
         self.folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(self.folder).free
+        place = self.folder / "checkpoints"  # which may be another disk
+        free = shutil.disk_usage(place if place.exists() else self.folder).free
         if free < needed:
             raise OSError(28, f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
 
@@ -96,14 +97,15 @@ class Saver:
         size = sum({id(value): value.nbytes for named in host.values() for value in named.values()}.values())
         try:
             for lines in self.lines:
-                store.flush(lines.path)
+                if lines.path.exists():  # not before its first line
+                    store.flush(lines.path)
             store.publish(
                 self.folder / "checkpoints" / f"step_{step:08d}",
                 lambda folder: checkpoint.write(folder, self.objective, host, state),
                 step=step,
             )
             self.saved, self.failures = step, 0
-            checkpoint.prune(self.run)
+            self._prune()
             seconds, (stall, copy) = time.perf_counter() - began, self.stalls[-1]
             log.info(
                 f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
@@ -117,6 +119,12 @@ class Saver:
         except BaseException as error:
             self.fault = error
         self.watch.save_seconds = max(self.watch.save_seconds, time.perf_counter() - began)
+
+    def _prune(self) -> None:
+        try:
+            checkpoint.prune(self.run)
+        except OSError as error:
+            warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
     def _failed(self, step: int, error: Exception) -> None:
         self.failures += 1
@@ -148,10 +156,17 @@ class Saver:
         """Return on every rank, when nothing is being written any more, whether the last checkpoint was saved.
 
         However slow the disk is, no rank waits longer than a second in a collective."""
-        while agree([0.0 if self.wait(1.0) else 1.0])[0]:
-            pass
+        self.catch_up(agree)
+        final = isinstance(self.fault, Failure)
+        if agree([float(final)])[0] and not final:
+            raise Failure("the final model could not be written, as the main process says")
         self.failed()
         return not agree([float(self.failures)])[0]
+
+    def catch_up(self, agree) -> None:
+        """Wait on all ranks for the save that is under way, so that the next one, the last, is not left out."""
+        while agree([0.0 if self.wait(1.0) else 1.0])[0]:
+            pass
 
     def report(self) -> str | None:
         """Return what saving has cost training, in the middle of all saves."""
@@ -164,6 +179,9 @@ class Saver:
 
     def leave(self, agree, save, reason: str) -> None:
         """End the run on all ranks before it is complete: Stopped when its state is saved, else Failure."""
+        if self.failures >= self.run.max_failed_saves:
+            reason = f"no checkpoint could be saved {self.failures} times in a row, but now"
+        self.catch_up(agree)
         save()
         saved = self.finish(agree)
         if self.main and self.saved is not None:

@@ -25,9 +25,14 @@ def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
     files are on the disk before that, the manifest last. OSError leaves nothing behind; a kill leaves a folder whose
     name begins with a dot, which nobody reads and the next call removes."""
     temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    if old.exists() and not folder.exists():
+        old.rename(folder)  # a kill between the two renames below
     for left in (temporary, old):
         shutil.rmtree(left, ignore_errors=True)
     try:
+        parents = [
+            p.parent for p in (folder.parent, *folder.parent.parents) if not p.exists()
+        ]  # of folders that mkdir makes
         temporary.mkdir(parents=True)
         write(temporary)
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
@@ -39,8 +44,11 @@ def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
         if folder.exists():
             folder.rename(old)
         temporary.rename(folder)
-        flush(folder.parent)
+        for parent in (folder.parent, *parents):
+            flush(parent)
     except BaseException:
+        if old.exists() and not folder.exists():
+            old.rename(folder)
         shutil.rmtree(temporary, ignore_errors=True)  # gives the space back that ran out
         raise
     shutil.rmtree(old, ignore_errors=True)
@@ -57,7 +65,7 @@ def faults(folder: Path) -> list[str]:
             return [f"{MANIFEST}: its hash is not the one that was written"]
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
     return [fault for name, entry in body["files"].items() if (fault := _fault(folder / name, name, entry))]
 
@@ -66,7 +74,7 @@ def about(folder: Path) -> dict:
     """Return what `publish` was told about a folder; nothing where there is no manifest."""
     try:
         return json.loads((folder / MANIFEST).read_bytes())["about"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

@@ -149,9 +149,9 @@ class Ranks:
 
     def wait(self, timeout: float = 60) -> list[int | None]:
         """Return the exit code of every rank, None for one that did not end in time, when all have ended."""
-        until = time.monotonic() + timeout
-        for process in self.processes:
-            process.join(max(0, until - time.monotonic()))
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
+            time.sleep(0.01)  # `join` would wait for their loaders as well
         codes = [process.exitcode for process in self.processes]
         for process in self.processes:
             process.kill()

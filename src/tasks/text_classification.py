@@ -28,7 +28,7 @@ class Options:
     text_pair_column: str | None = say("column of a second text")
     label_column: str = say("column of the label", "label")
     metrics: list[str] = say(
-        "metrics of `evaluate` besides accuracy: f1 is shipped, others come from the Hub; or none", ["f1"]
+        "metrics of `evaluate` besides accuracy: f1 is shipped, others come from the Hub; or none", ["f1"], free=True
     )
 
     def check(self) -> list[str]:
