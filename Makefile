@@ -3,6 +3,7 @@ CONFIG ?= configs/stdlib_lm.yaml
 NPROC ?= 1
 ARGS ?=
 KILLS ?= 20
+JOBS ?= 2
 PYTHON ?= python3
 VENV := .venv/bin
 
@@ -46,7 +47,7 @@ eval: .venv/done ## evaluate the last run (RUN=folder for another one)
 	$(LAUNCH) eval.py --checkpoint $(RUN) $(ARGS)
 
 test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a task)
-	$(VENV)/python -m pytest $(ARGS)
+	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: .venv/done ## check style and formatting
 	$(VENV)/ruff check .

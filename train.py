@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, resume
+from src import checkpoint, config, drift, launch, resume, watch
 from src.batch_size import largest_that_fits
 from src.data import load_splits
 from src.environment import topology
@@ -19,10 +19,10 @@ from src.step import Objective, counts, gradient, prepare, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
 from src.tracking import Meter, Tracker, table
-from src.watch import Watch
 
 
 def main(argv: list[str]) -> None:
+    watch.before_training()
     run, options = config.parse(argv)
     config.check(run, options)
     launch.check_environment()
@@ -44,7 +44,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     total, per_epoch = total_steps(run, len(examples)), steps_per_epoch(len(examples), run.global_batch_size)
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
-    watch = Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
+    outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
     objective = Objective(task.build(start or checkpoint.begin_with(run)), task)
@@ -59,7 +59,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, len(examples), accelerator.is_main_process)
     about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
-    saver = Saver(accelerator, run, objective, parts, about, watch, lines, start)
+    saver = Saver(accelerator, run, objective, parts, about, outside, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in remarks + notes(run, splits, start, progress, when.complete()):
         tracker.say(note)
@@ -68,12 +68,22 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         tracker.begin(resolved, progress)
         ledger.begin(progress.step)
 
+    learning_rate = norm = None
+
+    def log() -> None:
+        """Write a train line about the steps since the last one."""
+        progress.settle(run.max_skipped_steps)
+        rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
+        tracker.line("train", progress.step, {"epoch": progress.step / per_epoch} | meter.line(agree) | rest)
+
     def score() -> None:
         """Evaluate, unless a stop is asked for meanwhile."""
         with meter.paused():
-            if line := evaluate(accelerator, agree, module, task, validation, run, watch.stopping):
+            if line := evaluate(accelerator, agree, module, task, validation, run, outside.stopping):
                 tracker.line("eval", progress.step, line)
                 progress.judge(line, run)
+        if when.over() and meter.weight:  # an early end, between two train lines
+            log()
 
     def save() -> None:
         """Copy the state to the host, to be written while training goes on."""
@@ -84,19 +94,20 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
                 saver.catch_up(agree)  # or the last save could be left out while the disk still writes the one before
             saver.save(progress, meter.state(agree))
 
+    module.train()
+    outside.begin()
+    if progress.step and when.unevaluated():  # a stop came in the middle of it
+        score()
+        if when.over():
+            save()
     batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
     first, last = progress.step, progress.step if when.over() else total
     order = training_order(
         len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths
     )
     batches = read(examples, task, order, run.dataloader_num_workers, pin=accelerator.device.type == "cuda")
-    learning_rate = norm = None
-    module.train()
-    watch.begin()
-    if first and when.unevaluated():  # a stop came in the middle of it
-        score()
     for window, waited in windows(batches):  # a window: this rank's micro-batches of one optimizer step
-        sums = agree([*counts(window), *watch.requests(), saver.failed()])
+        sums = agree([*counts(window), *outside.requests(), saver.failed()])
         weight, tokens, positions, rows, low, high, wanted, stop, failed = sums.tolist()
         if stop or failed:
             break
@@ -113,9 +124,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         tracker.step()
 
         if when.due(run.logging_steps):
-            progress.settle(run.max_skipped_steps)
-            rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
-            tracker.line("train", progress.step, {"epoch": progress.step / per_epoch} | meter.line(agree) | rest)
+            log()
         if when.unevaluated():
             score()
         if run.drift_check_steps and when.due(run.drift_check_steps):
@@ -126,7 +135,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
             break
 
     if not when.complete():  # asked to stop, or the disk does not take checkpoints any more
-        saver.leave(agree, save, watch.why())
+        saver.leave(agree, save, outside.why())
     saver.export(progress.step)
     saver.finish(agree)
     tracker.say(saver.report() or "")

@@ -206,8 +206,8 @@ def _fail(error: BaseException) -> None:
             "grows); the same command then goes on from the last checkpoint"
         )
     _keep(text)
+    lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
     if _folder:
-        lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
         until = time.monotonic() + (5 if lost else 0)  # where a rank that failed left its word, this is no news
         while not (first := status.failure_of_another(_folder[0], rank)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -216,6 +216,9 @@ def _fail(error: BaseException) -> None:
             os._exit(1)
         if lost:
             text += f"\nrank {rank} lost the connection to another rank, which ended without a word (killed?)"
+    elif lost:  # before there is a folder where ranks leave their word
+        time.sleep(2)
+        text = f"the connection to another rank was lost before the first step; that one says why ({error})"
     _note(1, text)
     _say(f"rank {rank} failed:\n{text}")
     os._exit(1)

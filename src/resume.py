@@ -5,7 +5,6 @@ Leave alone. Guarded by tests/test_resume.py, tests/test_checkpoint.py and tests
 
 import dataclasses
 import os
-import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +14,7 @@ from src import status, store
 from src.checkpoint import checkpoints, read_state, step_of
 from src.config import to_yaml
 from src.fields import RunConfig, free_fields
-from src.inputs import Failure, Stopped, UsageError, read_yaml, warn
+from src.inputs import Failure, Stopped, UsageError, read_yaml
 from src.optim import make_schedule
 from src.summary import total_steps
 
@@ -38,7 +37,7 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
         folder = Path(run.output_dir)
         try:
             if folder.is_dir():
-                lock(folder)
+                status.lock(folder)
             outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
             status.forget_failure(folder)
         except (UsageError, Failure, Stopped, OSError) as error:
@@ -166,37 +165,6 @@ def _schedule(run: RunConfig, old: dict, facts: dict, state: dict) -> list[str]:
 
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
-_lock = []  # held open until the process ends
-
-
-def lock(folder: Path, patience: float = 60) -> None:
-    """Hold the run folder for this process; UsageError if another one trains in it and does not end in time.
-
-    The operating system lets go when the process ends, however it ends."""
-    import fcntl
-
-    if _lock:
-        return
-    (folder / "logs").mkdir(parents=True, exist_ok=True)
-    file = (folder / "logs" / "rank_0.log").open("a")
-    began = time.monotonic()
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _lock.append(file)
-            return
-        except BlockingIOError:
-            if time.monotonic() - began > patience:
-                raise UsageError(
-                    f"output_dir: another process trains in {folder}: end it, or give another --output_dir"
-                ) from None
-            if time.monotonic() - began < 0.5:
-                warn(f"another process trains in {folder}: waiting {patience:g} s for its end")
-            time.sleep(0.5)
-        except OSError as error:
-            warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
-            return
-
 
 def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
     """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
@@ -204,7 +172,7 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
     if not accelerator.is_main_process:
         return
     folder = Path(run.output_dir)
-    lock(folder)
+    status.lock(folder)
     stale = [folder / "final"]
     if start is None:
         stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]

@@ -41,12 +41,14 @@ class Saver:
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
         mine = start is not None and start.parent.parent.resolve() == self.folder.resolve()
         self.saved: int | None = checkpoint.step_of(start) if mine else None  # the step of the newest checkpoint
+        self.evaluated = checkpoint.read_state(start)["progress"]["evaluated"] if mine else None  # what that one knows
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
     def save(self, progress: Progress, meter: dict) -> None:
         """Begin to write checkpoints/step_N, after waiting for the save before; a fault shows in `failed`."""
-        if not self.main or self.saved == progress.step:
+        if not self.main or (self.saved, self.evaluated) == (progress.step, progress.evaluated):
             return
+        self.evaluated = progress.evaluated
         began = time.perf_counter()
         if not self.wait(self.patience):
             return warn(f"the checkpoint of step {progress.step} is left out: the disk still writes the one before it")

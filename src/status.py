@@ -1,4 +1,4 @@
-"""How a run stands, for who was not there: RUN/status.json, the mark of the first rank that failed, exit codes.
+"""How a run stands, for other processes: RUN/status.json, the mark of the first rank that failed, the lock, exit codes.
 
     python -m src.status RUN [CODE]    prints the run's own exit code, where a launcher knows only 0 and 1
 
@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from src.inputs import UsageError, warn
 from src.store import rewrite
 
 EXIT_STOPPED = 75
@@ -59,6 +60,44 @@ def failure_of_another(folder: Path, rank: int) -> str | None:
 
 def forget_failure(folder: Path) -> None:
     (folder / FAILED).unlink(missing_ok=True)
+
+
+_lock = []  # held open until the process ends
+
+
+def lock(folder: Path, patience: float = 60) -> None:
+    """Hold the run folder for this process; UsageError if another one trains in it and does not end in time.
+
+    The operating system lets go when the process ends, however it ends."""
+    import fcntl
+
+    if _lock:
+        return
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    file = (folder / "logs" / "rank_0.log").open("a")
+    began = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock.append(file)
+            return
+        except BlockingIOError:
+            if time.monotonic() - began > patience:
+                raise UsageError(
+                    f"output_dir: another process trains in {folder}: end it, or give another --output_dir"
+                ) from None
+            if time.monotonic() - began < 0.5:
+                warn(f"another process trains in {folder}: waiting {patience:g} s for its end")
+            time.sleep(0.5)
+        except OSError as error:
+            warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
+            return
+
+
+def unlock() -> None:
+    """Let go of the lock in this process, a child: the one that it was forked from keeps it."""
+    while _lock:
+        _lock.pop().close()
 
 
 def main(argv: list[str]) -> int:

@@ -73,7 +73,8 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
     if accelerator.scaler is not None:
         optimizer.step()  # the scaler looks for itself, and waits for the device
         skipped = torch.tensor(accelerator.optimizer_step_was_skipped)
-    elif optimizer.defaults.get("fused"):
+    elif optimizer.defaults.get("fused") and (optimizer.state or not optimizer.defaults.get("momentum")):
+        # But for the first step of a momentum, whose memory torch would leave as it found it.
         optimizer.found_inf = skipped.float()
         optimizer.step()
     elif not skipped:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from src.fields import RunConfig
-from src.status import EXIT_STOPPED, failure_of_another
+from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
@@ -73,6 +73,9 @@ class Watch:
     def _signal(self, name: str) -> None:
         now = time.monotonic()
         if not self.begun:
+            told = read(self.folder)
+            if self.main and told.get("status") == "running" and told.get("launcher") == os.getppid():
+                write(self.folder, "stopped", told["step"], EXIT_STOPPED, f"{name} before the first step")
             _leave(EXIT_STOPPED, f"{name} before training began: nothing to save")
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
@@ -104,12 +107,19 @@ class Watch:
         return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * LOOK
 
 
+def before_training() -> None:
+    """Let a signal end this process at once with the code of a stop, until a Watch hears it: nothing can be lost yet."""
+    for number in SIGNALS:
+        signal.signal(number, lambda *_: os._exit(EXIT_STOPPED))
+
+
 def _nothing(number, frame) -> None:
     pass
 
 
 def deaf(*_) -> None:
-    """Make this process, a loader's, leave signals to the rank that it reads for."""
+    """Make this process, a loader's, leave signals and the run folder to the rank that it reads for."""
+    unlock()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

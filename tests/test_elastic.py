@@ -187,7 +187,6 @@ def test_train_lines_are_bitwise_the_same_where_logging_and_saving_do_not_meet(t
 
 
 def test_a_checkpoint_may_come_before_the_first_line_of_metrics(tiny, tmp_path):
-    # DEFECT: Saver._write flushes metrics.jsonl, which is not there yet; counted as failed saves, three of which end a run.
     run = kit.run_training(1, tmp_path / "run", *recipe(tiny, logging_steps=10, eval_steps=10, max_failed_saves=1))
     assert "COULD NOT BE SAVED" not in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert [line["step"] for line in run.kind("train")] == [10, 20, 26]

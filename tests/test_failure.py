@@ -131,7 +131,6 @@ def test_an_exception_before_the_first_step_ends_all(tiny, tmp_path, monkeypatch
     assert seconds < 20
     assert "ValueError: a cosmic ray in the model" in text
     assert not (tmp_path / "run").exists()
-    # DEFECT: the other rank's lost connection is a traceback too, and the last one.
     assert re.findall(r"rank (\d+) failed:\nTraceback", text) == [str(rank)]
 
 

@@ -307,7 +307,6 @@ def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp
 
 
 def test_a_stop_in_the_evaluation_that_ends_the_run_early_changes_nothing(tiny, tmp_path, monkeypatch):
-    # DEFECT: the evaluation is taken up after the order of what is still to come was made, so one more step is trained.
     flags = standing(tiny, per_device_eval_batch_size=1)  # 21 micro-batches
     undisturbed = kit.run_training(1, tmp_path / "undisturbed", *flags)
     original, count = evaluation.seed_everything, [0]
@@ -332,7 +331,6 @@ def test_a_stop_in_the_evaluation_that_ends_the_run_early_changes_nothing(tiny, 
 
 
 def test_the_last_steps_before_an_early_end_are_logged(tiny, tmp_path):
-    # DEFECT: the train line is due before the evaluation that ends the run, so the last steps are in none.
     run = kit.run_training(1, tmp_path / "run", *standing(tiny, logging_steps=4))
     assert [line["step"] for line in run.kind("train")] == [4, 8, 9]
 

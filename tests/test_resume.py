@@ -319,7 +319,6 @@ MATHEMATICS = {
     "text_pair_column": "other",
     "label_column": "other",
 }
-# DEFECT: metrics (of text_classification, for evaluation only) is not declared free, and a change of it refused.
 
 
 def names_of(kind) -> set[str]:
@@ -617,7 +616,6 @@ def test_init_from_a_run_that_is_not_finished_takes_its_newest_intact_checkpoint
 
 @pytest.mark.parametrize("what", ["checkpoints/step_00000008", "final", ""])
 def test_init_from_finds_every_damage(straight, tmp_path, what):
-    # DEFECT: a checkpoint without its manifest is taken as it is; only what comes from elsewhere need not have one.
     shutil.copytree(straight[1].folder, tmp_path / "run")
     source = tmp_path / "run" / what
     folder = source if what else source / "final"

@@ -175,14 +175,12 @@ def test_a_final_model_that_cannot_be_written_fails_the_run_and_the_same_command
         codes, outputs = command(data, tmp_path / "here", world)
     assert codes == [1] * world, outputs
     assert "final could not be written: [Errno 28] No space left on device" in outputs[0].rstrip().splitlines()[-1]
-    # DEFECT: only the main process knows; the others end with a traceback about a connection to a process that was "killed".
     assert "Traceback" not in "".join(outputs)
     run = kit.run_training(world, tmp_path / "here" / "run", *recipe(data))
     assert kit.same(run.weights, straight[world].weights)
 
 
 def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(data, tmp_path, monkeypatch):
-    # DEFECT: the error of `prune` is counted, and warned about, as if the checkpoint had not been saved.
     rmtree = shutil.rmtree
 
     def failing(path, *args, **kwargs):
@@ -199,7 +197,6 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(data, tmp_pat
 
 
 def test_the_first_save_may_come_before_the_first_line_of_metrics(data, tmp_path):
-    # DEFECT: Saver._write flushes metrics.jsonl to the disk, which is not there yet: every such save fails.
     codes, outputs = command(data, tmp_path / "here", logging_steps=1000, save_steps=2)
     assert "COULD NOT BE SAVED" not in outputs[0]
     assert codes == [0]
@@ -318,12 +315,10 @@ def test_without_room_nothing_is_written_and_the_run_finishes_with_all_its_lines
     run = kit.Run(disk.folder)
     assert kit.same(run.weights, straight[1].weights)
     assert run.losses() == straight[1].losses()
-    # DEFECT: lines of the ledger that wait for a save are lost when the last one is refused.
     assert sorted(ledger.read(disk.folder)[1]) == list(range(1, STEPS + 1))
 
 
 def test_the_room_that_counts_is_that_of_the_disk_with_the_checkpoints(data, interrupted):
-    # DEFECT: the room in the run folder is looked at, though checkpoints/ may be, or point to, another disk.
     folder, disk = interrupted
     disk.leave(1 << 19)
     codes, outputs = command(data, folder.parent)
@@ -397,7 +392,6 @@ def test_a_save_that_would_wait_too_long_for_the_one_before_is_left_out(data, st
 
 
 def test_the_end_of_the_run_waits_for_its_last_checkpoint(data, tmp_path, monkeypatch):
-    # DEFECT: the last save is left out like any other, and the run is "complete" without a checkpoint of its end.
     monkeypatch.setattr(saver, "PATIENCE", 0.5)
     argv = [*recipe(data, save_steps=11), "--output_dir", tmp_path / "run"]
     kit.spawn(1, _slow, argv, 11, 0, False, 3.0, out=tmp_path / "out")
@@ -421,7 +415,6 @@ def _stopped(argv, *args):
 
 
 def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_path, monkeypatch):
-    # DEFECT: where the disk still writes the save before, that of the stop is left out, and the run says "everything is saved".
     monkeypatch.setattr(saver, "PATIENCE", 0.5)
     argv = [*recipe(data), "--output_dir", tmp_path / "run"]
     with pytest.raises(kit.RankFailed) as ended:
@@ -596,7 +589,6 @@ class Meter:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_further_part_is_saved_and_comes_back(tmp_path, tied):
     """An average of weights beside the optimizer: bitwise the same after a save, a rest and a load."""
-    # DEFECT: tensors of a part that share memory are refused by safetensors (RuntimeError, which ends the run).
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     def made():

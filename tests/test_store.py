@@ -116,7 +116,6 @@ def test_an_error_leaves_nothing(tmp_path, at, error):
 @pytest.mark.parametrize("at", [*BEFORE, "rename 2"])
 def test_an_error_leaves_what_was_there_before(folder, at):
     """Of two renames the first takes the old one away: what comes after it must put it back."""
-    # DEFECT: an error in the second rename (rename 2) leaves no folder, and the old one under a hidden name.
     before = files(folder)
 
     def end():
@@ -149,7 +148,6 @@ def test_a_kill_leaves_what_was_there_before(folder, at):
 
 
 def test_a_kill_between_two_renames_loses_nothing_even_if_the_next_one_fails(folder):
-    # DEFECT: the next publish removes the hidden old one before there is a new one.
     before = files(folder)
     assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
 
@@ -230,7 +228,6 @@ def test_all_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, 
 
 def test_folders_that_publish_makes_on_the_way_are_on_the_disk_too(tmp_path, monkeypatch):
     """checkpoints/ itself is made by the first save: after a power cut it must be there with what it holds."""
-    # DEFECT: mkdir(parents=True) makes them, and only the innermost is fsynced.
     events = record(monkeypatch)
     store.publish(tmp_path / "run" / "checkpoints" / "step", contents)
     synced = {path for kind, path in events if kind == "fsync"}
@@ -367,7 +364,6 @@ def test_a_file_that_may_not_be_read_is_named():
     "text", ["[]", "null", "3", '"manifest"', "{}", '{"manifest": 1}', "\0" * 900, "[" * 100_000, "", "\xff\xfe"]
 )
 def test_whatever_stands_in_a_manifest_it_is_a_fault_and_no_crash(folder, text):
-    # DEFECT: a list raises TypeError, and deep nesting RecursionError, out of `faults` (the latter out of `about`, too).
     (folder / "manifest.json").write_text(text, encoding="latin-1")
     [fault] = store.faults(folder)
     assert fault.startswith("manifest.json")

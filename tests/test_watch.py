@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import train
-from src import checkpoint, evaluation, resume, status, store, watch
+from src import checkpoint, evaluation, status, store, watch
 from src.inputs import Stopped
 from src.saver import Saver
 from tests import kit
@@ -178,7 +178,6 @@ def test_a_signal_during_an_evaluation_leaves_it_and_does_it_again(tiny, tmp_pat
     finish(tmp_path, flags, 2, straight)
     assert evaluated(tmp_path / "run") == [10, 20]
 
-    # DEFECT: the checkpoint does not know that the evaluation was done after it, so each further call does it again.
     kept = ("metrics.jsonl", "ledger.jsonl", "final/model.safetensors", "checkpoints/step_00000020/manifest.json")
     before = [(tmp_path / "run" / name).read_bytes() for name in kept]
     again = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
@@ -189,7 +188,6 @@ def test_a_signal_during_an_evaluation_leaves_it_and_does_it_again(tiny, tmp_pat
 
 
 def test_the_file_save_counts_during_an_evaluation_too(tiny, tmp_path, monkeypatch):
-    # DEFECT: the boundaries inside an evaluation take the request and drop it.
     slow_evaluation(monkeypatch)
     flags = recipe(tiny, max_steps=20, eval_steps=10, per_device_eval_batch_size=1, save_total_limit=9)
     ranks = in_evaluation(tmp_path, flags)
@@ -338,7 +336,7 @@ def test_status_says_how_a_run_stands(tiny, tmp_path, monkeypatch):
 
 
 def test_a_second_process_on_the_same_folder_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(resume, "lock", partial(resume.lock, patience=0.5))
+    monkeypatch.setattr(status, "lock", partial(status.lock, patience=0.5))
     flags = recipe(tiny, max_steps=100_000)
     first = begin(tmp_path, flags, world=1)
     copy = tmp_path / "elsewhere"
@@ -355,7 +353,7 @@ def test_a_second_process_on_the_same_folder_is_refused(tiny, tmp_path, monkeypa
 
 def test_the_lock_outlives_no_process(tiny, straight, tmp_path, monkeypatch):
     """After SIGKILL of a whole run the same command trains at once."""
-    monkeypatch.setattr(resume, "lock", partial(resume.lock, patience=0.5))
+    monkeypatch.setattr(status, "lock", partial(status.lock, patience=0.5))
     ranks = begin(tmp_path, recipe(tiny, save_steps=10))
     ranks.signal(signal.SIGKILL)
     assert ranks.wait() == [-9, -9]
