@@ -66,7 +66,7 @@ def test_numbers_that_are_not_finite_become_null():
 def test_a_meter_without_any_weight_has_no_loss():
     meter = Meter()
     meter.add(None, 0.0, 0.0, 0.0, 0.1)
-    line = meter.line(lambda values: torch.tensor(values))
+    line = meter.line(torch.as_tensor)
     assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
 
 
@@ -77,7 +77,7 @@ def test_evaluation_and_saving_are_no_part_of_the_throughput():
     time.sleep(0.2)
     with meter.paused():
         time.sleep(0.5)
-    line = meter.line(lambda values: torch.tensor(values))
+    line = meter.line(torch.as_tensor)
     assert 0.2 <= line["seconds"] < 0.5
     assert line["tokens_per_second"] == pytest.approx(100 / line["seconds"])
 
