@@ -65,21 +65,20 @@ class HostCopy:
 
     def take(self, tensors: dict[str, Tensors]) -> dict[str, Tensors]:
         """Return the same tensors in host memory, tied ones once; waits for the device."""
-        copy, seen = {part: {} for part in tensors}, {}
-        cuda = False
+        copy, seen, waits = {part: {} for part in tensors}, {}, False
         for part, named in tensors.items():
             for name, value in named.items():
                 where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
                 if where not in seen or not value.numel():
-                    cuda |= value.is_cuda
+                    waits |= value.device.type != "cpu"
                     memory = self.memory.get((part, name))
                     if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
                         memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
                         self.memory[part, name] = memory
                     seen[where] = memory.copy_(value, non_blocking=True)
                 copy[part][name] = seen[where]
-        if cuda:
-            torch.cuda.current_stream().synchronize()
+        if waits:
+            torch.accelerator.synchronize()
         return copy
 
 

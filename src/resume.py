@@ -88,7 +88,9 @@ def _restarted_after_stop(run: RunConfig) -> str | None:
     """Return why the run was stopped, if a launcher that does not know better starts it again after that."""
     last = status.read(Path(run.output_dir))
     again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    return last["reason"] if again and last.get("status") == "stopped" and last["launcher"] == os.getppid() else None
+    return (
+        last["reason"] if again and last.get("status") == "stopped" and last.get("launcher") == os.getppid() else None
+    )
 
 
 # ---- the same run ----------------------------------------------------------------------------------------------------

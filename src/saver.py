@@ -8,6 +8,7 @@ import shutil
 import statistics
 import threading
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -187,7 +188,8 @@ class Saver:
         save()
         saved = self.finish(agree)
         if self.main and self.saved is not None:
-            status.write(self.folder, "running", self.saved)
+            with suppress(OSError):
+                status.write(self.folder, "running", self.saved)
         if saved:
             raise Stopped(f"{reason}; everything is saved in {self.folder}, and the same command goes on")
         raise Failure(

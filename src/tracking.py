@@ -50,24 +50,29 @@ class Tracker:
         owns(self.folder)
         if not self.main:
             return
-        step, done = progress.step, progress.evaluated
-        store.rewrite(self.folder / "config.yaml", config)
-        known = environment(self.accelerator, self.run)
-        known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
-        store.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
-        # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
-        store.cut_back(
-            self.metrics.path,
-            lambda x: x["step"] < step or (x["step"] == step and (x["kind"] != "eval" or done == step)),
-        )
-        status.write(self.folder, "running", step)
+        try:
+            self._open(config, progress.step, progress.evaluated)
+        except OSError as error:
+            raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
         if self.run.report_to:
             _best_effort("init", self.accelerator.init_trackers, self.folder.name, config=_flat(self.run))
         from tqdm import tqdm
 
         interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
         options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
-        self.bar = tqdm(total=self.total, initial=step, **options)
+        self.bar = tqdm(total=self.total, initial=progress.step, **options)
+
+    def _open(self, config: str, step: int, evaluated: int) -> None:
+        store.rewrite(self.folder / "config.yaml", config)
+        known = environment(self.accelerator, self.run)
+        known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
+        store.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
+        # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
+        done = evaluated == step
+        store.cut_back(
+            self.metrics.path, lambda x: x["step"] < step or (x["step"] == step and (done or x["kind"] != "eval"))
+        )
+        status.write(self.folder, "running", step)
 
     def _starts(self, step: int) -> list[dict]:
         """Return the starts of this run before, each with its step and number of processes."""

@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from src.fields import RunConfig
@@ -68,7 +69,8 @@ class Watch:
                 for number in self.inbox.recv(64):
                     if number in SIGNALS:  # every signal with a handler in Python comes by, such as those of a loader
                         self._signal(signal.Signals(number).name)
-            self._look()
+            with suppress(OSError):  # a file system that hiccups is looked at again
+                self._look()
 
     def _signal(self, name: str) -> None:
         now = time.monotonic()
