@@ -78,7 +78,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     datasets.disable_progress_bars()
     total = block * (blocks + 1)
     batch = {"global_batch_size": size, "per_device_batch_size": micro}
-    words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, **batch)
+    words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
     run, options = config.parse(words)
     task = make_task(run, options)
     task.load()
@@ -87,8 +87,8 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     losses = {"ours": [], "plain": []}
 
     class Interleave(train.Tracker):
-        def begin(self):
-            super().begin()
+        def begin(self, *known):
+            super().begin(*known)
             self.plain = make_plain(task, run, self.accelerator, LOSSES[loss])
             self.ready = steps_in_memory(run, task, split, self.accelerator)
             self.steps, self.mark = 0, clock()
