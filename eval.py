@@ -17,7 +17,9 @@ from src.tracking import exact, strict, table
 
 def main(argv: list[str]) -> None:
     argv, base, step = checkpoint.to_evaluate(argv)  # --checkpoint brings the run's config; flags win over it
-    run, options = config.parse(argv, base)
+    run, options = config.parse(
+        argv, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
+    )
     config.check(run, options, training=False)
     launch.check_environment()
 

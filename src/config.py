@@ -116,8 +116,10 @@ def _unwritable(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
 
 
-def parse(argv: list[str], base: dict | None = None):
+def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None = None):
     """Return (run, options) from flags and the YAML file that `--config` names; `base` holds values below both.
+
+    `also` names flags that the caller has taken out of `argv`, with their help.
 
     Raises UsageError with every unknown name, wrong type, range error and contradiction at once.
     """
@@ -142,7 +144,8 @@ def parse(argv: list[str], base: dict | None = None):
             raise ValueError(re.sub(r"^unrecognized arguments: ", "expected one value, found also ", message))
 
     parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)
-    parser.add_argument("--config", help="YAML file with these fields; flags win over it")
+    for name, text in {"config": "YAML file with these fields; flags win over it", **(also or {})}.items():
+        parser.add_argument(f"--{name}", help=text)
     if "-h" in argv or "--help" in argv:
         parser.print_help()
         sys.exit(0)

@@ -114,7 +114,9 @@ def _impossible(config, values: dict) -> list[str]:
     positive += ("num_key_value_heads", "max_position_embeddings")
     sizes = {name: getattr(config, name, None) for name in positive}
     sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
-    faults = [f"{name} is {size}: it must be above zero" for name, size in sizes.items() if size <= 0]
+    faults = [
+        f"{name} is {size}: it must be above zero" for name, size in sizes.items() if size <= 0 and name in values
+    ]
     heads, shared = sizes.get("num_attention_heads", 1), sizes.get("num_key_value_heads", 1)
     if not faults and heads % shared:
         faults.append(f"num_key_value_heads is {shared}: it must divide num_attention_heads, which is {heads}")
@@ -139,6 +141,7 @@ def check_fit(run: RunConfig, config, tokenizer, max_length: int | None, auto_cl
             "its ids would fall outside the embedding; use the model's own tokenizer or a larger vocab_size"
         )
     limit = getattr(config, "max_position_embeddings", None)
+    limit = limit if limit is not None and limit > 0 else None  # some say -1 for any number
     if limit is not None and config.model_type in ("roberta", "xlm-roberta", "camembert"):
         limit -= 2  # their positions begin after the padding index
     if max_length is not None and limit is not None and max_length > limit:
