@@ -170,8 +170,14 @@ def finish(accelerator) -> None:
 
 def main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
     try:
         work(sys.argv[1:])
+    except SystemExit as error:
+        if not _folder:  # --help
+            raise
+        _fail(error)  # somebody's sys.exit in the middle of a run
     except UsageError as error:
         _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ")
     except Stopped as error:
