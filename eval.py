@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from src import checkpoint, config, launch
-from src.data import load_splits
+from src.data import load
 from src.environment import topology
 from src.evaluation import evaluate
 from src.step import Objective
@@ -24,8 +24,7 @@ def main(argv: list[str]) -> None:
     launch.check_environment()
 
     task = make_task(run, options)
-    task.load()
-    split = load_splits(run, task, wanted=("validation",))["validation"]
+    split = load(run, task, wanted=("validation",))["validation"]
     accelerator = launch.start(run)
     score(run, task, split, accelerator, step)
     launch.finish(accelerator)

@@ -5,7 +5,7 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 
 from src import checkpoint, config, drift, launch, resume, watch
 from src.batch_size import largest_that_fits
-from src.data import load_splits
+from src.data import load
 from src.environment import topology
 from src.evaluation import evaluate
 from src.fields import RunConfig
@@ -29,8 +29,7 @@ def main(argv: list[str]) -> None:
 
     # What may take long happens before there is a process group, so that no collective ever waits for it.
     task = make_task(run, options)
-    task.load()
-    splits = load_splits(run, task)
+    splits = load(run, task)
     if run.dry_run:
         return dry_run(run, task, splits)
 

@@ -41,6 +41,8 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "max_eval_examples",
         "num_train_epochs",
         "adam_epsilon",
+        "dataloader_timeout",
+        "preprocessing_num_workers",
     ]
     at_least_zero = [
         "seed",
@@ -58,6 +60,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "seed": 2**63 - 1,
         "ddp_timeout": 10**7,
         "dataloader_num_workers": 256,
+        "preprocessing_num_workers": 256,
     }
     numbers = {name: value for name, value in vars(run).items() if value != "auto"}
     for name, value in numbers.items():

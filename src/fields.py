@@ -88,7 +88,16 @@ class RunConfig:
     validation_file: list[str] = say("likewise, for evaluation", [], free=True)
     max_eval_examples: int | None = say("evaluate on the first so many rows only", free=True)
     dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0, free=True)
-    cache_dir: str | None = say("where prepared data is kept (default: beside the datasets cache)", free=True)
+    dataloader_timeout: int = say("seconds that a loader process may take for one micro-batch", 600, free=True)
+    preprocessing_num_workers: int = say("processes per rank that prepare data", 1, free=True)
+    cache_dir: str | None = say(
+        "where downloads and prepared data are kept (default: beside the datasets cache)", free=True
+    )
+    cache_per_node: bool = say(
+        "a folder of its own in there for each node (default: nodes that see the same folder share the work)",
+        False,
+        free=True,
+    )
 
     global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
     per_device_batch_size: int_or_auto = say(

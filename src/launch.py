@@ -179,21 +179,23 @@ def main(work: Callable[[list[str]], None]) -> None:
             raise
         _fail(error)  # somebody's sys.exit in the middle of a run
     except UsageError as error:
-        _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ")
+        _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ", error)
     except Stopped as error:
         _end(status.EXIT_STOPPED, f"stopped: {error}")
     except Failure as error:
-        _end(1, f"failed: {error}")
+        _end(1, f"failed: {error}", "", error)
     except KeyboardInterrupt:
         _end(130, "interrupted")
     except Exception as error:
         _fail(error)
 
 
-def _end(code: int, message: str, prefix: str = "") -> None:
-    """End every rank alike, with one message: the fault, or the stop, is the same on all of them."""
+def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> None:
+    """End every rank alike, with one message: the fault, or the stop, is the same on all of them.
+
+    What one rank alone has met (`told`: it left word of it) it says itself, and those that heard of it are silent."""
     _keep(message)
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    first = getattr(error, "told", os.environ.get("LOCAL_RANK", "0") == "0") and not getattr(error, "heard", False)
     if first:
         _note(code, message)
         _say(prefix + message)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from src import samples
+from src import fetch, samples
 from src.fields import RunConfig
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
+from src.sources import cache_root
 from src.text import masks_known
 
 
@@ -21,6 +22,10 @@ def _reason(error: Exception) -> str:
     return " ".join(lines[:2])[:400] or type(error).__name__
 
 
+def _folder(run: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
+    return fetch.model_folder(name, run.model_revision, field, cache_root(run), weights, run.trust_remote_code)
+
+
 def load_tokenizer(run: RunConfig):
     """Return the tokenizer of `tokenizer_name` or of the model, or None when neither brings one."""
     from transformers import AutoTokenizer
@@ -28,7 +33,10 @@ def load_tokenizer(run: RunConfig):
     name = run.tokenizer_name or run.model_name_or_path
     if name is None:
         return None
-    folder = samples.tokenizer(name) or locate(name)
+    field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
+    if not (folder := samples.tokenizer(name)):
+        # A tokenizer may be a Hub repository of its own, of which weights are not wanted.
+        folder = _folder(run, name, field, weights=name == run.model_name_or_path)
     if not run.tokenizer_name and Path(folder).is_dir():
         known = (
             "tokenizer.json",
@@ -41,11 +49,8 @@ def load_tokenizer(run: RunConfig):
         if not any((Path(folder) / file).exists() for file in known):
             return None  # a model folder without a tokenizer is fine for rows of input_ids
     try:
-        return AutoTokenizer.from_pretrained(
-            folder, revision=run.model_revision, trust_remote_code=run.trust_remote_code
-        )
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
     except Exception as error:
-        field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
         raise UsageError(
             f"{field}: no tokenizer could be loaded from {name}: {absent(folder)}{_reason(error)} (give a folder made by "
             "save_pretrained, or a Hub id)"
@@ -66,7 +71,7 @@ def load_config(run: RunConfig, tokenizer):
     if run.model_name_or_path:
         try:
             return AutoConfig.from_pretrained(
-                locate(run.model_name_or_path), revision=run.model_revision, trust_remote_code=run.trust_remote_code
+                _folder(run, run.model_name_or_path), trust_remote_code=run.trust_remote_code
             )
         except Exception as error:
             raise UsageError(
@@ -165,18 +170,16 @@ def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: t
     torch.manual_seed(run.seed)
     extra = {"attn_implementation": run.attn_implementation} if run.attn_implementation else {}
     name = str(weights or run.model_name_or_path or "")
-    options = {} if weights else {"revision": run.model_revision}
     try:
         if not name:
             return auto_class.from_config(config, dtype=dtype, **extra)
         model, info = auto_class.from_pretrained(
-            locate(name),
+            locate(name) if weights else _folder(run, name),
             config=config,
             dtype=dtype,
             trust_remote_code=run.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
-            **options,
             **extra,
         )
     except Exception as error:

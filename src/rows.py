@@ -3,13 +3,14 @@
 Leave alone; a new kind of row is one more generator here. Guarded by tests/test_causal_lm.py, tests/test_bad_input.py.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from src.inputs import UsageError
-from src.text import render_chat, require_text, token_bytes
+from src.text import batches, render_chat, require_text, token_bytes
 
 IGNORED = -100
 
@@ -26,15 +27,17 @@ class Encoder:
     append_eos: bool
 
     def choose(self, columns: list[str], split: str):
-        """Return (the generator for rows of these columns, whether they come with labels)."""
+        """Take the generator for rows of these columns; return (which of them it needs, the columns that it makes)."""
         if "input_ids" in columns:
-            return self._encode_ids, "labels" in columns
+            self.encode = self._encode_ids
+            chosen = [name for name in ("input_ids", "labels") if name in columns], "labels" in columns
+            return self._returning(*chosen)
         if "messages" in columns:
-            chosen = self._encode_messages, True
+            self.encode, chosen = self._encode_messages, (["messages"], True)
         elif "prompt" in columns and "completion" in columns:
-            chosen = self._encode_completion, True
+            self.encode, chosen = self._encode_completion, (["prompt", "completion"], True)
         elif self.text_column in columns:
-            chosen = self._encode_text, False
+            self.encode, chosen = self._encode_text, ([self.text_column], False)
         else:
             raise UsageError(
                 f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
@@ -42,14 +45,18 @@ class Encoder:
             )
         if self.tokenizer is None:
             raise UsageError(f"{split} data: the rows hold text, so give --tokenizer_name")
-        return chosen
+        return self._returning(*chosen)
 
-    def encode_batch(self, encode, names: list[str], split: str, batch: dict, indices: list[int]) -> dict:
-        """Return the encoded columns of a batch of examples; a fault names the row, counted from 0."""
+    def _returning(self, needed: list[str], labelled: bool) -> tuple[list[str], list[str]]:
+        self.names = ["input_ids", *(["labels"] if labelled else []), "length", "targets", "bytes", "cut"]
+        return needed, self.names
+
+    def encode_batch(self, batch: dict, places) -> dict:
+        """Return the encoded columns of a batch of raw rows; a fault names the place of the row."""
         rows = []
-        for ids, labels, sizes in encode(batch, [f"{split} data, row {index}" for index in indices]):
+        for ids, labels, sizes in self.encode(batch, places):
             rows += self._rows(ids, labels, sizes)
-        return {name: [row[name] for row in rows] for name in names}
+        return {name: [row[name] for row in rows] for name in self.names}
 
     def _rows(self, ids: list[int], labels: list[int] | None, sizes: np.ndarray | None) -> list[dict]:
         """Return a document as one row cut to max_length, or, where rows will be packed, in as many as it takes.
@@ -67,16 +74,14 @@ class Encoder:
             rows.append(row if labels is None else row | {"labels": labels[start : start + limit]})
         return rows
 
-    def _tokenize(self, texts: list[str], **options) -> list[tuple[list[int], np.ndarray | None]]:
-        """Return the token ids of each text, and the bytes that each token stands for where the tokenizer can tell."""
+    def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray | None]]:
+        """Yield the token ids of each text, and the bytes that each token stands for where the tokenizer can tell."""
         fast = getattr(self.tokenizer, "is_fast", False)
-        encoded = self.tokenizer(texts, return_offsets_mapping=fast, verbose=False, **options)
-        if not fast:
-            return [(list(ids), None) for ids in encoded["input_ids"]]
-        spans = encoded["offset_mapping"]
-        return [
-            (list(ids), token_bytes(text, s)) for ids, text, s in zip(encoded["input_ids"], texts, spans, strict=True)
-        ]
+        for part in batches(texts):
+            encoded = self.tokenizer(part, return_offsets_mapping=fast, verbose=False, **options)
+            spans = encoded["offset_mapping"] if fast else [None] * len(part)
+            for ids, text, span in zip(encoded["input_ids"], part, spans, strict=True):
+                yield list(ids), None if span is None else token_bytes(text, span)
 
     def _ended(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
         eos = self.tokenizer.eos_token_id
@@ -84,14 +89,14 @@ class Encoder:
             return ids, sizes
         return [*ids, eos], None if sizes is None else np.append(sizes, 0)
 
-    def _encode_text(self, batch: dict, where: list[str]):
+    def _encode_text(self, batch: dict, where):
         texts = batch[self.text_column]
         require_text(texts, self.text_column, where)
         for ids, sizes in self._tokenize(texts):
             ids, sizes = self._ended(ids, sizes)
             yield ids, None, sizes
 
-    def _encode_ids(self, batch: dict, where: list[str]):
+    def _encode_ids(self, batch: dict, where):
         vocabulary = self.vocabulary
         for ids, labels, place in zip(
             batch["input_ids"], batch.get("labels") or [None] * len(where), where, strict=True
@@ -115,7 +120,7 @@ class Encoder:
                 labels = list(ids)  # other rows of the batch have some
             yield ids, labels, None
 
-    def _encode_completion(self, batch: dict, where: list[str]):
+    def _encode_completion(self, batch: dict, where):
         for name in ("prompt", "completion"):
             require_text(batch[name], name, where)
         # Tokenised apart, because at generation the prompt will stand alone.
@@ -127,7 +132,7 @@ class Encoder:
             sizes = None if sizes is None else np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield head + tail, [IGNORED] * len(head) + tail, sizes
 
-    def _encode_messages(self, batch: dict, where: list[str]):
+    def _encode_messages(self, batch: dict, where):
         if not getattr(self.tokenizer, "is_fast", False):
             raise UsageError("rows with `messages` need a fast tokenizer: it knows which characters a token stands for")
         if not self.tokenizer.chat_template:

@@ -11,12 +11,27 @@ import torch
 
 from src.inputs import UsageError
 
+CHARACTERS = 1 << 20  # of text that a tokenizer gets at a time: its answers take a hundred times as many bytes
 
-def require_text(values: list, column: str, where: list[str]) -> None:
-    for value, place in zip(values, where, strict=True):
+
+def require_text(values: list, column: str, where) -> None:
+    for i, value in enumerate(values):
         if not isinstance(value, str):
             kind = "nothing" if value is None else type(value).__name__
-            raise UsageError(f"{place}: `{column}` holds {kind}, not text")
+            raise UsageError(f"{where[i]}: `{column}` holds {kind}, not text")
+
+
+def batches(texts: list[str]):
+    """Yield the texts in lists of limited size, at least one text each."""
+    part, size = [], 0
+    for text in texts:
+        if part and size + len(text) > CHARACTERS:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:

@@ -311,8 +311,7 @@ def open_data(**fields):
     run, options = config.parse(flags(**fields))
     config.check(run, options)
     task = make_task(run, options)
-    task.load()
-    return task, data.load_splits(run, task)
+    return task, data.load(run, task)
 
 
 CHATML = (

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from src import data, inputs, reader
+from src import inputs, prepare, reader, sources, together
 from src.inputs import UsageError
 from src.plan import evaluation_order, training_order
 from src.tasks import Batch, causal_lm
@@ -67,7 +67,7 @@ def write(path: Path, rows: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", data.BUILDERS)
+@pytest.mark.parametrize("kind", sources.BUILDERS)
 def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
     file = write(tmp_path / f"rows{kind}", TEXTS)
     task, splits = open_data(tools, tmp_path, train_file=file)
@@ -266,7 +266,7 @@ def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
     def forbidden(*_):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr(causal_lm.Task, "prepare", forbidden)
+    monkeypatch.setattr(causal_lm.Task, "encode", forbidden)
     _, again = open_data(tools, tmp_path, train_file=file)
     assert texts(task, again["train"]) == texts(task, splits["train"]) == TEXTS
     assert again["train"].facts == splits["train"].facts == json.loads(facts.read_text())
@@ -312,7 +312,7 @@ def test_what_changes_the_rows_makes_new_ones(tools, tmp_path, name):
     assert after["train"].facts["rows"] == fresh.facts["rows"]
 
 
-@pytest.mark.parametrize("name", ["data.py", "text.py", "tasks/causal_lm.py"])
+@pytest.mark.parametrize("name", ["prepare.py", "text.py", "tasks/causal_lm.py"])
 def test_edited_code_makes_new_rows(tools, tmp_path, monkeypatch, name):
     file = write(tmp_path / "rows.jsonl", TEXTS)
     open_data(tools, tmp_path, train_file=file)
@@ -328,15 +328,15 @@ def test_edited_code_makes_new_rows(tools, tmp_path, monkeypatch, name):
 
 def _start_together(tools, folder):
     """What one of several processes does that start at once; the making is slow and leaves a line."""
-    original = causal_lm.Task.prepare
+    original = causal_lm.Task.encode
 
-    def slow(self, examples, split, where):
+    def slow(self, batch, places):
         with open(folder / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")
         time.sleep(0.5)
-        return original(self, examples, split, where)
+        return original(self, batch, places)
 
-    causal_lm.Task.prepare = slow
+    causal_lm.Task.encode = slow
     task, splits = open_data(tools, folder, train_file=folder / "rows.jsonl")
     return texts(task, splits["train"])
 
@@ -349,8 +349,9 @@ def test_processes_that_start_together_prepare_once(tools, tmp_path):
 
 def test_mutant_without_a_lock_is_caught(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(data, "FileLock", lambda path: nullcontext())
-    with suppress(kit.RankFailed):  # they write over each other
+    monkeypatch.setattr(together, "_try_lock", lambda path: nullcontext(True))
+    monkeypatch.setattr(together.Crew, "check", lambda self: None)
+    with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1
 
@@ -368,22 +369,22 @@ def test_a_failing_preparation_leaves_nothing(tools, tmp_path):
 
 
 def _killed(tools, folder):
-    def dies(task, examples, split, where, key):
-        original(task, examples, split, where, key)
-        os.kill(os.getpid(), signal.SIGKILL)  # all is written, nothing is renamed
+    def dies(*args):
+        original(*args)
+        os.kill(os.getpid(), signal.SIGKILL)  # a piece is written, and the marker is not
 
-    original, data._write = data._write, dies
+    original, prepare._piece = prepare._piece, dies
     open_data(tools, folder, train_file=folder / "rows.jsonl")
 
 
-def test_a_killed_preparation_starts_again(tools, tmp_path):
+def test_a_killed_preparation_goes_on(tools, tmp_path):
     file = write(tmp_path / "rows.jsonl", TEXTS)
     with pytest.raises(kit.RankFailed):
         kit.spawn(1, _killed, tools, tmp_path, out=tmp_path / "out")
-    assert [path.parent.suffix for path in prepared(tmp_path)] == [".tmp"]
+    assert prepared(tmp_path) == []
     task, splits = open_data(tools, tmp_path, train_file=file)
     assert texts(task, splits["train"]) == TEXTS
-    assert [path.parent.suffix for path in prepared(tmp_path)] == [""]
+    assert len(prepared(tmp_path)) == 1
 
 
 def test_no_data_and_no_rows_are_refused(tools, tmp_path):

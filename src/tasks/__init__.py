@@ -43,18 +43,22 @@ class Task(Protocol):
     def load(self) -> None:
         """Read tokenizer and configuration; refuse what does not fit together."""
 
-    def opened(self, dataset) -> None:
-        """Take from prepared data what `build` needs to know of it, such as the names of the labels."""
+    def survey(self, examples, split: str):
+        """Return (the raw columns that `encode` needs, the `datasets.Features` of what it returns); refuse columns that will
+        not do. Called with all raw rows of a split, a `datasets.Dataset`, before any is encoded."""
 
-    def prepare(self, examples, split: str, folder: str):
-        """Return a `datasets.Dataset` of rows ready for `collate`, with integer columns `length`, `targets` (what a row
-        adds to the weight) and `cut` (tokens that were left out).
+    def encode(self, batch: dict[str, list], places) -> dict[str, list]:
+        """Return the columns of the rows that a batch of raw rows becomes, ready for `collate`, among them the integers
+        `length`, `targets` (what a row adds to the weight) and `cut` (tokens that were left out).
 
-        Row i comes from example i unless rows are packed. It must be the result of a `map` whose `cache_file_name` lies in
-        `folder`, because that folder is what is kept."""
+        Called in any process, for any part of the data: what comes out depends on the batch alone. `places[i]` says in an
+        error where raw row i can be found."""
+
+    def opened(self, features) -> None:
+        """Take from the features of prepared data what `build` needs to know, such as the names of the labels."""
 
     def fingerprint(self) -> str:
-        """Return what `prepare` depends on besides the examples and this file."""
+        """Return what `encode` depends on besides the examples and this file."""
 
     def build(self, weights: str | None = None) -> torch.nn.Module:
         """Return the transformers model in `run.dtype` on the CPU, the same on every rank, with the weights of the

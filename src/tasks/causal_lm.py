@@ -6,7 +6,6 @@ A row holds `text`; or `messages` (loss on assistant turns); or `prompt` and `co
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +18,6 @@ from src.models import build_model, check_fit, check_packing, head_is_plain, loa
 from src.rows import IGNORED, Encoder
 from src.tasks import Batch
 from src.text import masks_known, pack
-
-PACKING_BLOCK = 10_000  # documents that are packed together; bounds the memory of packing
 
 
 @dataclass
@@ -82,15 +79,15 @@ class Task:
             )
         )
 
-    def opened(self, dataset) -> None:
+    def opened(self, features) -> None:
         pass
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
-    def prepare(self, examples, split: str, folder: str):
+    def survey(self, examples, split: str):
         from datasets import Features, List, Value
 
-        encoder = Encoder(
+        self.encoder = Encoder(
             self.tokenizer,
             self.config.vocab_size,
             self.max_length,
@@ -98,31 +95,14 @@ class Task:
             self.options.text_column,
             self.options.append_eos,
         )
-        encode, labelled = encoder.choose(examples.column_names, split)
-        names = ["input_ids", *(["labels"] if labelled else []), "length", "targets", "bytes", "cut"]
-        types = {"input_ids": List(Value("int32")), "labels": List(Value("int32"))}
-        features = {name: types.get(name, Value("int64")) for name in names}
-        encoded = examples.map(
-            partial(encoder.encode_batch, encode, names, split),
-            batched=True,
-            with_indices=True,
-            remove_columns=examples.column_names,
-            features=Features(features),
-            cache_file_name=f"{folder}/encoded.arrow",
-            load_from_cache_file=False,
-            desc=f"tokenising {split}",
-        )
-        if not self.options.packing:
-            return encoded
-        return encoded.map(
-            partial(pack, self.max_length),
-            batched=True,
-            batch_size=PACKING_BLOCK,
-            features=Features(features | {"documents": List(Value("int32"))}),
-            cache_file_name=f"{folder}/packed.arrow",
-            load_from_cache_file=False,
-            desc=f"packing {split}",
-        )
+        columns, names = self.encoder.choose(examples.column_names, split)
+        names = [*names, "documents"] if self.options.packing else names
+        lists = ("input_ids", "labels", "documents")
+        return columns, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in names})
+
+    def encode(self, batch: dict[str, list], places) -> dict[str, list]:
+        rows = self.encoder.encode_batch(batch, places)
+        return pack(self.max_length, rows) if self.options.packing else rows
 
     # ---- model and loss --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ A row holds text (or a pair of texts) and a label, a name or a number. Guarded b
 """
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -76,14 +75,15 @@ class Task:
             (self.tokenizer_text, self.max_length, self.columns, self._text_columns(), o.label_column, self.labels)
         )
 
-    def prepare(self, examples, split: str, folder: str):
+    def survey(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
-        columns = examples.column_names
-        for column in (*self._text_columns(), self.options.label_column):
-            if column not in columns:
+        columns = (*self._text_columns(), self.options.label_column)
+        for column in columns:
+            if column not in examples.column_names:
                 raise UsageError(
-                    f"{split} data: there is no column `{column}` among {', '.join(columns)}: see --text_column and --label_column"
+                    f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: see --text_column "
+                    "and --label_column"
                 )
         feature = examples.features[self.options.label_column]
         kind = str(getattr(feature, "dtype", "lists or objects"))
@@ -91,10 +91,10 @@ class Task:
             raise UsageError(
                 f"{split} data: `{self.options.label_column}` holds {kind}: a label is a name or an integer"
             )
-        names = feature.names if isinstance(feature, ClassLabel) else None
+        self.names = feature.names if isinstance(feature, ClassLabel) else None
         if self.labels is None:
             found = set(examples.unique(self.options.label_column)) - {None}
-            values = names or sorted(found, key=lambda v: (str(type(v)), v))
+            values = self.names or sorted(found, key=lambda v: (str(type(v)), v))
             self.labels = [str(value) for value in values]
             if len(self.labels) < 2:
                 raise UsageError(
@@ -102,31 +102,21 @@ class Task:
                     "data with two labels or more"
                 )
         types = dict.fromkeys(self.columns, List(Value("int32"))) | {"label": ClassLabel(names=self.labels)}
-        columns_out = (*self.columns, "label", "length", "targets", "cut")
-        return examples.map(
-            partial(self._encode_batch, split, names),
-            batched=True,
-            with_indices=True,
-            remove_columns=columns,
-            features=Features({name: types.get(name, Value("int64")) for name in columns_out}),
-            cache_file_name=f"{folder}/encoded.arrow",
-            load_from_cache_file=False,
-            desc=f"tokenising {split}",
-        )
+        names = (*self.columns, "label", "length", "targets", "cut")
+        return list(dict.fromkeys(columns)), Features({name: types.get(name, Value("int64")) for name in names})
 
     def _text_columns(self) -> list[str]:
         return [name for name in (self.options.text_column, self.options.text_pair_column) if name]
 
-    def _encode_batch(self, split: str, names: list[str] | None, batch: dict, indices: list[int]) -> dict:
-        where = [f"{split} data, row {index}" for index in indices]
-        texts = [batch[column] for column in self._text_columns()]
+    def encode(self, batch: dict[str, list], places) -> dict[str, list]:
+        names, texts = self.names, [batch[column] for column in self._text_columns()]
         for column, values in zip(self._text_columns(), texts, strict=True):
-            require_text(values, column, where)
+            require_text(values, column, places)
         number = {label: i for i, label in enumerate(self.labels)}
         labels = [
             names[v] if names and isinstance(v, int) and v >= 0 else str(v) for v in batch[self.options.label_column]
         ]
-        for value, label, place in zip(batch[self.options.label_column], labels, where, strict=True):
+        for value, label, place in zip(batch[self.options.label_column], labels, places, strict=True):
             if value is None:
                 raise UsageError(f"{place}: `{self.options.label_column}` holds nothing: every row needs a label")
             if label not in number:
@@ -147,9 +137,9 @@ class Task:
             "cut": cut,
         }
 
-    def opened(self, dataset) -> None:
+    def opened(self, features) -> None:
         """Take the names of the labels from prepared data."""
-        self.labels = self.labels or dataset.features["label"].names
+        self.labels = self.labels or features["label"].names
 
     def build(self, weights: str | None = None) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification

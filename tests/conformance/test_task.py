@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from src import config
-from src.data import load_splits
+from src.data import load
 from src.tasks import make_task
 from tests import kit
 from tests.conformance.recipes import RECIPES
@@ -43,8 +43,7 @@ def test_loss_is_a_sum_and_weight_its_divisor(flags):
     """The sums of a batch are those of its rows alone, added; a mean would not be."""
     run, options = config.parse([str(word) for word in flags])
     task = make_task(run, options)
-    task.load()
-    split = load_splits(run, task)["train"]
+    split = load(run, task)["train"]
     model = task.build().train()
 
     def sums(ids):

@@ -1,0 +1,191 @@
+"""Where the raw rows of a split are, as the run file names them: files, URLs, a folder, a name of the Hub.
+
+Leave alone. Guarded by tests/test_data.py, tests/test_fetch.py and tests/test_bad_input.py.
+"""
+
+import glob
+import hashlib
+import json
+import os
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from src import fetch, samples
+from src.fields import RunConfig
+from src.inputs import UsageError, absent, locate, warn
+from src.origin import fault
+from src.together import Crew, leave
+
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+
+
+class Named(NamedTuple):
+    """What a source of a mixture names, or the run itself."""
+
+    dataset_name: str | None
+    dataset_config_name: str | None
+    dataset_revision: str | None
+    train_file: list[str]
+    validation_file: list[str]
+    where: str = ""  # before the name of a field in messages
+
+
+def cache_root(run: RunConfig) -> Path:
+    """Return the folder of downloads and prepared data; one a node if `cache_per_node` says so."""
+    import datasets
+
+    root = Path(run.cache_dir) if run.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
+    return root / f"node_{socket.gethostname()}" if run.cache_per_node else root
+
+
+@dataclass
+class Source:
+    """Raw rows of a split: files for a builder of `datasets`, or a folder or Hub name."""
+
+    field: str
+    files: list[str]  # local ones; URLs until they are fetched
+    builder: str | None = None
+    name: str | None = None
+    hub: tuple | None = None  # configuration, revision, split
+    origins: dict[str, str] = field(default_factory=dict)  # local file -> the URL that it was fetched from
+
+    def __str__(self) -> str:
+        return ", ".join(self.origins.get(file, file) for file in self.files[:3]) or str(self.name)
+
+    def fetch(self, run: RunConfig, crew: Crew) -> None:
+        """Bring URLs to this disk, and find out which commit of a Hub repository is meant."""
+        root = cache_root(run)
+        if self.builder:
+            self.files = [
+                fetch.file(file, self.field, root, crew, self.origins) if "://" in file else file for file in self.files
+            ]
+        elif not self.files:
+            config, revision, split = self.hub
+            self.hub = (config, fetch.dataset_commit(self.name, revision, root, crew), split)
+
+    def key(self) -> list:
+        """Return what tells this data from other data: paths, sizes and times of local files, what a server says of others,
+        name and commit of a Hub repository."""
+        stats = [fetch.stamp(f) or (f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files]
+        return [stats, self.builder, self.name, self.hub]
+
+    def sizes(self) -> dict[str, int]:
+        """Return names and sizes of the files, so that a run can tell what changed since."""
+        return {Path(f).name: os.path.getsize(f) for f in self.files[:1000]}
+
+    def rows(self, run: RunConfig, split: str, crew: Crew):
+        """Return the raw rows as a memory-mapped `datasets.Dataset`, converted to Arrow by one process of those that see the
+        disk, or None where a named data set has no such split."""
+        import datasets
+
+        if any(file.endswith(("dataset_info.json", "dataset_dict.json")) for file in self.files):
+            try:
+                loaded = datasets.load_from_disk(self.name)
+            except Exception as error:
+                raise UsageError(self._explain(error)) from error
+            loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
+            return loaded.get(_chosen(split, loaded))
+        name = hashlib.sha256(repr((self.key(), split, datasets.__version__)).encode()).hexdigest()[:32]
+        record = cache_root(run) / "raw" / f"{name}.json"
+        if record.exists() and not all(map(os.path.exists, json.loads(record.read_text())["files"] or [])):
+            record.unlink(missing_ok=True)  # somebody has cleared the cache of `datasets`
+        crew.once(record, lambda: self._convert(run, split, record), f"reading {self}")
+        known = json.loads(record.read_text())
+        if known["files"] is None:
+            return None
+        parts = [datasets.Dataset.from_file(file) for file in known["files"]]
+        rows = datasets.concatenate_datasets(parts) if parts else datasets.Dataset.from_dict({})
+        if len(rows) != known["rows"]:
+            record.unlink(missing_ok=True)
+            raise UsageError(
+                f"{self.field}: the cache of {self} has {len(rows)} rows, {known['rows']} were read: run again"
+            )
+        return rows
+
+    def _convert(self, run: RunConfig, split: str, record: Path) -> None:
+        """Convert the raw rows to Arrow files in the cache of `datasets`, and write down which they are."""
+        import datasets
+
+        cache = str(cache_root(run)) if run.cache_dir else None
+        try:
+            if self.builder:
+                workers = min(run.preprocessing_num_workers, len(self.files))
+                files, workers = {split: self.files}, workers if workers > 1 else None
+                rows = datasets.load_dataset(
+                    self.builder, data_files=files, split=split, cache_dir=cache, num_proc=workers
+                )
+            else:
+                config, revision, _ = self.hub
+                builder = datasets.load_dataset_builder(self.name, config, revision=revision, cache_dir=cache)
+                chosen = _chosen(split, list(builder.info.splits or builder.config.data_files or []))
+                if not chosen:
+                    leave(record, json.dumps({"files": None}))
+                    return
+                builder.download_and_prepare()
+                rows = builder.as_dataset(split=chosen)
+        except Exception as error:
+            raise UsageError(self._explain(error)) from error
+        files = [file["filename"] for file in rows.cache_files]
+        leave(record, json.dumps({"files": files, "rows": len(rows)}))
+
+    def _explain(self, error: Exception) -> str:
+        """Return one sentence that names the file, and the line where there is one."""
+        for file in self.files:
+            if found := fault(file):
+                return found.replace(file, self.origins.get(file, file))
+        while error.__cause__ is not None:
+            error = error.__cause__
+        reason = " ".join(str(error).split())[:400] or type(error).__name__
+        if "corresponds to no data" in reason:
+            return f"{self.field}: {self} holds no rows: give data with at least one"
+        return f"{self.field}: {self} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+
+
+def _chosen(split: str, names) -> str | None:
+    """Return which split of a named data set is meant: for evaluation, the test set where there is no other."""
+    wanted = ("validation", "test") if split == "validation" else (split,)
+    return next((name for name in wanted if name in names), None)
+
+
+def find(named: Named | RunConfig, split: str) -> Source | None:
+    """Return where a split is, or None where nothing is named; UsageError where there is nothing under a name."""
+    where = getattr(named, "where", "")
+    field, patterns = f"{where}{split}_file", {"train": named.train_file, "validation": named.validation_file}[split]
+    if patterns:
+        files = [file for pattern in patterns for file in _expand(pattern, field)]
+        files = _without_empty(files, field)
+        kinds = {Path(file.split("?")[0]).suffix for file in files}
+        if len(kinds) > 1 or not kinds <= set(BUILDERS):
+            raise UsageError(f"{field}: {', '.join(files[:3])}: give files of one kind among {', '.join(BUILDERS)}")
+        return Source(field, files, BUILDERS[kinds.pop()])
+    if not named.dataset_name or named.train_file:
+        return None
+    field = f"{where}dataset_name"
+    folder = samples.folder(named.dataset_name) or locate(named.dataset_name)
+    if not os.path.isdir(folder):
+        return Source(field, [], None, named.dataset_name, (named.dataset_config_name, named.dataset_revision, split))
+    files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
+    return Source(field, files, None, folder, (named.dataset_config_name, None, split))
+
+
+def _expand(pattern: str, field: str) -> list[str]:
+    if "://" in pattern:
+        return [pattern]
+    found = locate(pattern)
+    files = [found] if os.path.isfile(found) else sorted(filter(os.path.isfile, glob.glob(found, recursive=True)))
+    if not files:
+        folder = "is a folder: give it as --dataset_name, or a glob of its files"
+        raise UsageError(f"{field}: {pattern}: {folder if os.path.isdir(found) else 'no such file'}")
+    return [os.path.abspath(file) for file in files]
+
+
+def _without_empty(files: list[str], field: str) -> list[str]:
+    """Leave out files without a byte, as a writer of shards may have left them, and say so."""
+    empty = [file for file in files if "://" not in file and os.path.getsize(file) == 0]
+    if len(empty) == len(files):
+        raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
+    for file in empty:
+        warn(f"{field}: {file} is empty and left out")
+    return [file for file in files if file not in set(empty)]
