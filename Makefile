@@ -25,7 +25,7 @@ OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)pr
 RUN ?= $(shell ls -td runs/*/config.yaml 2>/dev/null | head -1 | xargs -r dirname)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train eval test lint format bench report clean
+.PHONY: help setup data train eval test lint format bench report clean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
@@ -41,6 +41,9 @@ setup: .venv/done ## build .venv from nothing; does nothing when it is up to dat
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
 	@rm -f $(OUT)/status.json
 	$(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS) || exit $$($(VENV)/python -m src.status $(OUT) $$?)
+
+data: .venv/done ## fetch and prepare the data of CONFIG, without training; on a machine without a GPU if you like
+	$(VENV)/python -m src.data --config $(CONFIG) $(ARGS)
 
 eval: .venv/done ## evaluate the last run (RUN=folder for another one)
 	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }

@@ -56,7 +56,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
 
     resolved = config.to_yaml(run, options)
-    tracker, ledger = Tracker(accelerator, run, total), Ledger(run, len(examples), accelerator.is_main_process)
+    tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
     about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
     saver = Saver(accelerator, run, objective, parts, about, outside, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
@@ -101,8 +101,9 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
             save()
     batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
     first, last = progress.step, progress.step if when.over() else total
+    cut = {"tokens": run.per_device_batch_tokens, "quotas": examples.quotas}
     order = training_order(
-        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths
+        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths, **cut
     )
     batches = read(examples, task, order, run.dataloader_num_workers, pin=accelerator.device.type == "cuda")
     for window, waited in windows(batches):  # a window: this rank's micro-batches of one optimizer step

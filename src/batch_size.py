@@ -5,7 +5,6 @@ Leave alone. Guarded by tests/test_batch_size.py.
 
 import gc
 
-import numpy as np
 import torch
 
 from src.data import Split
@@ -21,8 +20,7 @@ def largest_that_fits(accelerator, agree, run: RunConfig, module, task: Task, ex
     size = 1 << (share.bit_length() - 1)
     if accelerator.device.type == "cpu":
         return min(size, ON_CPU)
-    longest = np.argsort(-np.asarray(examples.lengths[:1_000_000]), kind="stable")
-    return search(size, lambda n: fits(accelerator, module, task, examples.rows(longest[:n])), agree)
+    return search(size, lambda n: fits(accelerator, module, task, examples.rows(examples.longest(n))), agree)
 
 
 def search(size: int, fits, agree) -> int:

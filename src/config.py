@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from src import mixture
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest, read_yaml
 
@@ -25,6 +26,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     positive = [
         "global_batch_size",
         "per_device_batch_size",
+        "per_device_batch_tokens",
         "per_device_eval_batch_size",
         "max_steps",
         "logging_steps",
@@ -95,7 +97,8 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     if run.dataset_name and run.train_file:
         faults.append("dataset_name and train_file are both given: keep one")
     field = "train_file" if training else "validation_file"
-    if not run.dataset_name and not getattr(run, field):
+    faults += mixture.faults(run)
+    if not run.dataset_name and not getattr(run, field) and not run.mixture:
         faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
     if run.dataset_config_name and not run.dataset_name:
         faults.append("dataset_config_name is given without dataset_name: give both, or neither")
@@ -241,5 +244,6 @@ def to_yaml(run: RunConfig, options) -> str:
         values[name] = values[name] and locate(values[name])
     for name in ("train_file", "validation_file"):
         values[name] = [locate(file) for file in values[name]]
+    values["mixture"] = mixture.resolved(run.mixture)
     values = {name: value for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from src import sources
+from src import config, launch, mixture, sources
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
 from src.prepare import FACTS, prepared
-from src.tasks import Task
+from src.tasks import Task, make_task
 from src.together import Crew
 
 MANY = 5_000_000  # rows of training data among which those of the validation data are looked for
@@ -36,8 +36,18 @@ class Split:
     def __post_init__(self):
         self._views: dict[int, dict] = {}
 
+    quotas = None  # one source, and every row once an epoch
+
     def __len__(self) -> int:
         return self.facts["examples"]
+
+    def segments(self) -> list[tuple[str, int, "Split"]]:
+        """Return (name, first id, rows) of each source."""
+        return [("", 0, self)]
+
+    def longest(self, count: int) -> np.ndarray:
+        """Return the ids of the longest rows, of the first million."""
+        return np.argsort(-self.lengths[:1_000_000].astype(np.int64), kind="stable")[:count]
 
     def __getstate__(self) -> dict:
         return {"folder": self.folder, "facts": self.facts, "_views": {}}  # a loader's process opens files of its own
@@ -103,7 +113,7 @@ def _plain(kind) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
-def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict[str, Split]:
+def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     """Let the task read tokenizer and configuration, and return the prepared splits that the run file names.
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
@@ -113,22 +123,34 @@ def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict[str
         return load_splits(run, task, crew, wanted)
 
 
-def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "validation")) -> dict[str, Split]:
+def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "validation")) -> dict:
     """Return the prepared splits that the run file names, for a task that has read its tokenizer."""
     import datasets
 
     datasets.disable_progress_bars()  # one process of many prepares, so a terminal would show bars in between
-    found = {split: sources.find(run, split) for split in wanted}
-    found = {split: source for split, source in found.items() if source}
+    found = {split: _found(run, split) for split in wanted}
     _overlap(found)
-    for source in found.values():
-        source.fetch(run, crew)
-    splits = {split: _opened(run, task, split, source, crew) for split, source in found.items()}
-    splits = {name: split for name, split in splits.items() if split}
-    for name in wanted[:1]:
-        if name not in splits:
-            raise UsageError(f"no {name} data: give --{name}_file, or a dataset with a {name} split")
+    for by_name in found.values():
+        for source in by_name.values():
+            source.fetch(run, crew)
+    splits = {}
+    for split, by_name in found.items():
+        parts = {name: _opened(run, task, split, source, crew) for name, source in by_name.items()}
+        if parts := {name: part for name, part in parts.items() if part}:
+            splits[split] = _together(run, split, parts)
+    if wanted[0] not in splits:
+        raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split")
+    _check_budget(run, splits)
     return splits
+
+
+def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
+    """Return the sources of a split by name."""
+    named = mixture.named(run)
+    if split == "validation" and run.mixture and run.validation_file:
+        named = {"": sources.Named(None, None, None, [], run.validation_file)}
+    found = {name: sources.find(one, split) for name, one in named.items()}
+    return {name: source for name, source in found.items() if source}
 
 
 def _opened(run: RunConfig, task: Task, split: str, source: sources.Source, crew: Crew) -> Split | None:
@@ -141,17 +163,88 @@ def _opened(run: RunConfig, task: Task, split: str, source: sources.Source, crew
     return opened
 
 
-def _overlap(found: dict[str, sources.Source]) -> None:
+def _together(run: RunConfig, split: str, parts: dict[str, Split]):
+    """Return the one split there is, or the mixture of several."""
+    if list(parts) == [""]:
+        return parts[""]
+    if split != "train":
+        return mixture.Mixture(parts, training=False)
+    if missing := run.mixture.keys() - parts.keys():
+        raise UsageError(
+            f"mixture: {sorted(missing)[0]}: no train data: give train_file, or a dataset with a train split"
+        )
+    weights = [told.get("weight") for told in run.mixture.values()]
+    return mixture.Mixture(parts, weights if None not in weights else None)
+
+
+def _check_budget(run: RunConfig, splits: dict) -> None:
+    longest = splits["train"].facts["longest"] if "train" in splits else 0
+    if run.per_device_batch_tokens and run.per_device_batch_tokens < longest:
+        raise UsageError(
+            f"per_device_batch_tokens is {run.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
+            "least that, or a smaller --max_length"
+        )
+
+
+def _overlap(found: dict[str, dict[str, sources.Source]]) -> None:
     """Warn of files that are both trained and evaluated on."""
-    files = [{os.path.realpath(file) for file in source.files} for source in found.values() if source.builder]
+    files = [
+        {os.path.realpath(file) for source in by_name.values() if source.builder for file in source.files}
+        for by_name in found.values()
+    ]
     if len(files) == 2 and (both := sorted(files[0] & files[1])):
         warn(f"validation_file: {', '.join(both[:3])} is training data too: the evaluation says nothing of other data")
 
 
-def repeated(splits: dict[str, Split]) -> tuple[int, int] | None:
-    """Return (how many of the validation rows are training rows too, of how many that were looked for), or None."""
+def repeated(splits: dict) -> tuple[int, int] | None:
+    """Return (how many of the evaluated examples are trained on, too, of how many that were looked for), or None."""
     if not {"train", "validation"} <= splits.keys():
         return None
-    one, other = (np.load(splits[name].folder / "hashes.npy", mmap_mode="r") for name in ("validation", "train"))
-    one = one[: MANY // 10]
-    return int(np.isin(one, other[:MANY]).sum()), len(one)
+    one, other = (
+        np.concatenate(
+            [np.load(part.folder / "hashes.npy", mmap_mode="r")[:MANY] for _, _, part in splits[name].segments()]
+        )
+        for name in ("validation", "train")
+    )
+    one = one[: MANY // 50]
+    return int(np.isin(one, other).sum()), len(one)
+
+
+def main(argv: list[str]) -> None:
+    """Fetch and prepare the data of a run, and say what there is."""
+    run, options = config.parse(argv)
+    config.check(run, options)
+    splits = load(run, make_task(run, options))
+    for name, split in splits.items():
+        for source, _, part in split.segments():
+            print(f"{name}{' ' * bool(source)}{source}: {facts_in_words(part.facts)}: {part.folder}")
+    print(*notes_on_data(splits), sep="\n")
+
+
+def facts_in_words(facts: dict) -> str:
+    """Return how many rows, tokens and targets a split holds."""
+    packed = f" packed from {facts['source_rows']:,}" if facts["examples"] != facts["source_rows"] else ""
+    return f"{facts['examples']:,} rows{packed}, {facts['tokens']:,} tokens, {facts['targets']:,} targets"
+
+
+def notes_on_data(splits: dict) -> list[str]:
+    """Return what somebody may not expect of the data."""
+    found = []
+    for name, split in splits.items():
+        facts = split.facts
+        if facts["rows_cut"]:
+            share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
+            text = f"{facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
+            found.append(f"{name} data: {text}")
+        if facts["without_target"]:
+            text = f"{facts['without_target']:,} of {facts['examples']:,} rows have no target and count for nothing"
+            found.append(f"{name} data: {text}")
+    if (both := repeated(splits)) and both[0]:
+        found.append(
+            f"validation data: {both[0]:,} of {both[1]:,} examples that were looked for are in the training data, too"
+        )
+    return found
+
+
+if __name__ == "__main__":
+    launch.main(main)

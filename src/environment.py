@@ -10,6 +10,7 @@ from importlib import metadata
 
 import torch
 
+from src import fetch
 from src.fields import RunConfig
 from src.inputs import REPOSITORY
 from src.launch import nodes
@@ -25,6 +26,7 @@ def environment(accelerator, run: RunConfig) -> dict:
         "versions": {name: metadata.version(name) for name in packages},
         "git_commit": git.stdout.strip() or None,
         "command": sys.argv,
+        "fetched": fetch.record,
         **topology(accelerator, run),
     }
 
@@ -48,6 +50,11 @@ def topology(accelerator, run: RunConfig) -> dict:
 
 def arithmetic(run: RunConfig, world: int) -> str:
     """Return how the global batch is made up, as a sum that can be checked."""
+    if run.per_device_batch_tokens:
+        return (
+            f"{run.global_batch_size} examples = micro-batches of up to {run.per_device_batch_tokens:,} tokens, shared among "
+            f"{world} rank{'s' * (world > 1)}: the sum stays exact"
+        )
     micro = -(-run.global_batch_size // run.per_device_batch_size)
     each = -(-micro // world)
     even = micro % world == 0 and run.global_batch_size % run.per_device_batch_size == 0

@@ -4,13 +4,13 @@ Leave alone. Guarded by tests/test_evaluation.py and tests/conformance/.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from src.data import Split
 from src.fields import RunConfig
-from src.plan import evaluation_order
+from src.plan import MicroBatch, evaluation_order
 from src.reader import read, seed_everything
 from src.tasks import Task
 
@@ -20,7 +20,7 @@ ASK = 8  # micro-batches between two questions to all ranks whether to stop
 
 @torch.no_grad()
 def evaluate(
-    accelerator, agree, module: torch.nn.Module, task: Task, split: Split, run: RunConfig, stopping=None
+    accelerator, agree, module: torch.nn.Module, task: Task, split, run: RunConfig, stopping=None
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
@@ -31,9 +31,8 @@ def evaluate(
     """
     # The bare module, because a wrapper's forward may be a collective and ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-    examples = min(len(split), run.max_eval_examples or len(split))
-    size = run.per_device_eval_batch_size
-    order = list(evaluation_order(examples, size, run.seed, split.lengths))
+    order, shift, parts = _order(split, run)
+    examples = sum(count for _, _, count in parts)
     mine = iter(order[accelerator.process_index :: accelerator.num_processes])
     names, table, rows, pending = [], None, {}, []
 
@@ -45,8 +44,8 @@ def evaluate(
             table = np.zeros((len(order), len(names))) if table is None else table
             table[micro.index] = [batch.weight, *(float(sums[name]) for name in names[1:])]
             for name, values in ((k, v) for k, v in out.items() if v.dim() == 1):
-                rows.setdefault(name, np.zeros(examples))[micro.ids] = values.cpu().numpy()
-            rows.setdefault("times seen", np.zeros(examples))[micro.ids] += 1
+                rows.setdefault(name, np.zeros(examples))[micro.ids - shift[micro.index]] = values.cpu().numpy()
+            rows.setdefault("times seen", np.zeros(examples))[micro.ids - shift[micro.index]] += 1
         pending.clear()
 
     training = module.training
@@ -68,25 +67,47 @@ def evaluate(
                 flush()
         flush()
     module.train(training)
-    return _combine(accelerator, agree, task, names, table, rows, len(order), examples)
+    return _combine(accelerator, agree, task, names, table, rows, len(order), parts)
 
 
-def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, examples: int) -> dict:
-    """Return the eval line from every rank's part of the table of sums."""
+def _order(split, run: RunConfig) -> tuple[list[MicroBatch], list[int], list[tuple[str, slice, int]]]:
+    """Return the micro-batches of all sources; for each, how far its ids are from places among the evaluated examples; and
+    (name, its micro-batches, examples) of each source."""
+    order, shift, parts, place = [], [], [], 0
+    for name, first, part in split.segments():
+        count = min(len(part), run.max_eval_examples or len(part))
+        begun = len(order)
+        for micro in evaluation_order(count, run.per_device_eval_batch_size, run.seed, part.lengths):
+            order.append(replace(micro, ids=micro.ids + first, index=len(order)))
+            shift.append(first - place)
+        parts.append((name, slice(begun, len(order)), count))
+        place += count
+    return order, shift, parts
+
+
+def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, parts) -> dict:
+    """Return the eval line from every rank's part of the table of sums; of a mixture, also the numbers of each source."""
+    examples = sum(count for _, _, count in parts)
     names, kinds = _same_names(accelerator, names, sorted(rows))
     table = np.zeros((micro_batches, len(names))) if table is None else table
     table = agree(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
-    total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
     rows = {name: agree(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
     seen = rows.pop("times seen")
     assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
-    weight = total.pop("weight")
-    line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
-    if weight:
-        line |= task.metrics(total, weight)
+    line = _numbers(task, names, table, examples)
+    for name, which, count in parts if len(parts) > 1 else []:
+        line |= {f"{name}/{key}": value for key, value in _numbers(task, names, table[which], count).items()}
     if rows:
         line |= _on_main(accelerator, lambda: task.row_metrics({name: _whole(values) for name, values in rows.items()}))
     return line
+
+
+def _numbers(task, names: list[str], table: np.ndarray, examples: int) -> dict:
+    """Return loss, weight, examples and the task's metrics from the sums of some micro-batches."""
+    total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
+    weight = total.pop("weight")
+    line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
+    return line | (task.metrics(total, weight) if weight else {})
 
 
 def _whole(values: np.ndarray) -> np.ndarray:

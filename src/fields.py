@@ -86,6 +86,12 @@ class RunConfig:
     dataset_revision: str | None = say("branch, tag or commit of the Hub dataset", free=True)
     train_file: list[str] = say("local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True)
     validation_file: list[str] = say("likewise, for evaluation", [], free=True)
+    mixture: json_object = say(
+        "several sources of data by name, each with train_file or dataset_name and, if you like, validation_file, and the "
+        "weight of its share of the examples (default: its size); evaluation is by source, too",
+        None,
+        free=True,
+    )
     max_eval_examples: int | None = say("evaluate on the first so many rows only", free=True)
     dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0, free=True)
     dataloader_timeout: int = say("seconds that a loader process may take for one micro-batch", 600, free=True)
@@ -104,6 +110,9 @@ class RunConfig:
         "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed",
         8,
         free=True,
+    )
+    per_device_batch_tokens: int | None = say(
+        "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
     )
     per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True)
 

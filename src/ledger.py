@@ -38,9 +38,10 @@ def word(low: float, high: float) -> str:
 class Ledger:
     """Appends a line per step to ledger.jsonl on the main process; its first line says what the steps are cut from."""
 
-    def __init__(self, run: RunConfig, examples: int, main: bool):
+    def __init__(self, run: RunConfig, examples, main: bool):
         self.main, self.lines = main, store.Lines(Path(run.output_dir, FILE))
-        self.plan = {"examples": examples, "global_batch_size": run.global_batch_size, "seed": run.seed}
+        self.plan = {"examples": len(examples), "global_batch_size": run.global_batch_size, "seed": run.seed}
+        self.plan |= {"quotas": examples.quotas} if examples.quotas else {}
 
     def begin(self, step: int) -> None:
         """Leave in the file the lines up to `step`."""
@@ -82,7 +83,8 @@ def planned(settings: dict, step: int) -> tuple:
     """Return (examples, hash) of a step as the plan has it."""
     examples, batch = settings["examples"], settings["global_batch_size"]
     epoch, within = divmod(step - 1, steps_per_epoch(examples, batch))
-    ids = np.concatenate([micro.ids for micro in plan(examples, batch, batch, settings["seed"], epoch, within)])
+    whole = plan(examples, batch, batch, settings["seed"], epoch, within, quotas=settings.get("quotas"))
+    ids = np.concatenate([micro.ids for micro in whole])
     return len(ids), word(*digest(ids))
 
 

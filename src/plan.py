@@ -8,10 +8,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
+Quotas = tuple[tuple[int, int], ...]  # (rows, draws per epoch) of each source of a mixture
 ROUNDS = 8
+OVERHEAD = 1 / 32  # what a forward pass costs besides its positions, as a share of the token budget
 BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is by the call, not by the number
 
 
@@ -77,6 +80,39 @@ def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
     return permute(np.arange(number * BLOCK, min((number + 1) * BLOCK, n)), n, seed, epoch)
 
 
+def draw(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
+    """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one data set or a mixture of several.
+
+    A mixture has a quota of draws for each of its sources in every epoch, at random places. Over the epochs a source is
+    gone through again and again, in another order each time, so that of its rows none is drawn twice before all are drawn
+    once. Ids count through the sources one after the other."""
+    places = order(start, stop, n, seed, epoch)
+    if quotas is None:
+        return places
+    ids, first_draw, first_id = np.empty_like(places), 0, 0
+    for source, (rows, draws) in enumerate(quotas):
+        mine = np.flatnonzero((places >= first_draw) & (places < first_draw + draws))
+        passes, within = np.divmod(epoch * draws + places[mine] - first_draw, rows)
+        for turn in np.unique(passes).tolist():
+            now = passes == turn
+            ids[mine[now]] = first_id + permute(within[now], rows, derive("source", seed, source), turn)
+        first_draw, first_id = first_draw + draws, first_id + rows
+    return ids
+
+
+def quotas_of(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
+    """Return (rows, draws per epoch) of each source of a mixture whose epochs are as long as all its sources together.
+
+    Without weights every row is drawn once; with them, draws are shared out in their proportion, by largest remainder."""
+    if weights is None:
+        return tuple((n, n) for n in rows)
+    exact = np.asarray(weights, float) / sum(weights) * sum(rows)
+    draws = np.floor(exact).astype(np.int64)
+    for source in np.argsort(draws - exact, kind="stable")[: sum(rows) - int(draws.sum())]:
+        draws[source] += 1
+    return tuple(zip(rows, draws.tolist(), strict=True))
+
+
 def steps_per_epoch(num_examples: int, global_batch: int) -> int:
     """Return the optimizer steps of one epoch; the last one takes what is left, exactly."""
     return -(-num_examples // global_batch)
@@ -90,34 +126,56 @@ def plan(
     epoch: int,
     step: int,
     lengths: Sequence[int] | np.ndarray | None = None,
+    tokens: int | None = None,
+    quotas: Quotas | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
 
     With `lengths` (indexed by id; read for this step's ids only) the global batch is sorted by length before it is
-    cut, so that rows of like length are padded together. The sum over the global batch does not notice.
+    cut, so that rows of like length are padded together; with `tokens` it is cut by that budget instead of a number of
+    rows. The sum over the global batch does not notice.
     """
     start = step * global_batch
-    ids = order(start, min(start + global_batch, num_examples), num_examples, seed, epoch)
+    ids = draw(start, min(start + global_batch, num_examples), num_examples, seed, epoch, quotas)
     first = epoch * steps_per_epoch(num_examples, global_batch)
-    cuts = cut(ids, micro_batch, lengths)
+    cuts = cut(ids, micro_batch, lengths, tokens)
     return [
         MicroBatch(part, derive("micro-batch", seed, epoch, step, j), first + step, j, cost)
         for j, (part, cost) in enumerate(cuts)
     ]
 
 
-def cut(ids: np.ndarray, micro_batch: int, lengths=None) -> list[tuple[np.ndarray, int]]:
-    """Return `ids` in parts of `micro_batch` (the last may be smaller), longest rows first, each with its cost."""
+def cut(ids: np.ndarray, micro_batch: int, lengths=None, tokens: int | None = None) -> list[tuple[np.ndarray, int]]:
+    """Return `ids` in parts, longest rows first, each with its cost: of `micro_batch` rows (the last may be smaller), or of
+    at most `tokens` positions, padding included."""
     if lengths is None:
         parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
         return [(part, len(part)) for part in parts]
-    long = np.asarray(lengths[ids])
-    order = np.argsort(-long.astype(np.int64), kind="stable")
+    long = np.asarray(lengths[ids]).astype(np.int64)
+    order = np.argsort(-long, kind="stable")
     ids, long = ids[order], long[order]
-    return [
-        (ids[i : i + micro_batch], int(long[i]) * len(ids[i : i + micro_batch]))
-        for i in range(0, len(ids), micro_batch)
-    ]
+    bounds = fill(long, tokens) if tokens else [*range(0, len(ids), micro_batch), len(ids)]
+    return [(ids[a:b], int(long[a]) * (b - a)) for a, b in pairwise(bounds)]
+
+
+def fill(lengths: np.ndarray, tokens: int) -> list[int]:
+    """Return the bounds that cut rows, longest first, into parts of at most `tokens` positions each, at the least cost: their
+    positions, padding included, and OVERHEAD for each part. A row that is longer stands alone."""
+    count, overhead = len(lengths), max(1, int(tokens * OVERHEAD))
+    best, back = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+    for end in range(1, count + 1):
+        shortest = max(1, int(lengths[end - 1]))
+        starts = np.arange(max(0, end - max(1, tokens // shortest)), end)
+        area = lengths[starts] * (end - starts)
+        values = np.where(
+            (area <= tokens) | (starts == end - 1), best[starts] + area + overhead, np.iinfo(np.int64).max
+        )
+        chosen = int(np.argmin(values))
+        best[end], back[end] = values[chosen], starts[chosen]
+    bounds = [count]
+    while bounds[-1]:
+        bounds.append(int(back[bounds[-1]]))
+    return bounds[::-1]
 
 
 def assign(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
@@ -148,12 +206,14 @@ def training_order(
     start: int,
     stop: int,
     lengths=None,
+    tokens: int | None = None,
+    quotas: Quotas | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield one rank's micro-batches of the run's optimizer steps start … stop−1; entering anywhere is O(1)."""
     per_epoch = steps_per_epoch(num_examples, global_batch)
     for step in range(start, stop):
         epoch, within = divmod(step, per_epoch)
-        micro_batches = plan(num_examples, global_batch, micro_batch, seed, epoch, within, lengths)
+        micro_batches = plan(num_examples, global_batch, micro_batch, seed, epoch, within, lengths, tokens, quotas)
         yield from assign(micro_batches, world_size)[rank]
 
 

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from src.data import Split
+from src.data import facts_in_words, notes_on_data
 from src.fields import RunConfig
 from src.plan import steps_per_epoch
 from src.progress import Progress
@@ -18,7 +18,7 @@ def total_steps(run: RunConfig, examples: int) -> int:
     return run.max_steps or math.ceil(round(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size), 6))
 
 
-def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
+def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
     """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
     train = splits["train"]
     per_epoch = steps_per_epoch(len(train), run.global_batch_size)
@@ -34,8 +34,10 @@ def describe(run: RunConfig, splits: dict[str, Split], model: torch.nn.Module, s
     )
     warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
     corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
-    rows = {"task": run.task, "training data": _facts(train)}
-    rows["evaluation data"] = _facts(splits["validation"]) if "validation" in splits else "none: no evaluation"
+    rows = {"task": run.task, "training data": facts_in_words(train.facts)}
+    rows["evaluation data"] = (
+        facts_in_words(splits["validation"].facts) if "validation" in splits else "none: no evaluation"
+    )
     rows["steps"] = (
         f"{total:,} of {run.global_batch_size} examples = {total * run.global_batch_size / len(train):.2f} epochs of {per_epoch:,} steps"
         + (f"; the last of an epoch has {tail}" if tail != run.global_batch_size else "")
@@ -52,7 +54,7 @@ def saves(run: RunConfig, total: int) -> int:
     return max(1, total // run.save_steps)
 
 
-def notes(run: RunConfig, splits: dict[str, Split], start, progress: Progress, complete: bool) -> list[str]:
+def notes(run: RunConfig, splits: dict, start, progress: Progress, complete: bool) -> list[str]:
     """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
     found = [f"going on from {start}, step {progress.step:,}"] if start else []
     if complete:
@@ -60,26 +62,10 @@ def notes(run: RunConfig, splits: dict[str, Split], start, progress: Progress, c
             f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
             "--output_dir, or --resume never to start it anew"
         )
-    for name, split in splits.items():
-        facts = split.facts
-        if facts["rows_cut"]:
-            share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
-            found.append(
-                f"{name} data: {facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
-            )
-        if facts["without_target"]:
-            found.append(
-                f"{name} data: {facts['without_target']:,} of {facts['examples']:,} rows have no target and count for nothing"
-            )
+    found += notes_on_data(splits)
     if run.max_steps and run.num_train_epochs != RunConfig.num_train_epochs:
         found.append(f"num_train_epochs {run.num_train_epochs:g} is ignored: max_steps {run.max_steps} wins")
     return found
-
-
-def _facts(split: Split) -> str:
-    f = split.facts
-    packed = f" packed from {f['source_rows']:,}" if f["examples"] != f["source_rows"] else ""
-    return f"{f['examples']:,} rows{packed}, {f['tokens']:,} tokens, {f['targets']:,} targets"
 
 
 def _size(count: float) -> str:

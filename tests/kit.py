@@ -281,6 +281,11 @@ def timeless(folder) -> list[dict]:
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
+def ledger_text(folder) -> str:
+    """Return what was trained on, step by step."""
+    return (Path(folder) / "ledger.jsonl").read_text()
+
+
 def tiny_files(folder) -> dict[str, Path]:
     """Return the fields of a model with dropout whose steps take ten milliseconds, and 83 rows of data.
 

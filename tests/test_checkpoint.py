@@ -74,8 +74,8 @@ def test_mutant_that_forgets_where_it_was_is_caught(files, straight, tmp_path, m
     """The order replayed from its start, as after accelerate's load_state."""
     original = train.training_order
 
-    def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths):
-        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths)
+    def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths, **cut):
+        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
 
     with monkeypatch.context() as patch:
         kill_at(23, patch)

@@ -104,8 +104,8 @@ def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypa
 def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path, monkeypatch):
     original = train.training_order
 
-    def replayed(n, batch, micro, seed, rank, world, first, last, lengths):
-        return original(n, batch, micro, seed, rank, world, 0, last - first, lengths)
+    def replayed(n, batch, micro, seed, rank, world, first, last, lengths, **cut):
+        return original(n, batch, micro, seed, rank, world, 0, last - first, lengths, **cut)
 
     flags, folder = recipe(tiny, dtype="float64"), tmp_path / "run"
     killed_at(7, 2, folder, flags, monkeypatch)

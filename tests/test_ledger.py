@@ -181,29 +181,29 @@ def test_half_a_line_at_the_end_is_no_step(one, tmp_path):
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
 
-def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order):
+def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order, **cut):
     """The order replayed from its start after a resume, as after accelerate's load_state."""
     return (
         replace(item, step=item.step + start)
-        for item in order(n, batch, micro, seed, rank, world, 0, stop - start, lengths)
+        for item in order(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
     )
 
 
-def another_seed(n, batch, micro, seed, *rest, order=train.training_order):
-    return order(n, batch, micro, seed + 1, *rest)
+def another_seed(n, batch, micro, seed, *rest, order=train.training_order, **cut):
+    return order(n, batch, micro, seed + 1, *rest, **cut)
 
 
-def the_first_ranks(n, batch, micro, seed, rank, *rest, order=train.training_order):
+def the_first_ranks(n, batch, micro, seed, rank, *rest, order=train.training_order, **cut):
     """Every rank reads what the first one reads, as without a distributed sampler."""
-    return order(n, batch, micro, seed, 0, *rest)
+    return order(n, batch, micro, seed, 0, *rest, **cut)
 
 
-def same_every_epoch(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order):
+def same_every_epoch(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order, **cut):
     """No set_epoch: the order of the first epoch again and again."""
     return (
         item
         for step in range(start, stop)
-        for item in order(n, batch, micro, seed, rank, world, step % 32, step % 32 + 1, lengths)
+        for item in order(n, batch, micro, seed, rank, world, step % 32, step % 32 + 1, lengths, **cut)
     )
 
 
