@@ -11,8 +11,9 @@ from src.evaluation import evaluate
 from src.fields import RunConfig
 from src.ledger import Ledger
 from src.optim import make_optimizer, make_schedule
-from src.plan import steps_per_epoch, training_order
+from src.plan import training_order
 from src.progress import Outcome, Progress, Rhythm
+from src.push import push
 from src.reader import read, windows
 from src.saver import Saver
 from src.step import Objective, counts, gradient, prepare, update
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
 
 def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     examples, validation = splits["train"], splits.get("validation")
-    total, per_epoch = total_steps(run, len(examples)), steps_per_epoch(len(examples), run.global_batch_size)
+    total = total_steps(run, examples.facts["examples"])
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
     outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
@@ -68,12 +69,15 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         ledger.begin(progress.step)
 
     learning_rate = norm = None
+    batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
 
     def log() -> None:
         """Write a train line about the steps since the last one."""
         progress.settle(run.max_skipped_steps)
         rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
-        tracker.line("train", progress.step, {"epoch": progress.step / per_epoch} | meter.line(agree) | rest)
+        tracker.line(
+            "train", progress.step, {"epoch": examples.epoch_at(progress.step, batch)} | meter.line(agree) | rest
+        )
 
     def score() -> None:
         """Evaluate, unless a stop is asked for meanwhile."""
@@ -89,6 +93,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         with meter.paused():
             progress.settle(run.max_skipped_steps)
             drift.check(accelerator, agree, objective, progress.step)
+            if run.streaming:
+                progress.stream = examples.position(progress.step, agree)
             if when.over():
                 saver.catch_up(agree)  # or the last save could be left out while the disk still writes the one before
             saver.save(progress, meter.state(agree))
@@ -99,18 +105,24 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         score()
         if when.over():
             save()
-    batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
     first, last = progress.step, progress.step if when.over() else total
-    cut = {"tokens": run.per_device_batch_tokens, "quotas": examples.quotas}
-    order = training_order(
-        len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths, **cut
-    )
-    batches = read(examples, task, order, run.dataloader_num_workers, pin=accelerator.device.type == "cuda")
-    for window, waited in windows(batches):  # a window: this rank's micro-batches of one optimizer step
+    pin = accelerator.device.type == "cuda"
+    if run.streaming:
+        coming = examples.windows(rank, world, progress, pin)
+    else:
+        cut = {"tokens": run.per_device_batch_tokens, "quotas": examples.quotas}
+        order = training_order(
+            len(examples), batch, run.per_device_batch_size, run.seed, rank, world, first, last, examples.lengths, **cut
+        )
+        coming = windows(read(examples, task, order, run, pin))
+    for window, waited in coming:  # a window: this rank's micro-batches of one optimizer step
         sums = agree([*counts(window), *outside.requests(), saver.failed()])
         weight, tokens, positions, rows, low, high, wanted, stop, failed = sums.tolist()
-        if stop or failed:
+        if stop or failed or when.over():
             break
+        if not rows:  # no rank has any left of this pass through a stream
+            examples.turn()
+            continue
         progress.step += 1
         losses = None
         if weight:  # else no example of the global batch has a target, and every rank skips the update
@@ -139,12 +151,14 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     saver.export(progress.step)
     saver.finish(agree)
     tracker.say(saver.report() or "")
+    if when.complete() and run.push_to_hub:
+        tracker.say(push(run, accelerator.is_main_process))
     tracker.end(task.sample(objective.model) if accelerator.is_main_process else None)
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:
     """Print the plan and stop."""
-    total = total_steps(run, len(splits["train"]))
+    total = total_steps(run, splits["train"].facts["examples"])
     print(table(describe(run, splits, task.build(), make_schedule(run, total), total)))
     print(*notes(run, splits, None, Progress(), False), sep="\n")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from src import mixture
+from src import mixture, push
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest, read_yaml
 
@@ -44,6 +44,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "num_train_epochs",
         "adam_epsilon",
         "dataloader_timeout",
+        "stream_lanes",
         "preprocessing_num_workers",
     ]
     at_least_zero = [
@@ -97,7 +98,20 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     if run.dataset_name and run.train_file:
         faults.append("dataset_name and train_file are both given: keep one")
     field = "train_file" if training else "validation_file"
-    faults += mixture.faults(run)
+    faults += mixture.faults(run) + (push.fault(run) if training else [])
+    if run.streaming and training:
+        if not run.max_steps:
+            faults.append("streaming is true: a stream has no length, so give --max_steps")
+        if run.per_device_batch_size == "auto":
+            faults.append("per_device_batch_size is auto, but a stream does not know its longest rows: give a number")
+        if run.mixture:
+            faults.append("mixture and streaming are both given: a mixture needs data with a length")
+        if (run.stream_lanes or 0) > run.global_batch_size > 0:
+            faults.append(
+                f"stream_lanes is {run.stream_lanes}: more than global_batch_size, which is {run.global_batch_size}"
+            )
+    elif run.stream_lanes and training:
+        faults.append("stream_lanes is given without streaming: give both, or neither")
     if not run.dataset_name and not getattr(run, field) and not run.mixture:
         faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
     if run.dataset_config_name and not run.dataset_name:

@@ -15,8 +15,10 @@ import numpy as np
 import pyarrow as pa
 
 from src import config, launch, mixture, sources
+from src.columns import views
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
+from src.plan import steps_per_epoch
 from src.prepare import FACTS, prepared
 from src.tasks import Task, make_task
 from src.together import Crew
@@ -40,6 +42,10 @@ class Split:
 
     def __len__(self) -> int:
         return self.facts["examples"]
+
+    def epoch_at(self, step: int, batch: int) -> float:
+        """Return how many times the rows have been gone through after so many steps."""
+        return step / steps_per_epoch(len(self), batch)
 
     def segments(self) -> list[tuple[str, int, "Split"]]:
         """Return (name, first id, rows) of each source."""
@@ -88,29 +94,12 @@ class Split:
         file, i = self._tables[block]
         if file not in self._views:
             self._views[file] = _open(self.folder / file).to_batches()
-        batch = self._views[file][i]
-        hidden = ("length", "targets", "cut")
-        columns = [(name, _taker(column)) for name, column in zip(batch.schema.names, batch.columns, strict=True)]
-        self._views[block] = columns = [(name, take) for name, take in columns if name not in hidden]
+        self._views[block] = columns = views(self._views[file][i])
         return columns
 
 
 def _open(file: Path) -> pa.Table:
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
-
-
-def _taker(column):
-    """Return a function from the number of a row to its value in an Arrow column."""
-    if pa.types.is_list(column.type) and _plain(column.type.value_type):
-        offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
-        return lambda i: values[offsets[i] : offsets[i + 1]]
-    if _plain(column.type) and not column.null_count:
-        return column.to_numpy().__getitem__
-    return lambda i: column[i].as_py()
-
-
-def _plain(kind) -> bool:
-    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
 
 
 def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
@@ -130,10 +119,15 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
     datasets.disable_progress_bars()  # one process of many prepares, so a terminal would show bars in between
     found = {split: _found(run, split) for split in wanted}
     _overlap(found)
-    for by_name in found.values():
+    for split, by_name in found.items():
         for source in by_name.values():
-            source.fetch(run, crew)
+            source.fetch(run, crew, files=not (run.streaming and split == "train"))
     splits = {}
+    if run.streaming and "train" in wanted:
+        from src.stream import Stream  # which needs what is above
+
+        if source := found.pop("train").get(""):
+            splits["train"] = Stream(run, task, source)
     for split, by_name in found.items():
         parts = {name: _opened(run, task, split, source, crew) for name, source in by_name.items()}
         if parts := {name: part for name, part in parts.items() if part}:
@@ -178,7 +172,7 @@ def _together(run: RunConfig, split: str, parts: dict[str, Split]):
 
 
 def _check_budget(run: RunConfig, splits: dict) -> None:
-    longest = splits["train"].facts["longest"] if "train" in splits else 0
+    longest = splits["train"].facts.get("longest", 0) if "train" in splits else 0
     if run.per_device_batch_tokens and run.per_device_batch_tokens < longest:
         raise UsageError(
             f"per_device_batch_tokens is {run.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
@@ -198,7 +192,7 @@ def _overlap(found: dict[str, dict[str, sources.Source]]) -> None:
 
 def repeated(splits: dict) -> tuple[int, int] | None:
     """Return (how many of the evaluated examples are trained on, too, of how many that were looked for), or None."""
-    if not {"train", "validation"} <= splits.keys():
+    if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():
         return None
     one, other = (
         np.concatenate(
@@ -223,6 +217,8 @@ def main(argv: list[str]) -> None:
 
 def facts_in_words(facts: dict) -> str:
     """Return how many rows, tokens and targets a split holds."""
+    if facts["examples"] is None:
+        return "a stream"
     packed = f" packed from {facts['source_rows']:,}" if facts["examples"] != facts["source_rows"] else ""
     return f"{facts['examples']:,} rows{packed}, {facts['tokens']:,} tokens, {facts['targets']:,} targets"
 
@@ -232,6 +228,8 @@ def notes_on_data(splits: dict) -> list[str]:
     found = []
     for name, split in splits.items():
         facts = split.facts
+        if facts["examples"] is None:
+            continue
         if facts["rows_cut"]:
             share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
             text = f"{facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"

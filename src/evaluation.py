@@ -52,7 +52,7 @@ def evaluate(
     module.eval()
     with _one_thread(accelerator.device):
         pin = accelerator.device.type == "cuda"
-        batches = iter(read(split, task, mine, run.dataloader_num_workers, pin))
+        batches = iter(read(split, task, mine, run, pin))
         for turn in range(-(-len(order) // accelerator.num_processes)):  # as often as the rank that has most
             if stopping and turn % ASK == 0 and agree([stopping()])[0]:
                 module.train(training)

@@ -93,6 +93,10 @@ class RunConfig:
         free=True,
     )
     max_eval_examples: int | None = say("evaluate on the first so many rows only", free=True)
+    streaming: bool = say("read training data as it is needed, without preparing it first; needs max_steps", False)
+    stream_lanes: int | None = say(
+        "shards of a stream that are read side by side, by at most as many processes (default: 8, or as many as there are)"
+    )
     dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0, free=True)
     dataloader_timeout: int = say("seconds that a loader process may take for one micro-batch", 600, free=True)
     preprocessing_num_workers: int = say("processes per rank that prepare data", 1, free=True)
@@ -151,6 +155,10 @@ class RunConfig:
     time_limit: float | None = say("minutes after which to have saved and stopped, with exit code 75", free=True)
     report_to: list[str] = say(
         "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], free=True
+    )
+    push_to_hub: bool = say("put the final model into a Hub repository, a private one if it is new", False, free=True)
+    hub_model_id: str | None = say(
+        "that repository (default: the name of the run folder, under your account)", free=True
     )
     ddp_timeout: int = say("seconds a collective may wait", 600, free=True)
 

@@ -179,6 +179,8 @@ def main(work: Callable[[list[str]], None]) -> None:
             raise
         _fail(error)  # somebody's sys.exit in the middle of a run
     except UsageError as error:
+        if getattr(error, "alone", False):  # met by this rank in the middle of a run
+            _fail(error)
         _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ", error)
     except Stopped as error:
         _end(status.EXIT_STOPPED, f"stopped: {error}")
@@ -208,6 +210,7 @@ def _end(code: int, message: str, prefix: str = "", error: Exception | None = No
 def _fail(error: BaseException) -> None:
     """End this rank because of what went wrong on it; or without a word, because another one had failed before."""
     rank, text = int(os.environ.get("RANK", 0)), traceback.format_exc()
+    text = str(error) if isinstance(error, UsageError) else text
     if any(sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")):
         text += (
             f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays, accumulation "

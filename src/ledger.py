@@ -40,7 +40,11 @@ class Ledger:
 
     def __init__(self, run: RunConfig, examples, main: bool):
         self.main, self.lines = main, store.Lines(Path(run.output_dir, FILE))
-        self.plan = {"examples": len(examples), "global_batch_size": run.global_batch_size, "seed": run.seed}
+        self.plan = {
+            "examples": examples.facts["examples"],
+            "global_batch_size": run.global_batch_size,
+            "seed": run.seed,
+        }
         self.plan |= {"quotas": examples.quotas} if examples.quotas else {}
 
     def begin(self, step: int) -> None:
@@ -82,6 +86,8 @@ def read(folder: Path) -> tuple[dict, dict[int, tuple]]:
 def planned(settings: dict, step: int) -> tuple:
     """Return (examples, hash) of a step as the plan has it."""
     examples, batch = settings["examples"], settings["global_batch_size"]
+    if examples is None:
+        raise UsageError("a stream has no plan to compare its steps with: give another run of it, too (OTHER)")
     epoch, within = divmod(step - 1, steps_per_epoch(examples, batch))
     whole = plan(examples, batch, batch, settings["seed"], epoch, within, quotas=settings.get("quotas"))
     ids = np.concatenate([micro.ids for micro in whole])

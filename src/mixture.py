@@ -11,7 +11,7 @@ import numpy as np
 
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest
-from src.plan import quotas_of
+from src.plan import quotas_of, steps_per_epoch
 from src.sources import Named
 
 FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
@@ -121,6 +121,10 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
+
+    def epoch_at(self, step: int, batch: int) -> float:
+        """Return how many epochs, each as long as all sources together, are over after so many steps."""
+        return step / steps_per_epoch(len(self), batch)
 
     def segments(self) -> list[tuple]:
         """Return (name, first id, rows) of each source."""

@@ -56,6 +56,7 @@ class Progress:
     evaluated: int = 0  # step of the last evaluation that was finished
     best: float | None = None  # value of the metric that early stopping goes by
     stale: int = 0  # evaluations since that did not improve on it
+    stream: dict | None = None  # where the lanes of a stream are
 
     def __post_init__(self):
         self.pending: Outcome | None = None  # of the last update, not yet counted; no field, and never saved

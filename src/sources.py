@@ -54,9 +54,11 @@ class Source:
     def __str__(self) -> str:
         return ", ".join(self.origins.get(file, file) for file in self.files[:3]) or str(self.name)
 
-    def fetch(self, run: RunConfig, crew: Crew) -> None:
-        """Bring URLs to this disk, and find out which commit of a Hub repository is meant."""
+    def fetch(self, run: RunConfig, crew: Crew, files: bool = True) -> None:
+        """Bring URLs to this disk (but not the files of a stream), and find out which commit of a Hub repository is meant."""
         root = cache_root(run)
+        if self.builder and not files:
+            return
         if self.builder:
             self.files = [
                 fetch.file(file, self.field, root, crew, self.origins) if "://" in file else file for file in self.files
@@ -68,12 +70,15 @@ class Source:
     def key(self) -> list:
         """Return what tells this data from other data: paths, sizes and times of local files, what a server says of others,
         name and commit of a Hub repository."""
-        stats = [fetch.stamp(f) or (f, os.stat(f).st_size, os.stat(f).st_mtime_ns) for f in self.files]
+        stats = [
+            fetch.stamp(f) or ([f] if "://" in f else [f, os.stat(f).st_size, os.stat(f).st_mtime_ns])
+            for f in self.files
+        ]
         return [stats, self.builder, self.name, self.hub]
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of the files, so that a run can tell what changed since."""
-        return {Path(f).name: os.path.getsize(f) for f in self.files[:1000]}
+        return {Path(f).name: os.path.getsize(f) if "://" not in f else None for f in self.files[:1000]}
 
     def rows(self, run: RunConfig, split: str, crew: Crew):
         """Return the raw rows as a memory-mapped `datasets.Dataset`, converted to Arrow by one process of those that see the
@@ -84,7 +89,7 @@ class Source:
             try:
                 loaded = datasets.load_from_disk(self.name)
             except Exception as error:
-                raise UsageError(self._explain(error)) from error
+                raise UsageError(self.explain(error)) from error
             loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
             return loaded.get(_chosen(split, loaded))
         name = hashlib.sha256(repr((self.key(), split, datasets.__version__)).encode()).hexdigest()[:32]
@@ -123,24 +128,44 @@ class Source:
                 if not chosen:
                     leave(record, json.dumps({"files": None}))
                     return
-                builder.download_and_prepare()
-                rows = builder.as_dataset(split=chosen)
+                if run.streaming and not self.files:  # its other splits are not to be downloaded
+                    source = builder.as_streaming_dataset(split=chosen)
+                    source = source.take(run.max_eval_examples) if run.max_eval_examples else source
+                    rows = datasets.Dataset.from_generator(source.__iter__, features=source.features, cache_dir=cache)
+                else:
+                    builder.download_and_prepare()
+                    rows = builder.as_dataset(split=chosen)
         except Exception as error:
-            raise UsageError(self._explain(error)) from error
+            raise UsageError(self.explain(error)) from error
         files = [file["filename"] for file in rows.cache_files]
         leave(record, json.dumps({"files": files, "rows": len(rows)}))
 
-    def _explain(self, error: Exception) -> str:
+    def stream(self, run: RunConfig, file: str | None = None, columns: list[str] | None = None):
+        """Return the raw rows of the training data, or of one of its files, as a `datasets.IterableDataset`."""
+        import datasets
+
+        if file is None:
+            config, revision, split = self.hub
+            try:
+                return datasets.load_dataset(self.name, config, revision=revision, split=split, streaming=True)
+            except Exception as error:
+                raise UsageError(self.explain(error)) from error
+        # Of a Parquet file only the columns that are needed travel.
+        only = {"columns": columns} if columns and self.builder == "parquet" else {}
+        return datasets.load_dataset(self.builder, data_files={"train": [file]}, split="train", streaming=True, **only)
+
+    def explain(self, error: Exception, files: list[str] | None = None) -> str:
         """Return one sentence that names the file, and the line where there is one."""
-        for file in self.files:
+        name = ", ".join(files) if files else str(self)
+        for file in files or self.files:
             if found := fault(file):
                 return found.replace(file, self.origins.get(file, file))
         while error.__cause__ is not None:
             error = error.__cause__
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         if "corresponds to no data" in reason:
-            return f"{self.field}: {self} holds no rows: give data with at least one"
-        return f"{self.field}: {self} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+            return f"{self.field}: {name} holds no rows: give data with at least one"
+        return f"{self.field}: {name} could not be read: {'' if self.builder else absent(self.name)}{reason}"
 
 
 def _chosen(split: str, names) -> str | None:

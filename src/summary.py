@@ -21,8 +21,6 @@ def total_steps(run: RunConfig, examples: int) -> int:
 def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
     """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
     train = splits["train"]
-    per_epoch = steps_per_epoch(len(train), run.global_batch_size)
-    tail = len(train) - (per_epoch - 1) * run.global_batch_size
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     width = torch.finfo(getattr(torch, run.dtype)).bits // 8
@@ -38,16 +36,30 @@ def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, tot
     rows["evaluation data"] = (
         facts_in_words(splits["validation"].facts) if "validation" in splits else "none: no evaluation"
     )
-    rows["steps"] = (
-        f"{total:,} of {run.global_batch_size} examples = {total * run.global_batch_size / len(train):.2f} epochs of {per_epoch:,} steps"
-        + (f"; the last of an epoch has {tail}" if tail != run.global_batch_size else "")
-    )
-    rows["tokens"] = f"{train.facts['tokens'] * total / per_epoch:,.0f} in the whole run"
+    rows |= _length(run, train, total)
     rows["learning rate"] = f"{run.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
     rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {run.dtype}"
     rows["memory"] = f"{_size(state)} per device for weights, gradients and optimizer; activations come on top"
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {run.output_dir}"
     return rows
+
+
+def _length(run: RunConfig, train, total: int) -> dict[str, str]:
+    """Return how long the run is, in steps and tokens."""
+    batch = run.global_batch_size
+    if run.streaming:
+        return {
+            "steps": f"{total:,} of {batch} examples from a stream of {len(train.shards):,} shards in {train.lanes} lanes"
+        }
+    per_epoch = steps_per_epoch(len(train), batch)
+    tail = len(train) - (per_epoch - 1) * batch
+    epochs = f"{total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
+    tokens = train.facts["tokens"] * total / per_epoch
+    return {
+        "steps": f"{total:,} of {batch} examples = {epochs}"
+        + (f"; the last of an epoch has {tail}" if tail != batch else ""),
+        "tokens": f"{tokens:,.0f} in the whole run",
+    }
 
 
 def saves(run: RunConfig, total: int) -> int:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from src import inputs, prepare, reader, sources, together
+from src.fields import RunConfig
 from src.inputs import UsageError
 from src.plan import evaluation_order, training_order
 from src.tasks import Batch, causal_lm
@@ -177,7 +178,7 @@ def test_a_rank_reads_only_the_rows_of_its_own_micro_batches(ragged, tmp_path):
         rank, seen = int(os.environ["RANK"]), []
         order = list(training_order(len(rows), 32, 4, 1, rank, 2, 0, 32, split.lengths))
         spy = _Spy(split, seen)
-        for micro, batch in reader.read(spy, task, iter(order), 0, False):
+        for micro, batch in reader.read(spy, task, iter(order), RunConfig(), False):
             lengths = [len(rows[i]) for i in micro.ids]
             assert (batch.tokens, batch.weight) == (sum(lengths), sum(lengths) - len(lengths))
         assert seen == [i for micro in order for i in micro.ids]
@@ -200,7 +201,7 @@ class _Spy:
 def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
     task, split, rows = ragged
     order = list(training_order(len(rows), 32, 4, 1, 0, 1, 29, 35, split.lengths))
-    windows = list(reader.windows(reader.read(split, task, iter(order), 0, False)))
+    windows = list(reader.windows(reader.read(split, task, iter(order), RunConfig(), False)))
     assert [len(window) for window, _ in windows] == [8, 8, 3, 8, 8, 8]  # 1003 = 31 × 32 + 11
     assert [[micro.step for micro, _ in window] for window, _ in windows] == [
         [s] * n for s, n in zip(range(29, 35), (8, 8, 3, 8, 8, 8), strict=True)
@@ -225,7 +226,7 @@ def draws(split, workers, rank=0, world=1):
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
     order = training_order(len(split), 32, 4, 1, rank, world, 0, 3, split.lengths)
     task = Drawing(None, causal_lm.Options())
-    read = reader.read(split, task, order, workers, False)
+    read = reader.read(split, task, order, RunConfig(dataloader_num_workers=workers), False)
     return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.filler}
 
 
@@ -248,7 +249,7 @@ def test_mutant_draws_without_a_key_are_caught(ragged, monkeypatch):
 def test_batches_come_in_order_from_workers(ragged):
     task, split, rows = ragged
     order = list(evaluation_order(len(rows), 7, 1, split.lengths))
-    got = list(reader.read(split, task, iter(order), 2, False))
+    got = list(reader.read(split, task, iter(order), RunConfig(dataloader_num_workers=2), False))
     assert [micro.index for micro, _ in got] == list(range(len(order)))
     for micro, batch in got:
         ids = batch.inputs["input_ids"]

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import kit
-from tests.hub import Fault, Hub
+from tests.hub import Fault, Hub, adopt
 
 # Evaluates one expression a line. HF_ENDPOINT is read when the libraries are imported, so each Hub needs a process.
 CHILD = """
@@ -119,7 +119,7 @@ def files_asked_for(hub, since: int) -> list[str]:
     return [r.path.rpartition("/")[2] for r in hub.requests[since:] if r.method == "GET" and "/resolve/" in r.path]
 
 
-# ---- plain files, without any library ----------------------------------------------------------------------------------
+# ---- plain files, without any library -------------------------------------------------------------------------------
 
 
 def test_plain_files_have_etags_ranges_and_conditions(hub):
@@ -161,7 +161,7 @@ def test_requests_of_many_threads_are_all_counted(hub):
     assert (hub.downloads("/files/*"), hub.sent("/files/*")) == (before[0] + 40, before[1] + 40 * size)
 
 
-# ---- what the libraries fetch ------------------------------------------------------------------------------------------
+# ---- what the libraries fetch ---------------------------------------------------------------------------------------
 
 
 def test_data_sets_load_and_each_file_is_downloaded_once(hub, child):
@@ -272,7 +272,26 @@ def test_what_was_fetched_is_there_when_the_server_is_not(hub, served):
     assert child("hub.model_info('org/tiny').id") == "org/tiny"
 
 
-# ---- faults ------------------------------------------------------------------------------------------------------------
+def _load(environment):
+    from datasets import load_dataset
+    from huggingface_hub import snapshot_download
+
+    adopt(environment)
+    return load_dataset("org/chats", split="train").num_rows, snapshot_download("org/tiny")
+
+
+def test_forked_processes_adopt_it_and_share_what_they_fetch(hub, tmp_path):
+    before = hub.downloads("*/chats/resolve/*/train.jsonl"), hub.downloads("*/model.safetensors")
+    environment = hub.environment(tmp_path)
+    results = kit.spawn(2, _load, environment, out=tmp_path / "out")
+    assert results[0] == results[1]
+    assert results[0][0] == 500
+    assert results[0][1].startswith(environment["HF_HOME"])
+    after = hub.downloads("*/chats/resolve/*/train.jsonl"), hub.downloads("*/model.safetensors")
+    assert after == (before[0] + 1, before[1] + 1)
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
 
 FETCH = "os.path.getsize(hub.hf_hub_download('org/big', 'data.bin', cache_dir=tempfile.mkdtemp(dir='.')))"
 BIG = "/org/big/resolve/main/data.bin"

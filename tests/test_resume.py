@@ -269,7 +269,12 @@ FREE = {
     "validation_file": "other.jsonl",
     "max_eval_examples": 50,
     "dataloader_num_workers": 2,
+    "dataloader_timeout": 60,
+    "preprocessing_num_workers": 2,
     "cache_dir": "/tmp",
+    "cache_per_node": True,
+    "mixture": None,  # by content: tests/test_mixture.py
+    "per_device_batch_tokens": 100,
     "per_device_batch_size": 4,
     "per_device_eval_batch_size": 4,
     "max_steps": None,  # by its schedule, below
@@ -287,6 +292,8 @@ FREE = {
     "drift_check_steps": 2,
     "time_limit": 60.0,
     "report_to": "none",
+    "push_to_hub": True,
+    "hub_model_id": "somebody/model",
     "ddp_timeout": 100,
     "sample_prompt": "def",
     "sample_tokens": 10,
@@ -296,6 +303,8 @@ FREE = {
 MATHEMATICS = {
     "task": "text_classification",
     "seed": 7,
+    "streaming": True,
+    "stream_lanes": 2,
     "model_name_or_path": "some/model",
     "model_revision": "v2",
     "init_from": "some/run",
@@ -679,9 +688,9 @@ def _rows_read(argv, replay: bool = False):
 
         first = [0]
 
-        def training_order(n, batch, micro, seed, rank, world, start, stop, lengths):
+        def training_order(n, batch, micro, seed, rank, world, start, stop, lengths, **cut):
             first[0] = start
-            return order(n, batch, micro, seed, rank, world, 0, stop, lengths)
+            return order(n, batch, micro, seed, rank, world, 0, stop, lengths, **cut)
 
         train.windows, train.training_order = windows, training_order
     train.main([str(word) for word in argv])

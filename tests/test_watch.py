@@ -244,11 +244,11 @@ def test_two_copies_of_a_signal_within_a_second_count_as_one(tiny, straight, tmp
     finish(tmp_path, recipe(tiny), 2, straight)
 
 
-@pytest.mark.parametrize("moment", ["load_splits", "make_optimizer", "Saver", "begin"])
+@pytest.mark.parametrize("moment", ["load", "make_optimizer", "Saver", "begin"])
 def test_a_signal_before_training_begins_ends_with_75(tiny, tmp_path, monkeypatch, moment):
     """While data is prepared, the model is built, and the run takes its place.
 
-    DEFECT: in load_splits nobody listens yet (-15); in begin, status.json says `running` for ever."""
+    DEFECT: in load nobody listens yet (-15); in begin, status.json says `running` for ever."""
     holder = train.Ledger if moment == "begin" else train  # the ledger is the last to begin
     original = getattr(holder, moment)
 

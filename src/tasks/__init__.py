@@ -43,9 +43,10 @@ class Task(Protocol):
     def load(self) -> None:
         """Read tokenizer and configuration; refuse what does not fit together."""
 
-    def survey(self, examples, split: str):
+    def survey(self, examples, split: str, whole: bool = True):
         """Return (the raw columns that `encode` needs, the `datasets.Features` of what it returns); refuse columns that will
-        not do. Called with all raw rows of a split, a `datasets.Dataset`, before any is encoded."""
+        not do. Called before any row is encoded, with all raw rows of a split, a `datasets.Dataset`; of a stream, where `whole`
+        is false, with its first ones."""
 
     def encode(self, batch: dict[str, list], places) -> dict[str, list]:
         """Return the columns of the rows that a batch of raw rows becomes, ready for `collate`, among them the integers

@@ -84,7 +84,7 @@ class Task:
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
-    def survey(self, examples, split: str):
+    def survey(self, examples, split: str, whole: bool = True):
         from datasets import Features, List, Value
 
         self.encoder = Encoder(

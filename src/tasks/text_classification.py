@@ -75,7 +75,7 @@ class Task:
             (self.tokenizer_text, self.max_length, self.columns, self._text_columns(), o.label_column, self.labels)
         )
 
-    def survey(self, examples, split: str):
+    def survey(self, examples, split: str, whole: bool = True):
         from datasets import ClassLabel, Features, List, Value
 
         columns = (*self._text_columns(), self.options.label_column)
@@ -92,8 +92,13 @@ class Task:
                 f"{split} data: `{self.options.label_column}` holds {kind}: a label is a name or an integer"
             )
         self.names = feature.names if isinstance(feature, ClassLabel) else None
+        if self.labels is None and self.names is None and not whole:
+            raise UsageError(
+                f"{split} data: the labels of a stream are not known before its end: give data whose "
+                f"`{self.options.label_column}` is a ClassLabel, or a model that knows them"
+            )
         if self.labels is None:
-            found = set(examples.unique(self.options.label_column)) - {None}
+            found = set() if not whole else set(examples.unique(self.options.label_column)) - {None}
             values = self.names or sorted(found, key=lambda v: (str(type(v)), v))
             self.labels = [str(value) for value in values]
             if len(self.labels) < 2:

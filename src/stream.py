@@ -1,0 +1,229 @@
+"""Data without ids: read from its files as it is needed, each row once per pass, the same steps on any number of processes.
+
+Leave alone. Guarded by tests/test_stream.py. The shards (files) of a pass, in an order of its own, are dealt to `stream_lanes`
+lanes; every global batch takes the same number of rows from each lane, and every rank reads lanes of its own. So what a
+step holds depends on the lanes, not on the processes. Rows are shuffled within a block, which is read again after a resume.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+import pyarrow as pa
+import torch
+import xxhash
+
+from src.columns import views
+from src.fields import RunConfig
+from src.inputs import UsageError, warn
+from src.plan import MicroBatch, cut, derive, permute
+from src.reader import Item, ahead, collated
+from src.sources import Source
+from src.tasks import Task
+
+BLOCK = 512  # raw rows that a lane encodes, packs and shuffles together, and reads again after a resume
+LANES = 8  # by default, where there are as many shards and a global batch gives eight rows to each
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a lane is in a pass: shards done, blocks done of the next, rows taken from the block after those."""
+
+    shards: int = 0
+    blocks: int = 0
+    rows: int = 0
+
+
+class Stream:
+    """A source that is read as it goes; stands where a split stands, but has no length."""
+
+    quotas = lengths = None
+
+    def __init__(self, run: RunConfig, task: Task, source: Source):
+        self.run, self.task, self.source = run, task, source
+        self.whole = None if source.builder else source.stream(run)
+        self.shards = source.files if source.builder else [f"{source} {i}" for i in range(self.whole.num_shards)]
+        self.lanes = run.stream_lanes or max(1, min(LANES, len(self.shards), run.global_batch_size // 8))
+        self.columns = None
+        self._survey()
+        told = repr((source.key(), len(self.shards), self.lanes, BLOCK, task.fingerprint()))
+        self.facts = {"examples": None, "rows": xxhash.xxh3_128_hexdigest(told.encode()), "files": source.sizes()}
+        self.facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
+        self.epoch, self.turned, self.positions = 0, False, {}
+
+    def _survey(self) -> None:
+        """Learn the columns from the first rows there are, and keep one for ranks that have nothing to read."""
+        from datasets import Dataset
+
+        for shard in range(len(self.shards)):
+            for table in self.blocks(shard):
+                self.columns, features = self.task.survey(Dataset(table), "train", whole=False)
+                self.schema = features.arrow_schema
+                self.task.opened(features)
+                if rows := self.prepared(table.select(self.columns), shard, 0, 0):
+                    self.spare = rows[0]
+                    return
+        raise UsageError(f"train data: {self.source} holds no rows with anything to train on")
+
+    def epoch_at(self, step: int, batch: int) -> float:
+        """Return how many passes are over."""
+        return float(self.epoch)
+
+    def segments(self) -> list:
+        return []
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def blocks(self, shard: int) -> Iterator[pa.Table]:
+        """Yield the raw rows of a shard in tables of BLOCK rows."""
+        name = self.shards[shard]
+        try:
+            if self.whole is None:
+                rows = self.source.stream(self.run, name, self.columns)
+            else:
+                rows = self.whole.shard(num_shards=len(self.shards), index=shard)
+            for table in rows.with_format("arrow").iter(batch_size=BLOCK):
+                if missing := [column for column in self.columns or () if column not in table.column_names]:
+                    there = ", ".join(table.column_names)
+                    raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
+                yield table.select(self.columns) if self.columns else table
+        except (UsageError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise UsageError(self.source.explain(error, [name])) from error
+
+    def prepared(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[tuple[int, dict, int]]:
+        """Return (id, row, length) of the rows that a block becomes, in an order of its own for this pass."""
+        rows = self.task.encode(table.to_pydict(), _Places(self.shards[shard], block * BLOCK, table.num_rows))
+        batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
+        columns, count = views(batch), batch.num_rows
+        order = permute(np.arange(count), count, derive("block", self.run.seed, shard, block), epoch) if count else []
+        first = (shard << 44) | (block << 20)
+        return [(first + int(i), {name: take(i) for name, take in columns}, rows["length"][i]) for i in order]
+
+    def lane(self, number: int, epoch: int, start: Cursor) -> Iterator[tuple[Cursor, tuple[int, dict, int]]]:
+        """Yield (the cursor after it, (id, row, length)) of the rows of a lane in a pass, from `start` on."""
+        order = permute(np.arange(len(self.shards)), len(self.shards), self.run.seed, epoch)
+        mine = order[number :: self.lanes].tolist()
+        for position in range(start.shards, len(mine)):
+            begun = start if position == start.shards else Cursor(position)
+            for block, table in enumerate(self.blocks(mine[position])):
+                if block < begun.blocks:
+                    continue
+                rows = self.prepared(table, mine[position], block, epoch)
+                for i in range(begun.rows if block == begun.blocks else 0, len(rows)):
+                    yield Cursor(position, block, i + 1), rows[i]
+
+    # ---- windows -----------------------------------------------------------------------------------------------------
+
+    def windows(self, rank: int, world: int, progress, pin: bool) -> Iterator[tuple[list[Item], float]]:
+        """Yield (this rank's micro-batches of a step, seconds waited) from where `progress` is, without an end.
+
+        A rank whose lanes are at their end gets fillers. When no rank has a row, the caller calls `turn`: that was no step,
+        and the next pass begins."""
+        if rank == 0 and world > min(self.lanes, len(self.shards)):
+            warn(
+                f"{world} processes share {len(self.shards)} shards in {self.lanes} lanes, so some have nothing to read: give "
+                "more files, or more --stream_lanes (which are part of what is trained)"
+            )
+        mine, step = range(rank, self.lanes, world), progress.step
+        saved = progress.stream or {"epoch": 0, "lanes": [[0, 0, 0]] * self.lanes}
+        self.epoch, here = saved["epoch"], {lane: Cursor(*saved["lanes"][lane]) for lane in mine}
+        self.positions = {step: (self.epoch, here)}
+        while True:
+            self.turned = False
+            coming = ahead(_Pass(self, mine, here, self.epoch, step), self.run, pin)
+            while not self.turned:
+                began = time.perf_counter()
+                try:
+                    window, here = next(coming, ([], here))
+                except UsageError as error:
+                    error.alone = True  # the other ranks read other rows
+                    raise
+                self.positions = {step: self.positions[step], step + 1: (self.epoch, here)}
+                yield window or [self._filler(step)], time.perf_counter() - began
+                step += not self.turned
+            self.epoch, here = self.epoch + 1, {lane: Cursor() for lane in mine}
+            self.positions = {step: (self.epoch, here)}
+
+    def turn(self) -> None:
+        """End the pass: no rank has a row left."""
+        self.turned = True
+
+    def position(self, step: int, agree) -> dict:
+        """Return where all lanes are after `step`, the same on every rank."""
+        epoch, cursors = self.positions[step]
+        table = torch.zeros(self.lanes, 3, dtype=torch.float64)
+        for lane, cursor in cursors.items():
+            table[lane] = torch.tensor(astuple(cursor), dtype=torch.float64)
+        return {"epoch": epoch, "lanes": [[int(x) for x in row] for row in agree(table).tolist()]}
+
+    def _filler(self, step: int) -> Item:
+        number, row, _ = self.spare
+        return collated(self.task, MicroBatch(np.array([number]), 0, step, filler=True), [row])
+
+
+class _Pass(torch.utils.data.IterableDataset):
+    """The windows of one rank in the rest of a pass, each with where its lanes are after it."""
+
+    def __init__(self, stream: Stream, mine: range, cursors: dict[int, Cursor], epoch: int, step: int):
+        self.stream, self.mine, self.cursors, self.epoch, self.step = stream, mine, dict(cursors), epoch, step
+
+    def __iter__(self) -> Iterator[tuple[list[Item], dict[int, Cursor]]]:
+        stream, run, step = self.stream, self.stream.run, self.step
+        lanes = {lane: stream.lane(lane, self.epoch, self.cursors[lane]) for lane in self.mine}
+        while lanes:
+            window = []
+            for lane in list(lanes):
+                share = run.global_batch_size // stream.lanes + (lane < run.global_batch_size % stream.lanes)
+                rows = []
+                while len(rows) < share and (item := next(lanes[lane], None)):
+                    self.cursors[lane] = item[0]
+                    rows.append(item[1])
+                if len(rows) < share:
+                    del lanes[lane]
+                window += self._cut(rows, lane, step)
+            if window:
+                yield _closed(stream.task, window), dict(self.cursors)
+                step += 1
+
+    def _cut(self, rows: list[tuple[int, dict, int]], lane: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
+        """Return (micro-batch, its rows) of a lane's share of a global batch."""
+        run, lengths = self.stream.run, np.array([length for *_, length in rows], np.int64)
+        parts = cut(np.arange(len(rows)), run.per_device_batch_size, lengths, run.per_device_batch_tokens)
+        return [
+            (
+                MicroBatch(
+                    np.array([rows[i][0] for i in part]),
+                    derive("micro-batch", run.seed, "stream", step, lane, j),
+                    step,
+                    (lane << 20) | j,
+                    cost,
+                    last=False,
+                ),
+                [rows[i][1] for i in part],
+            )
+            for j, (part, cost) in enumerate(parts)
+        ]
+
+
+def _closed(task: Task, window: list[tuple[MicroBatch, list[dict]]]) -> list[Item]:
+    """Return the batches of a window, the last of which is marked."""
+    last = len(window) - 1
+    return [collated(task, replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(window)]
+
+
+class _Places:
+    """Where the rows of a block are, for messages."""
+
+    def __init__(self, name: str, first: int, count: int):
+        self.name, self.first, self.count = name, first, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, i: int) -> str:
+        if not 0 <= i < self.count:
+            raise IndexError(i)
+        return f"{self.name}, row {self.first + i}: train data"
