@@ -29,7 +29,7 @@ import yaml
 import train
 from benchmarks.plain import Plain, direct_loss, labels_loss
 from src import config
-from src.data import load_splits
+from src.data import load
 from src.inputs import REPOSITORY
 from src.plan import training_order
 from src.reader import Reader
@@ -81,8 +81,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
     run, options = config.parse(words)
     task = make_task(run, options)
-    task.load()
-    split = load_splits(run, task, wanted=("train",))["train"]
+    split = load(run, task, wanted=("train",))["train"]
     times = {"ours": [], "plain": []}
     losses = {"ours": [], "plain": []}
 

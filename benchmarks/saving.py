@@ -40,7 +40,7 @@ RESUME = """
 import sys
 sys.path.insert(0, {repository!r})
 from src import checkpoint, config
-from src.data import load_splits
+from src.data import load
 from src.optim import make_optimizer
 from src.step import Objective
 from src.tasks import make_task
@@ -51,8 +51,7 @@ def memory(name):
 
 run, options = config.parse(sys.argv[1:])
 task = make_task(run, options)
-task.load()
-load_splits(run, task)
+load(run, task)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
 start = checkpoint.newest(run.output_dir)

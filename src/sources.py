@@ -21,6 +21,9 @@ from src.together import Crew, leave
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
 
+GROUP = 64 << 20  # bytes of files that one process converts to Arrow at a time
+
+
 class Named(NamedTuple):
     """What a source of a mixture names, or the run itself."""
 
@@ -70,11 +73,12 @@ class Source:
     def key(self) -> list:
         """Return what tells this data from other data: paths, sizes and times of local files, what a server says of others,
         name and commit of a Hub repository."""
-        stats = [
-            fetch.stamp(f) or ([f] if "://" in f else [f, os.stat(f).st_size, os.stat(f).st_mtime_ns])
-            for f in self.files
+        return [self._stamps(self.files), self.builder, self.name, self.hub]
+
+    def _stamps(self, files: list[str]) -> list:
+        return [
+            fetch.stamp(f) or ([f] if "://" in f else [f, os.stat(f).st_size, os.stat(f).st_mtime_ns]) for f in files
         ]
-        return [stats, self.builder, self.name, self.hub]
 
     def sizes(self) -> dict[str, int]:
         """Return names and sizes of the files, so that a run can tell what changed since."""
@@ -92,35 +96,67 @@ class Source:
                 raise UsageError(self.explain(error)) from error
             loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
             return loaded.get(_chosen(split, loaded))
-        name = hashlib.sha256(repr((self.key(), split, datasets.__version__)).encode()).hexdigest()[:32]
-        record = cache_root(run) / "raw" / f"{name}.json"
-        if record.exists() and not all(map(os.path.exists, json.loads(record.read_text())["files"] or [])):
-            record.unlink(missing_ok=True)  # somebody has cleared the cache of `datasets`
-        crew.once(record, lambda: self._convert(run, split, record), f"reading {self}")
-        known = json.loads(record.read_text())
-        if known["files"] is None:
+        groups = self._groups()
+        keys = [
+            repr((self._stamps(group), self.builder, self.name, self.hub, split, datasets.__version__))
+            for group in groups
+        ]
+        folder = cache_root(run) / "raw"
+        records = [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
+        for record in records:
+            if record.exists() and not all(map(os.path.exists, json.loads(record.read_text())["files"] or [])):
+                record.unlink(missing_ok=True)  # somebody has cleared the cache of `datasets`
+        crew.share(records, lambda i: self._convert(run, split, groups[i], records[i]), f"reading {self}")
+        known = [json.loads(record.read_text()) for record in records]
+        if known[0]["files"] is None:
             return None
-        parts = [datasets.Dataset.from_file(file) for file in known["files"]]
-        rows = datasets.concatenate_datasets(parts) if parts else datasets.Dataset.from_dict({})
-        if len(rows) != known["rows"]:
-            record.unlink(missing_ok=True)
-            raise UsageError(
-                f"{self.field}: the cache of {self} has {len(rows)} rows, {known['rows']} were read: run again"
-            )
-        return rows
+        parts = [[datasets.Dataset.from_file(file) for file in one["files"]] for one in known]
+        for record, one, part in zip(records, known, parts, strict=True):
+            if (found := sum(map(len, part))) != one["rows"]:
+                record.unlink(missing_ok=True)
+                raise UsageError(
+                    f"{self.field}: the cache of {self} has {found} rows, {one['rows']} were read: run again"
+                )
+        return self._joined(groups, [(i, rows) for i, part in enumerate(parts) for rows in part])
 
-    def _convert(self, run: RunConfig, split: str, record: Path) -> None:
-        """Convert the raw rows to Arrow files in the cache of `datasets`, and write down which they are."""
+    def _groups(self) -> list[list[str]]:
+        """Return the files in groups that are converted by one process each."""
+        if not self.builder:
+            return [self.files]
+        groups, size = [[]], 0
+        for file in self.files:
+            if groups[-1] and size > GROUP:
+                groups, size = [*groups, []], 0
+            groups[-1].append(file)
+            size += os.path.getsize(file)
+        return groups
+
+    def _joined(self, groups: list[list[str]], parts: list[tuple]):
+        """Return all rows as one data set; UsageError names two files whose columns do not go together."""
+        import datasets
+
+        rows = [part for _, part in parts]
+        try:
+            return datasets.concatenate_datasets(rows) if rows else datasets.Dataset.from_dict({})
+        except Exception as error:
+            for i, part in parts:
+                try:
+                    datasets.concatenate_datasets([rows[0], part])
+                except Exception:
+                    one, other = (", ".join(f"{n}: {t.dtype}" for n, t in r.features.items()) for r in (rows[0], part))
+                    raise UsageError(
+                        f"{self.field}: {groups[i][0]} has other columns ({other}) than {groups[0][0]} ({one})"
+                    ) from error
+            raise
+
+    def _convert(self, run: RunConfig, split: str, group: list[str], record: Path) -> None:
+        """Convert raw rows to Arrow files in the cache of `datasets`, and write down which they are."""
         import datasets
 
         cache = str(cache_root(run)) if run.cache_dir else None
         try:
             if self.builder:
-                workers = min(run.preprocessing_num_workers, len(self.files))
-                files, workers = {split: self.files}, workers if workers > 1 else None
-                rows = datasets.load_dataset(
-                    self.builder, data_files=files, split=split, cache_dir=cache, num_proc=workers
-                )
+                rows = datasets.load_dataset(self.builder, data_files={split: group}, split=split, cache_dir=cache)
             else:
                 config, revision, _ = self.hub
                 builder = datasets.load_dataset_builder(self.name, config, revision=revision, cache_dir=cache)
@@ -136,7 +172,7 @@ class Source:
                     builder.download_and_prepare()
                     rows = builder.as_dataset(split=chosen)
         except Exception as error:
-            raise UsageError(self.explain(error)) from error
+            raise UsageError(self.explain(error, group)) from error
         files = [file["filename"] for file in rows.cache_files]
         leave(record, json.dumps({"files": files, "rows": len(rows)}))
 
@@ -156,7 +192,7 @@ class Source:
 
     def explain(self, error: Exception, files: list[str] | None = None) -> str:
         """Return one sentence that names the file, and the line where there is one."""
-        name = ", ".join(files) if files else str(self)
+        name = ", ".join((files or [])[:3]) or str(self)
         for file in files or self.files:
             if found := fault(file):
                 return found.replace(file, self.origins.get(file, file))

@@ -33,6 +33,9 @@ def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, tot
     warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
     corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
     rows = {"task": run.task, "training data": facts_in_words(train.facts)}
+    if train.quotas:
+        drawn = zip(train.segments(), train.quotas, strict=True)
+        rows["mixture"] = "; ".join(f"{name}: {draws:,} of {n:,} rows an epoch" for (name, *_), (n, draws) in drawn)
     rows["evaluation data"] = (
         facts_in_words(splits["validation"].facts) if "validation" in splits else "none: no evaluation"
     )

@@ -1,0 +1,204 @@
+"""What data costs: reading by id, tokenising on several ranks, the second start. See README.md; writes results.json.
+
+    python benchmarks/data.py [--only read|prepare] [--megabytes 200]
+
+Everything is measured side by side in one run, as ratios; RAYON_NUM_THREADS=1 gives a tokenizer one thread a rank.
+"""
+
+import argparse
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPOSITORY))
+
+from src import config, samples  # noqa: E402 (the line above lets it run from anywhere)
+from src.data import load  # noqa: E402
+from src.plan import training_order  # noqa: E402
+from src.reader import read  # noqa: E402
+from src.tasks import make_task  # noqa: E402
+
+MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+
+
+def opened(folder: Path, **fields):
+    """Return (run, task, training split) as train.py has them."""
+    (folder / "model.yaml").write_text(json.dumps(MODEL))
+    flags = {"model_config": folder / "model.yaml", "cache_dir": folder / "cache"} | fields
+    run, options = config.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    config.check(run, options)
+    task = make_task(run, options)
+    return run, task, load(run, task, wanted=("train",))["train"]
+
+
+# ---- reading by id ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(folder: Path, lengths: np.ndarray) -> Path:
+    """Write a Parquet file of rows of random ids."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    ids = np.random.default_rng(0).integers(0, 32000, int(lengths.sum()), dtype=np.int32)
+    column = pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), ids)
+    pyarrow.parquet.write_table(pa.table({"input_ids": column}), folder / "rows.parquet")
+    return folder / "rows.parquet"
+
+
+def plain_loader(split, micro: int, form: str | None):
+    """Return a plain DataLoader over the same rows as a `datasets.Dataset`, padded as ours are."""
+    import datasets
+
+    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.facts["pieces"]]
+    rows = datasets.concatenate_datasets(parts).select_columns(["input_ids"]).with_format(form)
+
+    def collate(batch):
+        longest = max(len(row["input_ids"]) for row in batch)
+        ids, labels = np.zeros((len(batch), longest), np.int64), np.full((len(batch), longest), -100, np.int64)
+        for i, row in enumerate(batch):
+            n = len(row["input_ids"])
+            ids[i, :n] = row["input_ids"]
+            labels[i, : n - 1] = row["input_ids"][1:]
+        return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}, sum(
+            len(row["input_ids"]) for row in batch
+        )
+
+    return torch.utils.data.DataLoader(rows, batch_size=micro, shuffle=True, collate_fn=collate)
+
+
+def throughput(batches, seconds: float = 4.0) -> float:
+    """Return tokens per second of CPU time; each item ends with its number of tokens."""
+    batches, tokens = iter(batches), 0
+    for _ in range(5):
+        next(batches)
+    began = time.process_time()
+    while (spent := time.process_time() - began) < seconds and (item := next(batches, None)):
+        tokens += item[1] if isinstance(item[1], int) else item[1].tokens
+    return tokens / spent
+
+
+def reading() -> dict:
+    torch.set_num_threads(1)
+    found = {}
+    rng = np.random.default_rng(1)
+    kinds = {
+        "rows of 1,024": np.full(40_000, 1024),
+        "ragged short rows": 3 + (94 * rng.random(400_000) ** 2.5).astype(int),
+    }
+    for name, lengths in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            file = rows_of(Path(folder), lengths)
+            run, task, split = opened(Path(folder), train_file=file, max_length=1024, global_batch_size=256)
+            ours, plain = [], {}
+            for turn in range(3):
+                order = training_order(len(split), 256, 8, turn, 0, 1, 0, 100_000, split.lengths)
+                ours.append(throughput(read(split, task, order, run, False)))
+                for form in (None, "numpy", "arrow") if turn == 0 else (max(plain, key=plain.get),):
+                    if form != "arrow":  # whose rows are tables
+                        plain[form] = max(plain.get(form, 0), throughput(plain_loader(split, 8, form)))
+            best = max(plain.values())
+            found[name] = {"million_tokens_per_second": max(ours) / 1e6, "plain": best / 1e6, "ratio": max(ours) / best}
+            print(f"{name}: {max(ours) / 1e6:.2f} M tokens/s a core, plain {best / 1e6:.2f}: {max(ours) / best:.1f} ×")
+    return found
+
+
+# ---- preparing -------------------------------------------------------------------------------------------------------
+
+
+def texts(folder: Path, megabytes: int) -> Path:
+    """Write source code of the standard library, in another order each time it comes round."""
+    file, rng = folder / "texts.jsonl", np.random.default_rng(0)
+    lines = Path(samples.folder("stdlib_code"), "train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line)["text"] for line in lines]
+    size = 0
+    with open(file, "w", encoding="utf-8") as out:
+        while size < megabytes * 1_000_000:
+            for i in rng.permutation(len(rows)):
+                out.write(json.dumps({"text": rows[i]}) + "\n")
+                size += len(rows[i])
+    return file
+
+
+def child(folder: Path, file: str) -> None:
+    """One rank: prepare, and print seconds, memory and what came out."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.perf_counter()
+    _, _, split = opened(folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true")
+    spent = time.perf_counter() - began
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    filled = split.facts["tokens"] / (1024 * len(split))
+    print(json.dumps([spent, before / 1e6, peak / 1e6, split.facts["rows"], filled]))
+
+
+def ranks(world: int, folder: Path, file: Path) -> list[list]:
+    """Prepare on `world` ranks, as a launcher starts them; return what each printed."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
+    common |= {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world)}
+    command = [sys.executable, __file__, "--child", str(folder), str(file)]
+    started = [
+        subprocess.Popen(
+            command, env=common | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(world)
+    ]
+    return [json.loads(process.communicate()[0].splitlines()[-1]) for process in started]
+
+
+def preparing(megabytes: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        file = texts(root, megabytes)
+        out = {}
+        for world in (1, 2):
+            (root / str(world)).mkdir()
+            out[world] = ranks(world, root / str(world), file)
+        again = ranks(1, root / "2", file)[0]
+    one, two = out[1][0], max(out[2])
+    assert len({rank[3] for world in out.values() for rank in world}) == 1, "other rows on two ranks than on one"
+    found = {
+        "megabytes": megabytes,
+        "seconds_on_one_rank": one[0],
+        "two_ranks_against_one": one[0] / two[0],
+        "peak_gb_per_rank": max(rank[2] for world in out.values() for rank in world),
+        "of_that_imports_gb": one[1],
+        "second_start_seconds": again[0],
+        "filled": one[4],
+    }
+    print(json.dumps(found, indent=1))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", choices=["read", "prepare"])
+    parser.add_argument("--megabytes", type=int, default=200)
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        return child(Path(args.child[0]), args.child[1])
+    results = {}
+    if args.only != "prepare":
+        results["data_read"] = reading()
+    if args.only != "read":
+        results["data_prepare"] = preparing(args.megabytes)
+    file = REPOSITORY / "benchmarks" / "results.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(known | results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
