@@ -21,7 +21,8 @@ from src.together import Crew, leave
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
 
-GROUP = 64 << 20  # bytes of files that one process converts to Arrow at a time
+MANY = 256  # files, above which they are converted to Arrow in groups
+GROUP = 64 << 20  # bytes of files in a group
 
 
 class Named(NamedTuple):
@@ -120,9 +121,11 @@ class Source:
         return self._joined(groups, [(i, rows) for i, part in enumerate(parts) for rows in part])
 
     def _groups(self) -> list[list[str]]:
-        """Return the files in groups that are converted by one process each."""
+        """Return the files in groups that one process converts at a time: each by itself, unless they are very many."""
         if not self.builder:
             return [self.files]
+        if len(self.files) <= MANY:
+            return [[file] for file in self.files]
         groups, size = [[]], 0
         for file in self.files:
             if groups[-1] and size > GROUP:
@@ -143,7 +146,7 @@ class Source:
                 try:
                     datasets.concatenate_datasets([rows[0], part])
                 except Exception:
-                    one, other = (", ".join(f"{n}: {t.dtype}" for n, t in r.features.items()) for r in (rows[0], part))
+                    one, other = (", ".join(f"{f.name}: {f.type}" for f in r.data.schema) for r in (rows[0], part))
                     raise UsageError(
                         f"{self.field}: {groups[i][0]} has other columns ({other}) than {groups[0][0]} ({one})"
                     ) from error
