@@ -41,6 +41,12 @@ def prepared(run: RunConfig, task: Task, split: str, source: Source, crew: Crew)
     folder = cache_root(run) / "prepared" / _key(run, task, split, source)
     if not (folder / FACTS).exists():
         _make(run, task, split, source, crew, folder)
+    for name, size in json.loads((folder / FACTS).read_text()).get("bytes", {}).items():
+        found = (folder / name).stat().st_size if (folder / name).exists() else "no"
+        if found != size:
+            raise UsageError(
+                f"{folder / name} has {found} bytes, {size} were written: remove the folder, it is made again"
+            )
     return folder
 
 
@@ -176,6 +182,8 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     facts |= {
         "pieces": [[target.with_suffix(".arrow").name, p["blocks"]] for target, p in zip(targets, pieces, strict=True)]
     }
+    written = [folder / "lengths.npy", folder / "hashes.npy", *(target.with_suffix(".arrow") for target in targets)]
+    facts["bytes"] = {path.name: path.stat().st_size for path in written}
     leave(folder / FACTS, json.dumps(facts))
     for left in (*folder.glob("*.npz"), *folder.glob("*.lock")):
         left.unlink(missing_ok=True)
