@@ -134,7 +134,9 @@ def child(folder: Path, file: str) -> None:
     """One rank: prepare, and print seconds, memory and what came out."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    _, _, split = opened(folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true")
+    run, task, split = opened(folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true")
+    order = training_order(len(split), 8, 8, 0, 0, 1, 0, 1, split.lengths)
+    next(read(split, task, order, run, False))
     spent = time.perf_counter() - began
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     filled = split.facts["tokens"] / (1024 * len(split))

@@ -161,3 +161,21 @@ def test_a_billion_examples_cost_neither_memory_nor_time():
     first = next(training_order(10**9, 1024, 8, 0, 3, 64, 10**7, 10**7 + 1))  # step 10^7 is in the eleventh epoch
     assert first.step == 10**7
     assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_an_epoch_is_the_data_set_for_any_processes_micro_batches_budgets_and_resume_points(case):
+    rng = np.random.default_rng(case)
+    n, batch, epoch = int(rng.integers(1, 300)), int(rng.integers(1, 70)), int(rng.integers(0, 3))
+    lengths = rng.integers(1, 60, n)
+    per_epoch = steps_per_epoch(n, batch)
+    first, stop = epoch * per_epoch, (epoch + 1) * per_epoch
+    resumed = int(rng.integers(first, stop + 1))
+    seen = []
+    for begin, end in ((first, resumed), (resumed, stop)):  # each part with another where
+        world, micro = int(rng.integers(1, 6)), int(rng.integers(1, batch + 1))
+        tokens = int(rng.integers(60, 400)) if rng.random() < 0.5 else None
+        for rank in range(world):
+            order = training_order(n, batch, micro, case, rank, world, begin, end, lengths, tokens)
+            seen += [i for m in order if not m.filler for i in m.ids.tolist()]
+    assert sorted(seen) == list(range(n))
