@@ -39,8 +39,7 @@ setup: .venv/done ## build .venv from nothing; does nothing when it is up to dat
 	@touch $@
 
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
-	@rm -f $(OUT)/status.json
-	$(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS) || exit $$($(VENV)/python -m src.status $(OUT) $$?)
+	$(VENV)/python -m src.status $(OUT) -- $(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS)
 
 data: .venv/done ## fetch and prepare the data of CONFIG, without training; on a machine without a GPU if you like
 	$(VENV)/python -m src.data --config $(CONFIG) $(ARGS)

@@ -127,7 +127,7 @@ def best_checkpoint(run: RunConfig) -> Path | None:
     metrics = Path(run.output_dir, "metrics.jsonl")
     if not run.metric_for_best_model or not metrics.exists():
         return None
-    lines = [json.loads(text) for text in metrics.read_text().splitlines() if '"kind": "eval"' in text]
+    lines = [line for line in store.objects(metrics) if line["kind"] == "eval"]
     values = {line["step"]: line.get(run.metric_for_best_model) for line in lines}
     found = [path for path in checkpoints(run.output_dir) if values.get(step_of(path)) is not None]
     sign = -1 if run.greater_is_better else 1

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from src import status
+from src import status, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
 
@@ -48,6 +48,7 @@ def start(run: RunConfig):
     """Return an Accelerator whose process group is the one that was asked for; UsageError says what differs and why."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
+    watch.check_launcher()
     asked = int(os.environ.get("WORLD_SIZE", 1))
     sharded = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
     accelerated = torch.accelerator.is_available()
@@ -172,6 +173,7 @@ def main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
+        _forgive(stream)
     try:
         work(sys.argv[1:])
     except SystemExit as error:
@@ -190,6 +192,20 @@ def main(work: Callable[[list[str]], None]) -> None:
         _end(130, "interrupted")
     except Exception as error:
         _fail(error)
+
+
+def _forgive(stream) -> None:
+    """Let what cannot be printed be lost: a pipe without a reader, or a log on a full disk, is no reason to end a run."""
+
+    def forgiving(original):
+        def call(*args):
+            with suppress(OSError):
+                return original(*args)
+            return len(args[0]) if args else None
+
+        return call
+
+    stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)
 
 
 def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> None:

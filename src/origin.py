@@ -8,6 +8,8 @@ import os
 from itertools import islice
 from pathlib import Path
 
+from src.inputs import UsageError
+
 
 class Places:
     """The places of rows start … stop−1 of a split, looked up when one is put into a message."""
@@ -22,6 +24,15 @@ class Places:
         if not 0 <= i < len(self):
             raise IndexError(i)
         return Place(self.source, self.split, self.start + i)
+
+
+def decoded(rows, places, take=lambda rows, i: rows[i]) -> None:
+    """Raise UsageError for the first of `rows` whose bytes are no text: Arrow takes any, and Python does not."""
+    for i in range(len(places)):
+        try:
+            take(rows, i)
+        except UnicodeDecodeError as reason:
+            raise UsageError(f"{places[i]}: not UTF-8 text ({reason.reason})") from None
 
 
 class Place:
@@ -150,6 +161,9 @@ def _json_fault(file: str) -> str | None:
                         return f"{where}: expected a JSON object, found {json.dumps(row)[:60]}"
                     if other := _other_kind(kinds, row):
                         return f"{where}: {other}"
+                    json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return f"{where}: half of a surrogate pair, which no UTF-8 text can hold"
     except json.JSONDecodeError as reason:
         found = next(islice(text.splitlines(), reason.lineno - 1, None), "").strip()[:60]
         return (

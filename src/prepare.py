@@ -22,7 +22,7 @@ import xxhash
 from src import store
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
-from src.origin import Places
+from src.origin import Places, decoded
 from src.sources import Source, cache_root
 from src.tasks import Task
 from src.together import Crew, leave
@@ -109,7 +109,13 @@ def _piece(task, raw, split, source, features, starts: range, target: Path, crew
             for start in starts:
                 crew.check()
                 stop = min(start + starts.step, starts.stop)
-                rows = task.encode(raw[start:stop], Places(source, split, start, stop))
+                places = Places(source, split, start, stop)
+                try:
+                    batch = raw[start:stop]
+                except UnicodeDecodeError:
+                    decoded(raw, places, lambda rows, i, first=start: rows[first + i])
+                    raise
+                rows = task.encode(batch, places)
                 columns = [pa.array(rows[field.name], field.type) for field in schema]
                 batch = pa.record_batch(columns, schema=schema)
                 writer.write_batch(batch)

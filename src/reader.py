@@ -3,6 +3,7 @@
 Leave alone. Guarded by tests/test_data.py, tests/test_reader.py and tests/conformance/.
 """
 
+import logging
 import os
 import random
 import sys
@@ -39,10 +40,10 @@ def collated(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
     seed_everything(derive("collate", micro.seed))
     try:
         return micro, task.collate(rows)
-    except Exception as error:
-        error.add_note(
-            f"while micro-batch {micro.index} of step {micro.step + 1} was collated, of rows {micro.ids.tolist()}"
-        )
+    except Exception:
+        text = f"micro-batch {micro.index} of step {micro.step + 1} could not be collated, of rows {micro.ids.tolist()}"
+        logging.getLogger("run").error("%s", text)
+        print(f"\nrank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
         raise
 
 

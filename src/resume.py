@@ -38,6 +38,7 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
         try:
             if folder.is_dir():
                 status.lock(folder)
+                store.tidy(folder / "checkpoints")
             outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
             status.forget_failure(folder)
         except (UsageError, Failure, Stopped, OSError) as error:
@@ -57,10 +58,11 @@ def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
     UsageError when there are checkpoints and none is intact, or when they are of another run."""
     if stopped := _restarted_after_stop(run):
         raise Stopped(stopped)
-    if run.resume == "never":
+    asked = "auto" if _heals(run) and checkpoints(run.output_dir) else run.resume
+    if asked == "never":
         return Start(None, [])
-    folder = Path(run.output_dir if run.resume == "auto" else run.resume)
-    if run.resume != "auto" and any((folder / name).exists() for name in ("state.json", store.MANIFEST)):
+    folder = Path(run.output_dir if asked == "auto" else asked)
+    if asked != "auto" and any((folder / name).exists() for name in ("state.json", store.MANIFEST)):
         if faults := store.faults(folder):
             raise UsageError(f"resume: {folder} is damaged: {'; '.join(faults)}")
         return Start(folder, same_run(folder, run, facts, config, options))
@@ -77,7 +79,7 @@ def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
             + "; ".join(notes)
             + ". Restore one, or start anew with --resume never"
         )
-    if run.resume != "auto":
+    if asked != "auto":
         raise UsageError(
             f"resume: {run.resume} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
         )
@@ -91,6 +93,12 @@ def _restarted_after_stop(run: RunConfig) -> str | None:
     return (
         last["reason"] if again and last.get("status") == "stopped" and last.get("launcher") == os.getppid() else None
     )
+
+
+def _heals(run: RunConfig) -> bool:
+    """Return whether this launch has begun the run already: then `never`, or another run's checkpoint, was for that start."""
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    return again and status.read(Path(run.output_dir)).get("launcher") == os.getppid()
 
 
 # ---- the same run ----------------------------------------------------------------------------------------------------
@@ -175,11 +183,16 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
         return
     folder = Path(run.output_dir)
     status.lock(folder)
+    if start is None and run.resume == "auto" and checkpoints(folder):
+        raise UsageError(
+            f"output_dir: another process has trained in {folder} meanwhile: the same command goes on from there"
+        )
     stale = [folder / "final"]
     if start is None:
         stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]
     else:
-        stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step_of(start)]
+        step = read_state(start)["progress"]["step"]  # its folder may have any name
+        stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step]
     for path in filter(Path.exists, stale):
         base = path.with_name(f"old_{path.name}") if start else path
         n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())

@@ -125,6 +125,7 @@ class Saver:
 
     def _prune(self) -> None:
         try:
+            store.tidy(self.folder / "checkpoints")
             checkpoint.prune(self.run)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
@@ -173,6 +174,8 @@ class Saver:
 
     def report(self) -> str | None:
         """Return what saving has cost training, in the middle of all saves."""
+        if self.failures:
+            return f"warning: the last checkpoint could not be saved ({self.reason}); the final model is whole"
         if not self.stalls:
             return None
         stall, copy = (statistics.median(column) for column in zip(*self.stalls, strict=True))

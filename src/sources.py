@@ -7,6 +7,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,6 +147,8 @@ class Source:
                 try:
                     datasets.concatenate_datasets([rows[0], part])
                 except Exception:
+                    if found := fault(groups[i][0]):
+                        raise UsageError(found) from error
                     one, other = (", ".join(f"{f.name}: {f.type}" for f in r.data.schema) for r in (rows[0], part))
                     raise UsageError(
                         f"{self.field}: {groups[i][0]} has other columns ({other}) than {groups[0][0]} ({one})"
@@ -201,6 +204,8 @@ class Source:
                 return found.replace(file, self.origins.get(file, file))
         while error.__cause__ is not None:
             error = error.__cause__
+        if absent_column := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
+            return f"{self.field}: {name}: there is no column `{absent_column[1]}`, as in other files"
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         if "corresponds to no data" in reason:
             return f"{self.field}: {name} holds no rows: give data with at least one"
@@ -245,9 +250,20 @@ def _expand(pattern: str, field: str) -> list[str]:
     return [os.path.abspath(file) for file in files]
 
 
+def _is_empty(file: str) -> bool:
+    if file.endswith(".parquet"):
+        from pyarrow import ArrowInvalid, parquet
+
+        try:
+            return parquet.read_metadata(file).num_rows == 0
+        except (ArrowInvalid, OSError):
+            return os.path.getsize(file) == 0
+    return os.path.getsize(file) == 0
+
+
 def _without_empty(files: list[str], field: str) -> list[str]:
     """Leave out files without a byte, as a writer of shards may have left them, and say so."""
-    empty = [file for file in files if "://" not in file and os.path.getsize(file) == 0]
+    empty = [file for file in files if "://" not in file and _is_empty(file)]
     if len(empty) == len(files):
         raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
     for file in empty:

@@ -54,6 +54,17 @@ def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def tidy(parent: Path) -> None:
+    """Put back what a kill left between the two renames of `publish`, and remove what it left unfinished.
+
+    Only for who holds the run: nothing is being published in there."""
+    for left in parent.glob(".*.old"):
+        folder = parent / left.name[1:].removesuffix(".old")
+        shutil.rmtree(left, ignore_errors=True) if folder.exists() else left.rename(folder)
+    for left in parent.glob(".*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def faults(folder: Path) -> list[str]:
     """Return why the contents of `folder` are not what `publish` wrote, each naming its file; nothing if they are.
 
@@ -154,6 +165,18 @@ class Lines:
             warn(
                 f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
             )
+
+
+def objects(path: Path) -> list[dict]:
+    """Return the objects of a file of JSON lines that can be read: damage costs a line, not the run."""
+    found = []
+    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        found += [line] if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line else []
+    return found
 
 
 def cut_back(path: Path, keeps: Callable[[dict], bool]) -> None:

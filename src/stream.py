@@ -17,6 +17,7 @@ import xxhash
 from src.columns import views
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
+from src.origin import decoded
 from src.plan import MicroBatch, cut, derive, permute
 from src.reader import Item, ahead, collated
 from src.sources import Source
@@ -95,7 +96,13 @@ class Stream:
 
     def prepared(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[tuple[int, dict, int]]:
         """Return (id, row, length) of the rows that a block becomes, in an order of its own for this pass."""
-        rows = self.task.encode(table.to_pydict(), _Places(self.shards[shard], block * BLOCK, table.num_rows))
+        places = _Places(self.shards[shard], block * BLOCK, table.num_rows)
+        try:
+            batch = table.to_pydict()
+        except UnicodeDecodeError:
+            decoded(table, places, lambda rows, i: rows.slice(i, 1).to_pydict())
+            raise
+        rows = self.task.encode(batch, places)
         batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
         columns, count = views(batch), batch.num_rows
         order = permute(np.arange(count), count, derive("block", self.run.seed, shard, block), epoch) if count else []

@@ -124,7 +124,8 @@ class Tracker:
             return
         if sample:
             self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
-        last = {line["kind"]: line for line in map(json.loads, self.metrics.path.read_text().splitlines())}
+        self.metrics.offer()
+        last = {line["kind"]: line for line in store.objects(self.metrics.path)}
         for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
             if kind in last:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
@@ -229,6 +230,7 @@ def _flat(run: RunConfig) -> dict:
 
 def _log_to(file: Path) -> None:
     handler = logging.FileHandler(file)
+    handler.handleError = lambda record: None  # a full disk: the same line was printed, too
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -15,11 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from src.fields import RunConfig
+from src.inputs import Stopped
 from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
 LOOK = 0.5  # seconds between two looks at files and clocks
+PARENT = os.getppid()  # the launcher, if there is one: read before anything slow, in which it may end
 STARTED = time.monotonic()  # when this process imported its first file of src/
 
 
@@ -34,8 +36,7 @@ class Watch:
         self.begun = False
         self.step_seconds = self.save_seconds = 0.0  # the longest so far
         self.last = self.heard = None
-        launched = any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
-        self.parent = os.getppid() if launched else None
+        self.parent = PARENT if _launched() else None
         self.inbox, outbox = socket.socketpair()
         for end in (self.inbox, outbox):
             end.setblocking(False)
@@ -112,7 +113,19 @@ class Watch:
 def before_training() -> None:
     """Let a signal end this process at once with the code of a stop, until a Watch hears it: nothing can be lost yet."""
     for number in SIGNALS:
-        signal.signal(number, lambda *_: os._exit(EXIT_STOPPED))
+        signal.signal(
+            number, lambda number, _: _leave(EXIT_STOPPED, f"{signal.Signals(number).name} before training began")
+        )
+
+
+def _launched() -> bool:
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+
+
+def check_launcher() -> None:
+    """End where the launcher has ended while data was made ready: its store, and the other ranks, are gone."""
+    if _launched() and os.getppid() != PARENT:
+        raise Stopped("the launcher is gone")
 
 
 def _nothing(number, frame) -> None:

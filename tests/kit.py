@@ -15,6 +15,8 @@ import torch.multiprocessing
 import yaml
 from safetensors.torch import load_file
 
+from src import watch
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LLAMA = {
@@ -74,6 +76,7 @@ def _enter(rank, world, port, out, target, args, env):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     } | (env or {})
+    watch.PARENT = os.getppid()  # as if this process had imported it
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
