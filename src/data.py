@@ -108,8 +108,15 @@ def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
     crew = Crew(sources.cache_root(run))
     with crew.working():
-        task.load()
-        return load_splits(run, task, crew, wanted)
+        try:
+            task.load()
+            return load_splits(run, task, crew, wanted)
+        except OSError as error:
+            if error.errno not in sources.NO_ROOM:
+                raise
+            raise UsageError(
+                f"cache_dir: {crew.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
+            ) from error
 
 
 def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "validation")) -> dict:

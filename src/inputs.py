@@ -26,9 +26,9 @@ class Stopped(Exception):
     """The run was asked to stop, and everything is saved; ends every rank with exit code 75, and may be started again."""
 
 
-def warn(text: str) -> None:
-    """Say on each node once what somebody asked for and does not get."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+def warn(text: str, alone: bool = False) -> None:
+    """Say on each node once what somebody asked for and does not get; `alone`: no other process knows."""
+    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from src import fetch, samples
+from src import hub, samples
 from src.fields import RunConfig
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
 from src.sources import cache_root
@@ -23,7 +23,8 @@ def _reason(error: Exception) -> str:
 
 
 def _folder(run: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
-    return fetch.model_folder(name, run.model_revision, field, cache_root(run), weights, run.trust_remote_code)
+    revision = run.model_revision if name == run.model_name_or_path else "main"
+    return hub.model_folder(name, revision, field, cache_root(run), weights, run.trust_remote_code)
 
 
 def load_tokenizer(run: RunConfig):

@@ -6,6 +6,8 @@ from pathlib import Path
 from src.fields import RunConfig
 from src.inputs import warn
 
+SILENCE = 120  # seconds to wait for the Hub's next byte
+
 
 def fault(run: RunConfig) -> list[str]:
     """Return why nothing could be pushed at the end of the run, so that it is known before its beginning."""
@@ -24,8 +26,9 @@ def push(run: RunConfig, main: bool) -> str:
     Where that fails there is a warning with the way out, for the model is on the disk."""
     if not main:
         return ""
-    from huggingface_hub import HfApi
+    from huggingface_hub import HfApi, get_session
 
+    get_session().timeout = SILENCE  # by default there is none
     folder = Path(run.output_dir, "final")
     name = run.hub_model_id or folder.resolve().parent.name
     try:

@@ -3,6 +3,7 @@
 Leave alone. Guarded by tests/test_data.py, tests/test_fetch.py and tests/test_bad_input.py.
 """
 
+import errno
 import glob
 import hashlib
 import json
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from src import fetch, samples
+from src import fetch, hub, samples
 from src.fields import RunConfig
 from src.inputs import UsageError, absent, locate, warn
 from src.origin import fault
@@ -22,6 +23,7 @@ from src.together import Crew, leave
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 
 
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 MANY = 256  # files, above which they are converted to Arrow in groups
 GROUP = 64 << 20  # bytes of files in a group
 
@@ -70,7 +72,7 @@ class Source:
             ]
         elif not self.files:
             config, revision, split = self.hub
-            self.hub = (config, fetch.dataset_commit(self.name, revision, root, crew), split)
+            self.hub = (config, hub.dataset_commit(self.name, revision, root, crew), split)
 
     def key(self) -> list:
         """Return what tells this data from other data: paths, sizes and times of local files, what a server says of others,
@@ -171,6 +173,8 @@ class Source:
                     leave(record, json.dumps({"files": None}))
                     return
                 if run.streaming and not self.files:  # its other splits are not to be downloaded
+                    if builder.config.data_files:  # or the files of other splits would be opened, too
+                        builder.config.data_files = {chosen: builder.config.data_files[chosen]}
                     source = builder.as_streaming_dataset(split=chosen)
                     source = source.take(run.max_eval_examples) if run.max_eval_examples else source
                     rows = datasets.Dataset.from_generator(source.__iter__, features=source.features, cache_dir=cache)
@@ -178,6 +182,11 @@ class Source:
                     builder.download_and_prepare()
                     rows = builder.as_dataset(split=chosen)
         except Exception as error:
+            cause = error
+            while cause.__cause__ is not None:
+                cause = cause.__cause__
+            if isinstance(cause, OSError) and cause.errno in NO_ROOM:
+                raise cause from error  # the disk's fault, not that of the files
             raise UsageError(self.explain(error, group)) from error
         files = [file["filename"] for file in rows.cache_files]
         leave(record, json.dumps({"files": files, "rows": len(rows)}))
@@ -186,14 +195,21 @@ class Source:
         """Return the raw rows of the training data, or of one of its files, as a `datasets.IterableDataset`."""
         import datasets
 
+        datasets.config.STREAMING_READ_MAX_RETRIES = 3  # of 20, each of which waits for as long as all of these do
         if file is None:
             config, revision, split = self.hub
             try:
-                return datasets.load_dataset(self.name, config, revision=revision, split=split, streaming=True)
+                named = {"path": self.name, "name": config, "revision": revision, "split": split, "streaming": True}
+                rows = datasets.load_dataset(**named)
+                if columns and rows.info.builder_name == "parquet":
+                    rows = datasets.load_dataset(**named, columns=columns)
+                return rows
             except Exception as error:
                 raise UsageError(self.explain(error)) from error
         # Of a Parquet file only the columns that are needed travel.
         only = {"columns": columns} if columns and self.builder == "parquet" else {}
+        if "://" in file:
+            only["storage_options"] = {"client_kwargs": {"trust_env": True, "timeout": _patience()}}
         return datasets.load_dataset(self.builder, data_files={"train": [file]}, split="train", streaming=True, **only)
 
     def explain(self, error: Exception, files: list[str] | None = None) -> str:
@@ -210,6 +226,13 @@ class Source:
         if "corresponds to no data" in reason:
             return f"{self.field}: {name} holds no rows: give data with at least one"
         return f"{self.field}: {name} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+
+
+def _patience():
+    """Return how long a stream waits for a server: datasets would wait 5 minutes, 20 times."""
+    from aiohttp import ClientTimeout
+
+    return ClientTimeout(total=None, sock_connect=fetch.SILENCE[0], sock_read=fetch.SILENCE[1])
 
 
 def _chosen(split: str, names) -> str | None:

@@ -57,6 +57,15 @@ class Stream:
         """Learn the columns from the first rows there are, and keep one for ranks that have nothing to read."""
         from datasets import Dataset
 
+        try:
+            features = self._rows(0).features
+        except Exception as error:
+            raise UsageError(self.source.explain(error, self.shards[:1])) from error
+        if features:  # Parquet tells them without a row, and then only needed columns travel
+            empty = Dataset.from_dict({name: [] for name in features}, features=features)
+            self.columns, _ = self.task.survey(empty, "train", whole=False)
+            if self.whole is not None:
+                self.whole = self.source.stream(self.run, columns=self.columns)
         for shard in range(len(self.shards)):
             for table in self.blocks(shard):
                 self.columns, features = self.task.survey(Dataset(table), "train", whole=False)
@@ -76,15 +85,16 @@ class Stream:
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
+    def _rows(self, shard: int):
+        if self.whole is None:
+            return self.source.stream(self.run, self.shards[shard], self.columns)
+        return self.whole.shard(num_shards=len(self.shards), index=shard)
+
     def blocks(self, shard: int) -> Iterator[pa.Table]:
         """Yield the raw rows of a shard in tables of BLOCK rows."""
         name = self.shards[shard]
         try:
-            if self.whole is None:
-                rows = self.source.stream(self.run, name, self.columns)
-            else:
-                rows = self.whole.shard(num_shards=len(self.shards), index=shard)
-            for table in rows.with_format("arrow").iter(batch_size=BLOCK):
+            for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
                 if missing := [column for column in self.columns or () if column not in table.column_names]:
                     there = ", ".join(table.column_names)
                     raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")

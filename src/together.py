@@ -6,6 +6,7 @@ a finished piece does not do it again. A piece is published by a rename and is t
 file system does not keep costs work, never data.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -47,7 +48,7 @@ class Crew:
         with suppress(Timeout):  # held by a process of the same rank: a launcher that starts independent replicas
             self.lock.acquire(timeout=0)
         self._mine(".failed").unlink(missing_ok=True)
-        self._mine(".here").write_text(json.dumps({"time": time.time()}))
+        self._mine(".here").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         try:
             yield
         except BaseException as error:
@@ -66,13 +67,24 @@ class Crew:
         """Tell the others of the launch what this process failed with, unless it was told so by one of them."""
         if isinstance(error, KeyboardInterrupt) or getattr(error, "heard", False) or getattr(error, "told", False):
             return
-        error.told = True
         text = str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}"
         word = {"kind": type(error).__name__, "text": text, "time": time.time()}
+        error.told = self._first_to_say(text)
+        error.heard = not error.told
         with suppress(OSError):
             temporary = self._mine(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(word))
             temporary.replace(self._mine(".failed"))
+
+    def _first_to_say(self, text: str) -> bool:
+        """Return whether no other process of this launch has met the same fault before."""
+        claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.said"
+        with suppress(OSError):
+            if claim.exists() and not self.recent(claim.stat().st_mtime):
+                claim.unlink()
+            with open(claim, "x") as file:
+                file.write(self.rank)
+        return not claim.exists() or claim.read_text() in ("", self.rank)  # or a helper of this one has met it
 
     def _sweep(self) -> None:
         """Remove what this process alone has used, and what launches of yesterday have left."""
@@ -96,7 +108,7 @@ class Crew:
                     error = kind(word["text"] if kind is UsageError else f"rank {rank}: {word['text']}")
                     error.heard = not own  # who said it prints it, but for a helper process of this one
                     raise error
-                if near and not own and _free(path.with_suffix(".lock")) and path.exists():
+                if near and not own and _free(path.with_suffix(".lock")) and not _lives(word["pid"]) and path.exists():
                     raise Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
 
     def recent(self, moment: float, near: bool = True) -> bool:
@@ -132,6 +144,21 @@ class Crew:
                     print(f"waiting for another process: {what}{pieces}", file=sys.stderr, flush=True)
                 time.sleep(POLL)
 
+    @contextmanager
+    def turn(self, target: Path, what: str):
+        """Within, no other process of any launch is at `target`, whose making may be repeated."""
+        said = time.monotonic()
+        while True:
+            with _try_lock(target) as mine:
+                if mine:
+                    yield
+                    return
+            self.check()
+            if time.monotonic() - said > SAY:
+                said = time.monotonic()
+                print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
+            time.sleep(POLL)
+
     def once(self, target: Path, make: Callable[[], None], what: str) -> None:
         """Return when `target` exists, made by one process: see `share`."""
         self.share([target], lambda _: make(), what)
@@ -164,6 +191,17 @@ def _free(lock: Path) -> bool:
     """Return whether nobody holds a lock any more."""
     with _try_lock(lock.with_suffix("")) as free:
         return free
+
+
+def _lives(pid: int) -> bool:
+    """Return whether a process of this machine has not ended: a lock alone may be none, on some file systems."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
 
 
 def _read(path: Path) -> dict | None:
