@@ -72,7 +72,10 @@ def _find(file: str, row: int) -> tuple[int | None, str | None]:
         import pyarrow
 
         with pyarrow.memory_map(file) as source:
-            count = pyarrow.ipc.open_stream(source).read_all().num_rows
+            try:
+                count = pyarrow.ipc.open_stream(source).read_all().num_rows
+            except pyarrow.ArrowInvalid:  # the other of the two formats
+                count = pyarrow.ipc.open_file(source).read_all().num_rows
     elif kind == ".csv":
         import csv
 
@@ -177,10 +180,27 @@ def _json_fault(file: str) -> str | None:
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
 
 
+def _kind(value) -> str:
+    if not isinstance(value, list):
+        return _KINDS[type(value)]
+    inside = {_kind(x) for x in value if x is not None}
+    return f"a list of {inside.pop() if len(inside) == 1 else 'several kinds'}" if inside else "a list"
+
+
 def _other_kind(kinds: dict[str, str], row: dict) -> str | None:
     """Return which field of a row is of another kind than in the rows before."""
     for name, value in row.items():
-        kind = None if value is None else _KINDS[type(value)]
+        kind = None if value is None or value == [] else _kind(value)
         if kind and kinds.setdefault(name, kind) != kind:
             return f"`{name}` is {kind}, and {kinds[name]} in the rows before: {json.dumps(value)[:60]}"
     return None
+
+
+def check_kinds(schema, columns: list[str], files: list[str], name: str) -> None:
+    """Raise UsageError for a column of several kinds, which `datasets` holds as JSON, and not always reads back as it was."""
+    for column in columns:
+        if (
+            "arrow.json" in str(schema.field(column).type) and column != "messages"
+        ):  # whose turns may differ in their keys
+            found = next((text for file in files if (text := fault(file))), None)
+            raise UsageError(found or f"{name}: `{column}` holds values of several kinds")

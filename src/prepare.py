@@ -22,7 +22,7 @@ import xxhash
 from src import store
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
-from src.origin import Places, decoded
+from src.origin import Places, check_kinds, decoded
 from src.sources import Source, cache_root
 from src.tasks import Task
 from src.together import Crew, leave
@@ -68,6 +68,7 @@ def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, fo
     if len(raw) == 0:
         raise UsageError(f"{split} data: {source} holds no rows")
     columns, features = task.survey(raw, split)
+    check_kinds(raw.data.schema, columns, source.files, f"{source.field}: {source}")
     bounds = cut(len(raw), raw.data.nbytes)
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
     block = max(1, min(BLOCK_ROWS, BLOCK * len(raw) // max(1, raw.data.nbytes)))
@@ -81,7 +82,7 @@ def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, fo
 
     try:
         _with_helpers(run, crew, targets, make, f"preparing {split} data")
-        crew.once(folder / FACTS, lambda: _assemble(split, source, task, len(raw), targets, folder), f"{split} data")
+        crew.once(folder / FACTS, lambda: _assemble(split, source, task, len(raw), targets, crew), f"{split} data")
     except UsageError:
         if crew.alone:  # pieces of data that has to be mended are of no use, as those of a start that was killed are
             shutil.rmtree(folder, ignore_errors=True)
@@ -156,9 +157,9 @@ def _contents(rows: dict) -> list[bytes]:
     return [repr(row).encode() for row in zip(*(rows[name] for name in names), strict=True)]
 
 
-def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], folder: Path) -> None:
+def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], crew: Crew) -> None:
     """Write what is known of all rows: their lengths, their hashes, and the facts last."""
-    pieces = [json.loads(target.read_text()) for target in targets]
+    pieces, folder = [json.loads(target.read_text()) for target in targets], targets[0].parent
     examples = sum(sum(piece["blocks"]) for piece in pieces)
     facts = {name: sum(piece[name] for piece in pieces) for name in ("tokens", "targets", "rows_cut", "tokens_cut")}
     if not facts["targets"]:
@@ -166,9 +167,9 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
             f"{split} data: none of the {raw_rows} rows has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
-    facts["longest"] = 0
+    facts["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"
     for name, kind, count in (("lengths", np.int32, examples), ("hashes", np.uint64, sum(p["hashes"] for p in pieces))):
-        whole = np.lib.format.open_memmap(folder / f"{name}.tmp.npy", "w+", kind, (count,))
+        whole = np.lib.format.open_memmap(folder / f"{name}.{ending}", "w+", kind, (count,))
         start = 0
         for target in targets:
             with np.load(target.with_suffix(".npz")) as numbers:
@@ -180,7 +181,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
             )
         whole.flush()
         del whole
-        (folder / f"{name}.tmp.npy").replace(folder / f"{name}.npy")
+        (folder / f"{name}.{ending}").replace(folder / f"{name}.npy")
     digest = xxhash.xxh3_128(repr([(piece["schema"], piece["rows"]) for piece in pieces]).encode()).hexdigest()
     facts |= {"examples": examples, "source_rows": raw_rows, "rows": digest}
     facts |= {"without_target": sum(piece["without_target"] for piece in pieces), "files": source.sizes()}
@@ -191,8 +192,9 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     written = [folder / "lengths.npy", folder / "hashes.npy", *(target.with_suffix(".arrow") for target in targets)]
     facts["bytes"] = {path.name: path.stat().st_size for path in written}
     leave(folder / FACTS, json.dumps(facts))
-    for left in (*folder.glob("*.npz"), *folder.glob("*.lock")):
-        left.unlink(missing_ok=True)
+    if crew.locks:  # else somebody may still be reading them
+        for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
+            left.unlink(missing_ok=True)
     _sweep(folder.parent)
 
 

@@ -3,12 +3,15 @@
 Leave alone. Guarded by tests/test_data.py, tests/test_reader.py and tests/conformance/.
 """
 
+import ctypes
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -99,6 +102,8 @@ def _options(run: RunConfig, workers: int) -> dict:
 def _begin_worker(*_) -> None:
     """Make a loader process leave signals to its rank, and keep to one thread: there are as many of them as cores."""
     deaf()
+    with suppress(OSError, AttributeError):  # Linux: a process that hangs, and is deaf, ends with its rank
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     threads = ("OMP", "OPENBLAS", "MKL", "RAYON", "NUMEXPR")
     os.environ |= {f"{name}_NUM_THREADS": "1" for name in threads}  # for what is imported from now on
     os.environ |= {"OPENCV_FOR_THREADS_NUM": "1", "TOKENIZERS_PARALLELISM": "false"}

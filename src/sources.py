@@ -24,6 +24,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+SHORT = 4096  # bytes, up to which a file is looked into
 MANY = 256  # files, above which they are converted to Arrow in groups
 GROUP = 64 << 20  # bytes of files in a group
 
@@ -165,6 +166,8 @@ class Source:
         try:
             if self.builder:
                 rows = datasets.load_dataset(self.builder, data_files={split: group}, split=split, cache_dir=cache)
+                if self.builder == "json" and _quoted(rows) and (found := next(filter(None, map(fault, group)), None)):
+                    raise UsageError(found)
             else:
                 config, revision, _ = self.hub
                 builder = datasets.load_dataset_builder(self.name, config, revision=revision, cache_dir=cache)
@@ -181,6 +184,8 @@ class Source:
                 else:
                     builder.download_and_prepare()
                     rows = builder.as_dataset(split=chosen)
+        except UsageError:
+            raise
         except Exception as error:
             cause = error
             while cause.__cause__ is not None:
@@ -226,6 +231,16 @@ class Source:
         if "corresponds to no data" in reason:
             return f"{self.field}: {name} holds no rows: give data with at least one"
         return f"{self.field}: {name} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+
+
+def _quoted(rows) -> bool:
+    """Return whether some text is in quotes: `datasets` writes a chunk whose values are of several kinds as JSON, the good
+    ones too, which is no other type where a chunk before was text. Only a look at the file tells that from a quotation."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+    return any(pc.any(pc.match_substring_regex(c, r'(?s)\A".*"\z')).as_py() for c in texts)
 
 
 def _patience():
@@ -274,21 +289,33 @@ def _expand(pattern: str, field: str) -> list[str]:
 
 
 def _is_empty(file: str) -> bool:
-    if file.endswith(".parquet"):
+    """Return whether a file holds no row, as far as that is quickly known."""
+    size = os.path.getsize(file)
+    if file.endswith(".parquet") and size:
         from pyarrow import ArrowInvalid, parquet
 
         try:
             return parquet.read_metadata(file).num_rows == 0
         except (ArrowInvalid, OSError):
-            return os.path.getsize(file) == 0
-    return os.path.getsize(file) == 0
+            return False
+    if size > SHORT or file.endswith((".parquet", ".arrow", ".txt")):
+        return size == 0
+    with open(file, "rb") as text:
+        return len(text.read().split()) == 0 or (file.endswith(".csv") and _lines(file) < 2)
+
+
+def _lines(file: str) -> int:
+    with open(file, "rb") as lines:
+        return sum(1 for line in lines if line.strip())
 
 
 def _without_empty(files: list[str], field: str) -> list[str]:
-    """Leave out files without a byte, as a writer of shards may have left them, and say so."""
+    """Leave out files without a row, as a writer of shards may have left them, and say so."""
     empty = [file for file in files if "://" not in file and _is_empty(file)]
     if len(empty) == len(files):
-        raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
+        if os.path.getsize(empty[0]) == 0 or empty[0].endswith(".parquet"):
+            raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
+        return files  # whatever reads them says what is missing
     for file in empty:
         warn(f"{field}: {file} is empty and left out")
     return [file for file in files if file not in set(empty)]

@@ -17,7 +17,7 @@ import xxhash
 from src.columns import views
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
-from src.origin import decoded
+from src.origin import check_kinds, decoded
 from src.plan import MicroBatch, cut, derive, permute
 from src.reader import Item, ahead, collated
 from src.sources import Source
@@ -98,6 +98,7 @@ class Stream:
                 if missing := [column for column in self.columns or () if column not in table.column_names]:
                     there = ", ".join(table.column_names)
                     raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
+                check_kinds(table.schema, self.columns or [], [name], name)
                 yield table.select(self.columns) if self.columns else table
         except (UsageError, GeneratorExit):
             raise

@@ -39,6 +39,7 @@ class Crew:
         launch = "_".join(os.environ.get(name, "") for name in names).replace("/", "_")
         self.folder = self.root / "crews" / (f"alone_{os.getpid()}" if self.alone else launch)
         self.lock: FileLock | None = None
+        self.locks = True  # whether the file system keeps locks
 
     @contextmanager
     def working(self):
@@ -47,6 +48,7 @@ class Crew:
         self.lock = FileLock(self._mine(".lock"))
         with suppress(Timeout):  # held by a process of the same rank: a launcher that starts independent replicas
             self.lock.acquire(timeout=0)
+            self.locks = not _free(self._mine(".lock"))
         self._mine(".failed").unlink(missing_ok=True)
         self._mine(".here").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         try:
@@ -109,7 +111,10 @@ class Crew:
                     error.heard = not own  # who said it prints it, but for a helper process of this one
                     raise error
                 if near and not own and _free(path.with_suffix(".lock")) and not _lives(word["pid"]) and path.exists():
-                    raise Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
+                    error = Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
+                    error.told = self._first_to_say(str(error))
+                    error.heard = not error.told
+                    raise error
 
     def recent(self, moment: float, near: bool = True) -> bool:
         """Return whether a word of that time can be of this launch, on this machine or (with clocks of their own) another."""

@@ -177,7 +177,9 @@ CASES = {
     ),
     "lists for objects": Case("train.jsonl, line 1: expected a JSON object", files={"train.jsonl": "[1]\n[2]\n"}),
     "a bad array": Case("a.json, line 3: not valid JSON", {"train_file": "a.json"}, {"a.json": f"[\n{IDS}, {{,\n]"}),
-    "files with other columns": Case("b.jsonl, line 1|`input_ids`", {"train_file": ["train.jsonl", "b.jsonl"]}, {"b.jsonl": [{"other": 1}]}),
+    "files with other columns": Case(
+        "b.jsonl, line 1|`input_ids`", {"train_file": ["train.jsonl", "b.jsonl"]}, {"b.jsonl": [{"other": 1}]}
+    ),
     "CSV unclosed": Case(
         "a.csv could not be read", TEXT | {"train_file": "a.csv"}, {"a.csv": 'text,b\nx,1\n"unclosed'}
     ),
