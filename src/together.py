@@ -111,10 +111,7 @@ class Crew:
                     error.heard = not own  # who said it prints it, but for a helper process of this one
                     raise error
                 if near and not own and _free(path.with_suffix(".lock")) and not _lives(word["pid"]) and path.exists():
-                    error = Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
-                    error.told = self._first_to_say(str(error))
-                    error.heard = not error.told
-                    raise error
+                    raise Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
 
     def recent(self, moment: float, near: bool = True) -> bool:
         """Return whether a word of that time can be of this launch, on this machine or (with clocks of their own) another."""
