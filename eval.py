@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from src import checkpoint, config, launch
-from src.data import load
+from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
 from src.step import Objective
@@ -24,9 +24,10 @@ def main(argv: list[str]) -> None:
     launch.check_environment()
 
     task = make_task(run, options)
-    split = load(run, task, wanted=("validation",))["validation"]
+    splits = load(run, task, wanted=("validation",))
     accelerator = launch.start(run)
-    score(run, task, split, accelerator, step)
+    same_everywhere(accelerator, splits)
+    score(run, task, splits["validation"], accelerator, step)
     launch.finish(accelerator)
 
 

@@ -5,7 +5,7 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 
 from src import checkpoint, config, drift, launch, resume, watch
 from src.batch_size import largest_that_fits
-from src.data import load
+from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
 from src.fields import RunConfig
@@ -40,6 +40,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
+    same_everywhere(accelerator, splits)
     examples, validation = splits["train"], splits.get("validation")
     total = total_steps(run, examples.facts["examples"])
     schedule = make_schedule(run, total)  # completed updates -> learning rate

@@ -197,6 +197,23 @@ def _overlap(found: dict[str, dict[str, sources.Source]]) -> None:
         warn(f"validation_file: {', '.join(both[:3])} is training data too: the evaluation says nothing of other data")
 
 
+def same_everywhere(accelerator, splits: dict) -> None:
+    """Raise UsageError on all ranks alike if one has other rows than the main process: a node with other files."""
+    if accelerator.num_processes == 1:
+        return
+    from accelerate.utils import gather_object
+
+    everyone = gather_object([{name: (split.facts["examples"], split.facts["rows"]) for name, split in splits.items()}])
+    for rank, held in enumerate(everyone):
+        for name in sorted(held.keys() | everyone[0].keys()):
+            (one, _), (other, _) = pair = [rows.get(name, (0, "")) for rows in (everyone[0], held)]
+            if pair[0] != pair[1]:
+                raise UsageError(
+                    f"{name} data: rank {rank} has other rows than rank 0 ({other} of them, and {one}): give all nodes the same "
+                    "files and the same code"
+                )
+
+
 def repeated(splits: dict) -> tuple[int, int] | None:
     """Return (how many of the evaluated examples are trained on, too, of how many that were looked for), or None."""
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():

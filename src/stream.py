@@ -48,7 +48,8 @@ class Stream:
         self.lanes = run.stream_lanes or max(1, min(LANES, len(self.shards), run.global_batch_size // 8))
         self.columns = None
         self._survey()
-        told = repr((source.key(), len(self.shards), self.lanes, BLOCK, task.fingerprint()))
+        # By names and sizes: files may be moved, and nodes have copies of their own.
+        told = repr((source.sizes(), source.hub, len(self.shards), self.lanes, BLOCK, task.fingerprint()))
         self.facts = {"examples": None, "rows": xxhash.xxh3_128_hexdigest(told.encode()), "files": source.sizes()}
         self.facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
         self.epoch, self.turned, self.positions = 0, False, {}

@@ -396,3 +396,31 @@ def test_no_data_and_no_rows_are_refused(tools, tmp_path):
     for packing in (False, True):
         with pytest.raises(UsageError, match="none of the 2 rows has anything to train on"):
             open_data(tools, tmp_path, train_file=tmp_path / "short.jsonl", packing=packing)
+
+
+def _other_files(argv, folders):
+    os.chdir(folders[int(os.environ["RANK"])])
+    import train
+
+    train.main(argv)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_ranks_with_other_data_do_not_train(tools, tmp_path, mutant, monkeypatch):
+    import train
+
+    folders = []
+    for name, rows in (("a", TEXTS), ("b", [*TEXTS[:-1], "def x"])):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name / "rows.jsonl", rows)
+        folders.append(tmp_path / name)
+    fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": "rows.jsonl"}
+    fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run", "ddp_timeout": 30}
+    if mutant:
+        monkeypatch.setattr(train, "same_everywhere", lambda *_: None)
+        kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains, without a word
+        return
+    with pytest.raises(kit.RankFailed, match="train data: rank 1 has other rows than rank 0") as failed:
+        kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")
+    assert failed.value.codes == [1, 1]
+    assert not (tmp_path / "run" / "checkpoints").exists()
