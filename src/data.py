@@ -14,16 +14,15 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from src import config, launch, mixture, sources
+from src import config, launch, mixture, named, sources
 from src.columns import views
+from src.facts import facts_in_words, notes_on_data
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
 from src.plan import steps_per_epoch
 from src.prepare import FACTS, prepared
 from src.tasks import Task, make_task
 from src.together import Crew
-
-MANY = 5_000_000  # rows of training data among which those of the validation data are looked for
 
 
 @dataclass
@@ -147,10 +146,10 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
 
 def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
     """Return the sources of a split by name."""
-    named = mixture.named(run)
+    names = mixture.named(run)
     if split == "validation" and run.mixture and run.validation_file:
-        named = {"": sources.Named(None, None, None, [], run.validation_file)}
-    found = {name: sources.find(one, split) for name, one in named.items()}
+        names = {"": named.Named(None, None, None, [], run.validation_file)}
+    found = {name: named.find(one, split) for name, one in names.items()}
     return {name: source for name, source in found.items() if source}
 
 
@@ -214,20 +213,6 @@ def same_everywhere(accelerator, splits: dict) -> None:
                 )
 
 
-def repeated(splits: dict) -> tuple[int, int] | None:
-    """Return (how many of the evaluated examples are trained on, too, of how many that were looked for), or None."""
-    if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():
-        return None
-    one, other = (
-        np.concatenate(
-            [np.load(part.folder / "hashes.npy", mmap_mode="r")[:MANY] for _, _, part in splits[name].segments()]
-        )
-        for name in ("validation", "train")
-    )
-    one = one[: MANY // 50]
-    return int(np.isin(one, other).sum()), len(one)
-
-
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
     run, options = config.parse(argv)
@@ -237,35 +222,6 @@ def main(argv: list[str]) -> None:
         for source, _, part in split.segments():
             print(f"{name}{' ' * bool(source)}{source}: {facts_in_words(part.facts)}: {part.folder}")
     print(*notes_on_data(splits), sep="\n")
-
-
-def facts_in_words(facts: dict) -> str:
-    """Return how many rows, tokens and targets a split holds."""
-    if facts["examples"] is None:
-        return "a stream"
-    packed = f" packed from {facts['source_rows']:,}" if facts["examples"] != facts["source_rows"] else ""
-    return f"{facts['examples']:,} rows{packed}, {facts['tokens']:,} tokens, {facts['targets']:,} targets"
-
-
-def notes_on_data(splits: dict) -> list[str]:
-    """Return what somebody may not expect of the data."""
-    found = []
-    for name, split in splits.items():
-        facts = split.facts
-        if facts["examples"] is None:
-            continue
-        if facts["rows_cut"]:
-            share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
-            text = f"{facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
-            found.append(f"{name} data: {text}")
-        if facts["without_target"]:
-            text = f"{facts['without_target']:,} of {facts['examples']:,} rows have no target and count for nothing"
-            found.append(f"{name} data: {text}")
-    if (both := repeated(splits)) and both[0]:
-        found.append(
-            f"validation data: {both[0]:,} of {both[1]:,} examples that were looked for are in the training data, too"
-        )
-    return found
 
 
 if __name__ == "__main__":

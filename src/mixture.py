@@ -11,8 +11,8 @@ import numpy as np
 
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest
+from src.named import Named
 from src.plan import quotas_of, steps_per_epoch
-from src.sources import Named
 
 FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
 

@@ -4,7 +4,6 @@ Leave alone. Guarded by tests/test_data.py, tests/test_fetch.py and tests/test_b
 """
 
 import errno
-import glob
 import hashlib
 import json
 import os
@@ -12,32 +11,16 @@ import re
 import socket
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
-from src import fetch, hub, samples
+from src import fetch, hub
 from src.fields import RunConfig
-from src.inputs import UsageError, absent, locate, warn
+from src.inputs import UsageError, absent
 from src.origin import fault
 from src.together import Crew, leave
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-
-
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-SHORT = 4096  # bytes, up to which a file is looked into
 MANY = 256  # files, above which they are converted to Arrow in groups
 GROUP = 64 << 20  # bytes of files in a group
-
-
-class Named(NamedTuple):
-    """What a source of a mixture names, or the run itself."""
-
-    dataset_name: str | None
-    dataset_config_name: str | None
-    dataset_revision: str | None
-    train_file: list[str]
-    validation_file: list[str]
-    where: str = ""  # before the name of a field in messages
 
 
 def cache_root(run: RunConfig) -> Path:
@@ -254,68 +237,3 @@ def _chosen(split: str, names) -> str | None:
     """Return which split of a named data set is meant: for evaluation, the test set where there is no other."""
     wanted = ("validation", "test") if split == "validation" else (split,)
     return next((name for name in wanted if name in names), None)
-
-
-def find(named: Named | RunConfig, split: str) -> Source | None:
-    """Return where a split is, or None where nothing is named; UsageError where there is nothing under a name."""
-    where = getattr(named, "where", "")
-    field, patterns = f"{where}{split}_file", {"train": named.train_file, "validation": named.validation_file}[split]
-    if patterns:
-        files = [file for pattern in patterns for file in _expand(pattern, field)]
-        files = _without_empty(files, field)
-        kinds = {Path(file.split("?")[0]).suffix for file in files}
-        if len(kinds) > 1 or not kinds <= set(BUILDERS):
-            raise UsageError(f"{field}: {', '.join(files[:3])}: give files of one kind among {', '.join(BUILDERS)}")
-        return Source(field, files, BUILDERS[kinds.pop()])
-    if not named.dataset_name or named.train_file:
-        return None
-    field = f"{where}dataset_name"
-    folder = samples.folder(named.dataset_name) or locate(named.dataset_name)
-    if not os.path.isdir(folder):
-        return Source(field, [], None, named.dataset_name, (named.dataset_config_name, named.dataset_revision, split))
-    files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
-    return Source(field, files, None, folder, (named.dataset_config_name, None, split))
-
-
-def _expand(pattern: str, field: str) -> list[str]:
-    if "://" in pattern:
-        return [pattern]
-    found = locate(pattern)
-    files = [found] if os.path.isfile(found) else sorted(filter(os.path.isfile, glob.glob(found, recursive=True)))
-    if not files:
-        folder = "is a folder: give it as --dataset_name, or a glob of its files"
-        raise UsageError(f"{field}: {pattern}: {folder if os.path.isdir(found) else 'no such file'}")
-    return [os.path.abspath(file) for file in files]
-
-
-def _is_empty(file: str) -> bool:
-    """Return whether a file holds no row, as far as that is quickly known."""
-    size = os.path.getsize(file)
-    if file.endswith(".parquet") and size:
-        from pyarrow import ArrowInvalid, parquet
-
-        try:
-            return parquet.read_metadata(file).num_rows == 0
-        except (ArrowInvalid, OSError):
-            return False
-    if size > SHORT or file.endswith((".parquet", ".arrow", ".txt")):
-        return size == 0
-    with open(file, "rb") as text:
-        return len(text.read().split()) == 0 or (file.endswith(".csv") and _lines(file) < 2)
-
-
-def _lines(file: str) -> int:
-    with open(file, "rb") as lines:
-        return sum(1 for line in lines if line.strip())
-
-
-def _without_empty(files: list[str], field: str) -> list[str]:
-    """Leave out files without a row, as a writer of shards may have left them, and say so."""
-    empty = [file for file in files if "://" not in file and _is_empty(file)]
-    if len(empty) == len(files):
-        if os.path.getsize(empty[0]) == 0 or empty[0].endswith(".parquet"):
-            raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
-        return files  # whatever reads them says what is missing
-    for file in empty:
-        warn(f"{field}: {file} is empty and left out")
-    return [file for file in files if file not in set(empty)]

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from src.data import facts_in_words, notes_on_data
+from src.facts import facts_in_words, notes_on_data
 from src.fields import RunConfig
 from src.plan import steps_per_epoch
 from src.progress import Progress

@@ -12,7 +12,8 @@ import pyarrow.parquet
 import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
-from src import data, origin, prepare, sources, stream
+from src import origin, prepare, sources, stream
+from src.facts import notes_on_data, repeated
 from src.inputs import UsageError
 from src.tasks import causal_lm
 from tests import kit
@@ -414,7 +415,7 @@ def test_a_row_that_is_too_long_is_cut_and_counted(tools, tmp_path):
     assert documents(task, splits["train"]) == [ids[:MAX_LENGTH] for ids in whole]
     share = facts["tokens_cut"] / sum(map(len, whole))
     expected = f"train data: 2 rows were longer than max_length and cut: {share:.1%} of the tokens"
-    assert data.notes_on_data(splits) == [expected]
+    assert notes_on_data(splits) == [expected]
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
     assert (code, expected in text) == (0, True)
 
@@ -438,7 +439,7 @@ def test_packing_splits_a_row_that_is_too_long_and_loses_nothing(tools, tmp_path
     task, splits = opened(tools, tmp_path, LONG, packing=True)
     assert nothing_lost(task, splits["train"])
     assert splits["train"].facts["rows_cut"] == splits["train"].facts["tokens_cut"] == 0
-    assert data.notes_on_data(splits) == []
+    assert notes_on_data(splits) == []
     original = causal_lm.pack  # the mutant: what packers do that keep the first part of a document only
 
     def first_parts(max_length, batch):
@@ -472,7 +473,7 @@ def test_rows_of_nothing_are_counted_and_have_no_target(tools, tmp_path, packing
         return
     assert (len(split), facts["without_target"]) == (20, 2)
     expected = "train data: 2 of 20 rows have no target and count for nothing"
-    assert data.notes_on_data(splits) == [expected]
+    assert notes_on_data(splits) == [expected]
     batch = task.collate(split.rows(np.array([8, 9])))
     assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
@@ -489,9 +490,9 @@ def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkey
     new = [{"text": f"return x{i} self"} for i in range(4)]
     other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
     _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
-    assert data.repeated(splits) == (3, 8)
+    assert repeated(splits) == (3, 8)
     note = "validation data: 3 of 8 examples that were looked for are in the training data, too"
-    assert data.notes_on_data(splits) == [note]
+    assert notes_on_data(splits) == [note]
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl", validation_file=other, packing=packing)
     assert code == 0
     assert note in text
@@ -500,7 +501,7 @@ def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkey
         monkeypatch.setattr(prepare, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
         (tmp_path / "mutant").mkdir()
         _, splits = opened(tools, tmp_path / "mutant", GOOD, validation_file=other, packing=True)
-        assert data.repeated(splits)[0] != 3
+        assert repeated(splits)[0] != 3
 
 
 @pytest.mark.parametrize("streaming", [False, True])

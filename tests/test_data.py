@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from src import inputs, prepare, reader, sources, together
+from src import inputs, named, prepare, reader, together
 from src.fields import RunConfig
 from src.inputs import UsageError
 from src.plan import evaluation_order, training_order
@@ -68,7 +68,7 @@ def write(path: Path, rows: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", sources.BUILDERS)
+@pytest.mark.parametrize("kind", named.BUILDERS)
 def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
     file = write(tmp_path / f"rows{kind}", TEXTS)
     task, splits = open_data(tools, tmp_path, train_file=file)

@@ -9,7 +9,7 @@ from contextlib import nullcontext, suppress
 import pytest
 from transformers import AutoTokenizer
 
-from src import samples, sources
+from src import named, samples
 from src.fields import RunConfig
 from tests import kit
 
@@ -84,7 +84,7 @@ def test_the_name_is_a_dataset_and_a_tokenizer(root):
 
 def test_other_names_are_no_samples(root):
     assert samples.folder("stdlib") is samples.tokenizer("gpt2") is None
-    assert sources.find(RunConfig(dataset_name="someone/something"), "train").name == "someone/something"
+    assert named.find(RunConfig(dataset_name="someone/something"), "train").name == "someone/something"
     assert not (root / "data").exists()
 
 
