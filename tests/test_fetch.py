@@ -151,7 +151,7 @@ def _ask_alone(key, root, crew, find, what):
 def test_mutant_every_rank_asks_is_caught(hub, tmp_path):
     put(hub, "multiplied.jsonl", note=100_000)
     argv = recipe(hub, tmp_path / "cache", "multiplied.jsonl")
-    start(hub, tmp_path, argv, world=3, before=lambda: setattr(fetch, "_ask", _ask_alone))
+    start(hub, tmp_path, argv, world=3, before=lambda: setattr(fetch, "ask", _ask_alone))
     assert len(asked(hub, "multiplied.jsonl")) > 1
 
 

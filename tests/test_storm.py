@@ -32,8 +32,8 @@ def test_a_storm_leaves_no_trace(files, tmp_path, world, kills):
 def test_mutant_that_replays_the_order_is_seen_by_the_storm(files, tmp_path, monkeypatch):
     """The order from its beginning after each start, as with accelerate's load_state; the ledger names the step."""
 
-    def replayed(n, batch, micro, seed, rank, world, start, stop, lengths, original=train.training_order):
-        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths)
+    def replayed(n, batch, micro, seed, rank, world, start, stop, lengths, original=train.training_order, **cut):
+        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
 
     monkeypatch.setattr(train, "training_order", replayed)
     found = storm(recipe(files), tmp_path, 1, 3, minutes=3, seed=3)
