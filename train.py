@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, resume, watch
+from src import checkpoint, config, drift, launch, resume, strategy, watch
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -16,7 +16,7 @@ from src.progress import Outcome, Progress, Rhythm
 from src.push import push
 from src.reader import read, windows
 from src.saver import Saver
-from src.step import Objective, counts, gradient, prepare, update
+from src.step import Objective, counts, gradient, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
 from src.tracking import Meter, Tracker, table
@@ -48,9 +48,9 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
-    objective = Objective(task.build(start or checkpoint.begin_with(run)), task)
+    objective = Objective(strategy.build(accelerator, task, start or checkpoint.begin_with(run)), task)
     optimizer = make_optimizer(run, objective, accelerator.mixed_precision == "fp16")
-    module, optimizer = prepare(accelerator, objective, optimizer)
+    module, optimizer = strategy.prepare(accelerator, objective, optimizer)
     meter, parts = Meter(), {"optimizer": optimizer}  # parts: what is saved beside the model
     progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
     when = Rhythm(run, progress, total, evaluates=validation is not None)
@@ -98,7 +98,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
                 progress.stream = examples.position(progress.step, agree)
             if when.over():
                 saver.catch_up(agree)  # or the last save could be left out while the disk still writes the one before
-            saver.save(progress, meter.state(agree))
+            saver.save(progress, meter.state(agree), agree)
 
     module.train()
     outside.begin()
@@ -107,7 +107,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         if when.over():
             save()
     first, last = progress.step, progress.step if when.over() else total
-    pin = accelerator.device.type == "cuda"
+    pin, each = accelerator.device.type == "cuda", strategy.syncs_each(accelerator, run)
     if run.streaming:
         coming = examples.windows(rank, world, progress, pin)
     else:
@@ -117,8 +117,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         )
         coming = windows(read(examples, task, order, run, pin))
     for window, waited in coming:  # a window: this rank's micro-batches of one optimizer step
-        sums = agree([*counts(window), *outside.requests(), saver.failed()])
-        weight, tokens, positions, rows, low, high, wanted, stop, failed = sums.tolist()
+        sums = agree([*counts(window), *outside.requests(), saver.failed(), *strategy.turns(accelerator, window)])
+        weight, tokens, positions, rows, low, high, wanted, stop, failed, *turns = sums.tolist()
         if stop or failed or when.over():
             break
         if not rows:  # no rank has any left of this pass through a stream
@@ -127,7 +127,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         progress.step += 1
         losses = None
         if weight:  # else no example of the global batch has a target, and every rank skips the update
-            losses = gradient(accelerator, module, window, weight)
+            window = strategy.even(window, turns)
+            losses = gradient(accelerator, module, window, weight, each)
             progress.settle(run.max_skipped_steps)  # the update before this one: the device has an answer by now
             learning_rate = schedule(progress.updates)
             norm, left_out = update(accelerator, module, optimizer, learning_rate, run.max_grad_norm)
@@ -149,12 +150,13 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
 
     if not when.complete():  # asked to stop, or the disk does not take checkpoints any more
         saver.leave(agree, save, outside.why())
-    saver.export(progress.step)
+    saver.export(progress.step, agree)
     saver.finish(agree)
     tracker.say(saver.report() or "")
     if when.complete() and run.push_to_hub:
         tracker.say(push(run, accelerator.is_main_process))
-    tracker.end(task.sample(objective.model) if accelerator.is_main_process else None)
+    whole = accelerator.is_main_process and not strategy.sharded(accelerator)
+    tracker.end(task.sample(objective.model) if whole else None)
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:

@@ -17,6 +17,7 @@ from src import store
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, read_yaml
 from src.progress import Progress
+from src.shards import Piece, Reader, file_name, partial, plain_name, whole
 from src.step import Objective
 
 Tensors = dict[str, torch.Tensor]
@@ -49,12 +50,23 @@ def tensors_of(objective: Objective, parts: dict) -> tuple[dict[str, Tensors], d
     """Return (tensors by part and name, everything else likewise) of the model and of `parts`, under canonical names.
 
     A part is an optimizer, or has a flat `state_dict` of tensors, numbers and strings (an average of weights, say)."""
-    tensors, numbers = {"model": objective.model.state_dict()}, {}
+    first = next(iter(parts.values()), None)
+    tensors, numbers = {"model": first.weights() if hasattr(first, "weights") else _weights(objective.model)}, {}
     for part, holder in parts.items():
-        flat = _named(objective.model, holder) if isinstance(holder, torch.optim.Optimizer) else holder.state_dict()
-        tensors[part] = {name: value for name, value in flat.items() if torch.is_tensor(value)}
-        numbers[part] = {name: value for name, value in flat.items() if not torch.is_tensor(value)}
+        if hasattr(holder, "weights"):  # DeepSpeed's
+            flat = holder.moments()
+        else:
+            flat = _named(objective.model, holder) if isinstance(holder, torch.optim.Optimizer) else holder.state_dict()
+        kinds = (torch.Tensor, Piece)
+        tensors[part] = {name: value for name, value in flat.items() if isinstance(value, kinds)}
+        numbers[part] = {name: value for name, value in flat.items() if not isinstance(value, kinds)}
     return tensors, numbers
+
+
+def _weights(model: torch.nn.Module) -> Tensors:
+    """Return the state dict of a model; shards as they are, because of them only the parameter itself tells what is tied."""
+    held = model.state_dict(keep_vars=True)
+    return {name: value if partial(value) else value.detach() for name, value in held.items()}
 
 
 class HostCopy:
@@ -63,46 +75,93 @@ class HostCopy:
     def __init__(self):
         self.memory: dict[tuple[str, str], torch.Tensor] = {}
 
-    def take(self, tensors: dict[str, Tensors]) -> dict[str, Tensors]:
-        """Return the same tensors in host memory, tied ones once; waits for the device."""
+    def take(self, tensors: dict[str, Tensors], mine=None) -> dict[str, Tensors]:
+        """Return the same tensors in host memory, tied ones once; waits for the device.
+
+        Those in parts are gathered one by one, a collective; given `mine`, only those (part, name) in it are kept."""
         copy, seen, waits = {part: {} for part in tensors}, {}, False
         for part, named in tensors.items():
             for name, value in named.items():
-                where = (value.data_ptr(), value.shape, value.stride(), value.dtype)
-                if where not in seen or not value.numel():
-                    waits |= value.device.type != "cpu"
-                    memory = self.memory.get((part, name))
-                    if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
-                        memory = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
-                        self.memory[part, name] = memory
-                    seen[where] = memory.copy_(value, non_blocking=True)
-                copy[part][name] = seen[where]
+                same = partial(value) or (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                where = id(value) if same is True else same
+                if where not in seen or not value.nbytes:
+                    full = whole(value)
+                    seen[where] = self._copy((part, name), full) if mine is None or (part, name) in mine else None
+                    waits |= full.device.type != "cpu"
+                if seen[where] is not None:
+                    copy[part][name] = seen[where]
         if waits:
             torch.accelerator.synchronize()
         return copy
 
+    def _copy(self, key: tuple[str, str], value: torch.Tensor) -> torch.Tensor:
+        memory = self.memory.get(key)
+        if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
+            memory = self.memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return memory.copy_(value, non_blocking=True)
 
-def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state: dict) -> None:
-    """Write a checkpoint's files; touches no tensor of the model itself, so it may run beside training."""
-    write_model(objective, folder, dict(tensors["model"]))
+
+def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state: dict, rank: int = 0, world: int = 1):
+    """Write a checkpoint's files, or with `world` > 1 those of one rank; touches no tensor of the model itself, so it may run
+    beside training."""
+    write_model(objective, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
-        if part != "model":
+        if part != "model" and named:
             first = {value.data_ptr(): name for name, value in reversed(named.items())}
             apart = {name: value if first[value.data_ptr()] == name else value.clone() for name, value in named.items()}
-            save_file(apart, folder / f"{part}.safetensors")
-    (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
+            save_file(apart, folder / file_name(part, rank, world))
+    if rank == 0:
+        (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
 
 
-def write_model(objective: Objective, folder: Path, tensors: Tensors | None = None) -> None:
-    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` just work."""
-    objective.model.save_pretrained(folder, state_dict=tensors)
-    if getattr(objective.task, "tokenizer", None) is not None:
+def write_model(
+    objective: Objective, folder: Path, tensors: Tensors | None = None, rank: int = 0, world: int = 1
+) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` just work; or one rank's part of it."""
+    dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
+    named = bool(tensors)  # transformers empties what it is given
+    if world == 1:
+        objective.model.save_pretrained(folder, state_dict=tensors)
+    else:
+        inner = folder / "model"
+        objective.model.should_save_on_this_rank = lambda is_main_process: (
+            True
+        )  # transformers would write on rank 0 alone
+        objective.model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
+        if named:  # else there are more ranks than layers
+            (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))
+        for path in inner.iterdir():
+            path.rename(folder / path.name) if rank == 0 or path.suffix == ".safetensors" else path.unlink()
+        inner.rmdir()
+    if rank == 0 and named:
+        _say_dtype(folder / "config.json", dtypes)
+    if getattr(objective.task, "tokenizer", None) is not None and rank == 0:
         objective.task.tokenizer.save_pretrained(folder)
 
 
-def export(folder: Path, run: RunConfig, objective: Objective) -> None:
-    """Write a final model: weights, tokenizer and a model card."""
-    write_model(objective, folder)
+def _say_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Let config.json name the dtype of the weights that were written; transformers names that of the model in memory."""
+    config = json.loads(path.read_text())
+    if len(dtypes) == 1 and config.get("dtype") != (name := str(*dtypes).removeprefix("torch.")):
+        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n")
+
+
+def write_index(folder: Path) -> None:
+    """Name the file of each weight in model.safetensors.index.json, as `from_pretrained` wants it, if there are several."""
+    paths = sorted(folder.glob("model-*-of-*.safetensors"))
+    if not paths:
+        return
+    weight_map = {name: path.name for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+    size = sum(path.stat().st_size for path in paths)
+    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def export(folder: Path, run: RunConfig, objective: Objective, tensors=None, rank: int = 0, world: int = 1) -> None:
+    """Write a final model: weights, tokenizer and a model card; or one rank's part of it."""
+    write_model(objective, folder, tensors, rank, world)
+    if rank:
+        return
     data = run.dataset_name or ", ".join(Path(file).name for file in run.train_file)
     start = f"Fine-tuned from {run.model_name_or_path}" if run.model_name_or_path else "Trained from random weights"
     (folder / "README.md").write_text(
@@ -148,33 +207,22 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
     for part, holder in parts.items():
         if part not in state["numbers"]:
             raise UsageError(f"{checkpoint} holds no {part}: it was saved without; begin a new run with --init_from")
-        flat = state["numbers"][part] | read_tensors(checkpoint / f"{part}.safetensors")
-        if isinstance(holder, torch.optim.Optimizer):
-            _set_named(objective.model, holder, flat)
+        reader, numbers = Reader(checkpoint, part), state["numbers"][part]
+        if hasattr(holder, "weights"):  # DeepSpeed's
+            holder.put(reader)
+        elif isinstance(holder, torch.optim.Optimizer):
+            _set_named(objective.model, holder, reader, numbers)
         else:
-            holder.load_state_dict(flat)
+            holder.load_state_dict(numbers | {name: reader.whole(name) for name in reader.where})
     if scaler is not None and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
     return Progress(**state["progress"])
 
 
-def read_tensors(path: Path) -> Tensors:
-    """Return the tensors of a safetensors file in memory of their own.
-
-    What was read of a file that stays mapped would count twice in memory, so the file is opened anew every 64 MiB."""
-    found, file, mapped = {}, safe_open(path, "pt"), 0
-    for name in file.keys():  # noqa: SIM118 (it is no dict)
-        if mapped > 1 << 26:
-            file, mapped = safe_open(path, "pt"), 0
-        found[name] = file.get_tensor(name).clone()
-        mapped += found[name].nbytes
-    return found
-
-
 def _names(model: torch.nn.Module, optimizer) -> list[str]:
     """Return the names of the optimizer's parameters, in the order of its state dict."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
     return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -185,13 +233,15 @@ def _named(model, optimizer) -> dict:
     return {f"{key}/{names[index]}": value for index, state in every for key, value in state.items()}
 
 
-def _set_named(model, optimizer, flat: dict) -> None:
-    state = {}
+def _set_named(model, optimizer, reader: Reader, numbers: dict) -> None:
+    state, groups = {}, optimizer.state_dict()["param_groups"]
     index = {name: i for i, name in enumerate(_names(model, optimizer))}
-    for where, value in flat.items():
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for where in [*reader.where, *numbers]:
         key, name = where.split("/", 1)
+        value = numbers[where] if where in numbers else reader.like(where, parameters[index[name]])
         state.setdefault(index[name], {})[key] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
 # ---- into another run, or an evaluation ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from src.fields import RunConfig
 from src.plan import MicroBatch, evaluation_order
 from src.reader import read, seed_everything
+from src.strategy import sharded
 from src.tasks import Task
 
 FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
@@ -29,11 +30,14 @@ def evaluate(
     Bitwise the same for any number of processes on one kind of device: the cut into micro-batches, each one's sums
     and the order in which they are added do not depend on it. Held in memory: a few numbers per micro-batch.
     """
-    # The bare module, because a wrapper's forward may be a collective and ranks may run different numbers of them.
+    # The bare module: a replica's forward is no collective, and ranks may run different numbers of them. Where the model is
+    # sharded, all run as many, and what a filler comes to is thrown away.
     module = accelerator.unwrap_model(module)
     order, shift, parts = _order(split, run)
-    examples = sum(count for _, _, count in parts)
-    mine = iter(order[accelerator.process_index :: accelerator.num_processes])
+    examples, rounds = sum(count for _, _, count in parts), -(-len(order) // accelerator.num_processes)
+    mine = order[accelerator.process_index :: accelerator.num_processes]
+    if sharded(accelerator):
+        mine += [replace(order[0], filler=True)] * (rounds - len(mine))
     names, table, rows, pending = [], None, {}, []
 
     def flush():
@@ -52,8 +56,8 @@ def evaluate(
     module.eval()
     with _one_thread(accelerator.device):
         pin = accelerator.device.type == "cuda"
-        batches = iter(read(split, task, mine, run, pin))
-        for turn in range(-(-len(order) // accelerator.num_processes)):  # as often as the rank that has most
+        batches = iter(read(split, task, iter(mine), run, pin))
+        for turn in range(rounds):
             if stopping and turn % ASK == 0 and agree([stopping()])[0]:
                 module.train(training)
                 return None
@@ -62,7 +66,9 @@ def evaluate(
                 continue
             seed_everything(micro.seed)
             inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
-            pending.append((micro, batch, module(inputs)))
+            out = module(inputs)
+            if not micro.filler:
+                pending.append((micro, batch, out))
             if len(pending) == FLUSH:
                 flush()
         flush()

@@ -119,6 +119,18 @@ class RunConfig:
         "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
     )
     per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True)
+    sync_each_batch: bool | None = say(
+        "add gradients up over processes after every micro-batch: more traffic, but gradients stay sharded (default: only "
+        "under FSDP; DeepSpeed's ZeRO-2 and 3 always do)",
+        free=True,
+    )
+    gradient_checkpointing: bool = say(
+        "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
+    )
+    compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
+    tf32: bool = say(
+        "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa", False, free=True
+    )
 
     max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs", free=True)
     num_train_epochs: float = say("passes over the training data", 1.0, free=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from src import status, watch
+from src import status, strategy, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
 
@@ -58,6 +58,7 @@ def start(run: RunConfig):
     # accelerate has no field for what torch would have instead.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     check_trackers(run.report_to)
+    strategy.complete_mesh(asked)
     try:
         accelerator = Accelerator(
             cpu=cpu,
@@ -96,6 +97,7 @@ def start(run: RunConfig):
             "follows from global_batch_size and per_device_batch_size in the run file",
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
+    strategy.configure(accelerator, run)
     return accelerator
 
 

@@ -157,8 +157,11 @@ def check_fit(run: RunConfig, config, tokenizer, max_length: int | None, auto_cl
     return max_length or min(1024, limit or 1024)
 
 
-def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: tuple[str, ...] = ()):
+def build_model(
+    run: RunConfig, config, auto_class, weights=None, new_weights: tuple[str, ...] = (), empty: bool = False
+):
     """Return the model on the CPU in `run.dtype`: from the folder `weights`, else pretrained, else random by the seed.
+    Or, if `empty`, with weights in memory that is never touched.
 
     Weights that are read must all be there, except those whose name contains one of `new_weights` (a new head).
     """
@@ -172,6 +175,8 @@ def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: t
     extra = {"attn_implementation": run.attn_implementation} if run.attn_implementation else {}
     name = str(weights or run.model_name_or_path or "")
     try:
+        if empty:
+            return _untouched(auto_class, config, dtype, extra)
         if not name:
             return auto_class.from_config(config, dtype=dtype, **extra)
         model, info = auto_class.from_pretrained(
@@ -193,6 +198,23 @@ def build_model(run: RunConfig, config, auto_class, weights=None, new_weights: t
             f"model_name_or_path: {name} has no weights for {len(missing)} parameters of {type(model).__name__}, first "
             f"{missing[0]}{wanted[missing[0]]}: they would stay random; give a folder saved from this kind of model"
         )
+    return model
+
+
+def _untouched(auto_class, config, dtype: torch.dtype, extra: dict):
+    """Return a model whose weights nothing has written to: the system gives such memory only when it is touched.
+
+    Not on torch's meta device, where accelerate could not tell one weight from another by its address."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = auto_class.from_config(config, dtype=dtype, **extra)
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                memory = torch.empty(value.shape, dtype=value.dtype)
+                module._parameters[name] = torch.nn.Parameter(memory, requires_grad=value.requires_grad)
+    model.tie_weights()
     return model
 
 

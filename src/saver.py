@@ -1,6 +1,7 @@
 """Saves beside training: the state is copied to the host, then a thread writes, hashes, publishes and prunes.
 
-Leave alone. Guarded by tests/test_saver.py. Only the main process writes, and no other waits for its disk.
+Leave alone. Guarded by tests/test_saver.py, tests/test_fsdp2.py. Of a replicated model only the main process writes, and no
+other waits for its disk; of a sharded one each process writes a share of the files, and the main process publishes them.
 """
 
 import logging
@@ -18,7 +19,9 @@ from src import checkpoint, status, store
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, warn
 from src.progress import Progress
+from src.shards import Team, owners
 from src.step import Objective
+from src.strategy import sharded
 from src.tracking import strict
 
 log = logging.getLogger("run")
@@ -34,9 +37,16 @@ class Saver:
         """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
         are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
         self.main, self.scaler, self.run = accelerator.is_main_process, accelerator.scaler, run
+        self.rank, self.world, self.turn = (
+            accelerator.process_index,
+            accelerator.num_processes,
+            0,
+        )  # turn: folders begun so far
+        self.together = sharded(accelerator) and self.world > 1
         self.objective, self.parts, self.about = objective, parts, about
         self.watch, self.lines, self.folder = watch, lines, Path(run.output_dir)
         self.patience = min(PATIENCE, run.ddp_timeout / 2)
+        self.team = Team(self.rank, self.world, self.patience)
         self.memory, self.thread = checkpoint.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
@@ -45,23 +55,28 @@ class Saver:
         self.evaluated = checkpoint.read_state(start)["progress"]["evaluated"] if mine else None  # what that one knows
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
-    def save(self, progress: Progress, meter: dict) -> None:
+    def save(self, progress: Progress, meter: dict, agree) -> None:
         """Begin to write checkpoints/step_N, after waiting for the save before; a fault shows in `failed`."""
-        if not self.main or (self.saved, self.evaluated) == (progress.step, progress.evaluated):
+        if not (self.main or self.together):
+            return
+        began = time.perf_counter()
+        done = self.main and (self.saved, self.evaluated) == (progress.step, progress.evaluated)
+        late = not done and not self.wait(self.patience)
+        if self.together:
+            done, late = agree([float(done), float(late)]).tolist()
+        if done:
             return
         self.evaluated = progress.evaluated
-        began = time.perf_counter()
-        if not self.wait(self.patience):
+        if late:
             return warn(f"the checkpoint of step {progress.step} is left out: the disk still writes the one before it")
         copying = time.perf_counter()
         tensors, numbers = checkpoint.tensors_of(self.objective, self.parts)
-        try:
-            for lines in self.lines:  # a checkpoint never knows more steps than the lines beside it
-                lines.flush()
-            self._room_for(tensors)
-        except OSError as error:
-            return self._failed(progress.step, error)
-        host = self.memory.take(tensors)
+        fault = self._prepared(tensors) if self.main else None
+        if self.together and agree([float(fault is not None)])[0] and fault is None:
+            return
+        if fault:
+            return self._failed(progress.step, fault)
+        host = self._host(tensors)
         copied = time.perf_counter()
         scaler = self.scaler.state_dict() if self.scaler is not None else None
         state = {"progress": asdict(progress), "meter": meter, "scaler": scaler}
@@ -69,6 +84,24 @@ class Saver:
         self.thread = threading.Thread(target=self._write, args=(progress.step, host, state), name="saver", daemon=True)
         self.stalls.append((time.perf_counter() - began, copied - copying))
         self.thread.start()
+
+    def _prepared(self, tensors: dict) -> OSError | None:
+        """Return why the disk does not take another checkpoint, if it does not."""
+        try:
+            for lines in self.lines:  # a checkpoint never knows more steps than the lines beside it
+                lines.flush()
+            self._room_for(tensors)
+        except OSError as error:
+            return error
+        return None
+
+    def _host(self, tensors: dict) -> dict:
+        """Return the tensors that this rank writes, in host memory."""
+        if not self.together:
+            return self.memory.take(tensors)
+        self.turn += 1
+        owner = owners(tensors, self.world)
+        return self.memory.take(tensors, {key for key, rank in owner.items() if rank == self.rank})
 
     def wait(self, seconds: float | None = None) -> bool:
         """Return whether no save is under way any more, after waiting for it at most so long."""
@@ -98,15 +131,14 @@ class Saver:
     def _write(self, step: int, host: dict, state: dict) -> None:
         began = time.perf_counter()
         size = sum({id(value): value.nbytes for named in host.values() for value in named.values()}.values())
+        folder = self.folder / "checkpoints" / f"step_{step:08d}"
         try:
             for lines in self.lines:
                 if lines.path.exists():  # not before its first line
                     store.flush(lines.path)
-            store.publish(
-                self.folder / "checkpoints" / f"step_{step:08d}",
-                lambda folder: checkpoint.write(folder, self.objective, host, state),
-                step=step,
-            )
+            share = (self.rank, self.world) if self.together else ()
+            if not self._publish(folder, lambda f: checkpoint.write(f, self.objective, host, state, *share), step):
+                return
             self.saved, self.failures = step, 0
             self._prune()
             seconds, (stall, copy) = time.perf_counter() - began, self.stalls[-1]
@@ -123,6 +155,25 @@ class Saver:
             self.fault = error
         self.watch.save_seconds = max(self.watch.save_seconds, time.perf_counter() - began)
 
+    def _publish(self, folder: Path, write, step: int) -> bool:
+        """Publish what all ranks write, on the main process; on others leave this rank's files for it."""
+        if not self.together:
+            store.publish(folder, write, step=step)
+            return True
+        parts = folder.with_name(f".{folder.name}.{self.turn}.parts")
+        if not self.main:
+            self.team.deliver(parts, write)
+            return False
+
+        def gathered(temporary: Path) -> dict:
+            write(temporary)
+            entries = self.team.collect(parts, temporary)
+            checkpoint.write_index(temporary)
+            return entries
+
+        store.publish(folder, gathered, step=step)
+        return True
+
     def _prune(self) -> None:
         try:
             store.tidy(self.folder / "checkpoints")
@@ -138,19 +189,25 @@ class Saver:
             f"on; failure {self.failures} of {self.run.max_failed_saves} in a row, after which the run ends"
         )
 
-    def export(self, step: int) -> None:
+    def export(self, step: int, agree) -> None:
         """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays."""
-        folder = self.folder / "final"
-        if not self.main or (store.about(folder).get("step") == step and not store.faults(folder)):
+        folder, tensors = self.folder / "final", None
+        done = self.main and store.about(folder).get("step") == step and not store.faults(folder)
+        if self.together:
+            done = bool(agree([float(done)])[0])
+        if done or not (self.main or self.together):
             return
         self.wait()
-        write = lambda temporary: checkpoint.export(temporary, self.run, self.objective)  # noqa: E731
-        self.thread = threading.Thread(target=self._caught, args=(store.publish, folder, write), kwargs={"step": step})
+        share = (self.rank, self.world) if self.together else ()
+        if self.together:
+            tensors = self._host({"model": checkpoint.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
+        write = lambda temporary: checkpoint.export(temporary, self.run, self.objective, tensors, *share)  # noqa: E731
+        self.thread = threading.Thread(target=self._caught, args=(self._publish, folder, write, step))
         self.thread.start()
 
-    def _caught(self, work, *args, **kwargs) -> None:
+    def _caught(self, work, *args) -> None:
         try:
-            work(*args, **kwargs)
+            work(*args)
         except (OSError, SafetensorError) as error:
             self.fault = Failure(f"{self.folder / 'final'} could not be written: {error}; the same command tries again")
         except BaseException as error:

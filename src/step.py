@@ -3,14 +3,13 @@
 Leave alone. Guarded by tests/test_step.py and tests/conformance/.
 """
 
-from contextlib import nullcontext
-
 import numpy as np
 import torch
 
 from src.ledger import digest
 from src.progress import Flag, Window
 from src.reader import seed_everything
+from src.strategy import backward, reducing
 from src.tasks import Task
 
 
@@ -22,28 +21,19 @@ class Objective(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
         self.model, self.task = model, task
+        self._no_split_modules = getattr(model, "_no_split_modules", None)  # the units that FSDP2 shards
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.task.loss(self.model, inputs)
 
 
-def prepare(accelerator, objective: Objective, optimizer: torch.optim.Optimizer):
-    """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
-    module, optimizer = accelerator.prepare(objective, optimizer)
-    if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
-        # accelerate wraps a group of one on CPU, and then never skips its reductions.
-        module = accelerator.unwrap_model(module)
-    if accelerator.scaler is None and accelerator.distributed_type.value in ("NO", "MULTI_CPU", "MULTI_GPU"):
-        # Without a scaler its wrapper does nothing but search the import path for a package in every step: 0.3 ms.
-        optimizer = optimizer.optimizer
-    return module, optimizer
-
-
-def gradient(accelerator, module: torch.nn.Module, window: Window, total_weight: float) -> torch.Tensor:
+def gradient(
+    accelerator, module: torch.nn.Module, window: Window, total_weight: float, each: bool = False
+) -> torch.Tensor:
     """Leave in `.grad` the gradient of (sum of losses) / (sum of weights) over the global batch; return this rank's losses.
 
     `total_weight` is that of all ranks. The backend averages gradients over ranks, which the factor `num_processes`
-    cancels. Gradients are reduced once, after the last micro-batch. A loss that is not finite makes the gradient of every
+    cancels. Gradients are reduced once, after the last micro-batch (or, with `each`, after each). A loss that is not finite makes the gradient of every
     rank so. The losses are a float64 vector on the device, one a micro-batch, so nothing here waits for the device.
     """
     scale = accelerator.num_processes / total_weight
@@ -51,11 +41,11 @@ def gradient(accelerator, module: torch.nn.Module, window: Window, total_weight:
     for micro, batch in window:
         inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
         seed_everything(micro.seed)
-        with nullcontext() if micro.last else accelerator.no_sync(module):
+        with reducing(accelerator, module, micro.last, each):
             loss = module(inputs)["loss"]
             # The second factor is exactly the scale, or NaN where the loss is infinite with a finite gradient: what
             # one rank alone would see then travels to all of them in the reduction.
-            accelerator.backward(loss * (0.0 * loss.detach() + (0.0 if micro.filler else scale)))
+            backward(accelerator, module, loss * (0.0 * loss.detach() + (0.0 if micro.filler else scale)))
         losses.append(torch.zeros_like(loss) if micro.filler else loss.detach())
     stacked = torch.stack(losses)
     return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
@@ -68,7 +58,13 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
     gradient, so all ranks do the same. Fused optimizers look at it on the device; for others the host has to wait."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
+    if accelerator.distributed_type.value == "DEEPSPEED":
+        from src import zero
+
+        norm, skipped = zero.update(module)
+        return norm, Flag(skipped)
     norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or float("inf"))
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
     skipped = ~torch.isfinite(norm)
     if accelerator.scaler is not None:
         optimizer.step()  # the scaler looks for itself, and waits for the device

@@ -18,8 +18,10 @@ MANIFEST = "manifest.json"
 CHUNK = 1 << 22
 
 
-def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
+def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None:
     """Leave `folder` with what `write(temporary folder)` wrote and a manifest of it, or as it was.
+
+    `write` may return entries of files that others have written, flushed and hashed.
 
     The temporary folder stands beside it, so the rename that makes it visible is one operation of the file system. All
     files are on the disk before that, the manifest last. OSError leaves nothing behind; a kill leaves a folder whose
@@ -34,9 +36,10 @@ def publish(folder: Path, write: Callable[[Path], None], **about) -> None:
             p.parent for p in (folder.parent, *folder.parent.parents) if not p.exists()
         ]  # of folders that mkdir makes
         temporary.mkdir(parents=True)
-        write(temporary)
+        known = write(temporary) or {}
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
-        found = {str(path.relative_to(temporary)): _entry(path) for path in files}
+        found = {name: known.get(name) or entry(path) for path in files if (name := str(path.relative_to(temporary)))}
+        files = [path for path in files if path.name not in known]
         body = {"hash": "xxh3_128", "about": about, "files": found}
         (temporary / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
         for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
@@ -61,7 +64,7 @@ def tidy(parent: Path) -> None:
     for left in parent.glob(".*.old"):
         folder = parent / left.name[1:].removesuffix(".old")
         shutil.rmtree(left, ignore_errors=True) if folder.exists() else left.rename(folder)
-    for left in parent.glob(".*.tmp"):
+    for left in (*parent.glob(".*.tmp"), *parent.glob(".*.parts")):
         shutil.rmtree(left, ignore_errors=True)
 
 
@@ -89,19 +92,19 @@ def about(folder: Path) -> dict:
         return {}
 
 
-def _fault(path: Path, name: str, entry: dict) -> str | None:
+def _fault(path: Path, name: str, written: dict) -> str | None:
     try:
         size = path.stat().st_size
-        if size != entry["size"]:
-            return f"{name} has {size:,} bytes, {entry['size']:,} were written"
-        return None if _entry(path) == entry else f"{name}: its hash is not the one that was written"
+        if size != written["size"]:
+            return f"{name} has {size:,} bytes, {written['size']:,} were written"
+        return None if entry(path) == written else f"{name}: its hash is not the one that was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
 
 
-def _entry(path: Path) -> dict:
+def entry(path: Path) -> dict:
     """Return size and hash of a file. Not cryptographic: it finds damage at the speed of memory, not malice."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from importlib import import_module
@@ -67,6 +68,36 @@ class RankFailed(AssertionError):
         self.codes, self.texts = codes, texts
 
 
+def where(name: str, world: int, **keys) -> dict[str, str]:
+    """Return the environment that `accelerate launch --config_file accelerate_configs/NAME.yaml` gives each of `world`
+    processes, by accelerate's own code; `keys` are put into the file's fsdp, DeepSpeed or parallelism part, or on top."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    values = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{name}.yaml").read_text())
+    for key, value in keys.items():
+        inside = [part for part in values.values() if isinstance(part, dict) and key in part]
+        (inside[0] if inside else values)[key] = value
+    before = dict(os.environ)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        words = ["--config_file", file.name, "--num_processes", str(world), "train.py"]
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    deepspeed = values["distributed_type"] == "DEEPSPEED"
+    made = prepare_deepspeed_cmd_env(args)[1] if deepspeed else prepare_multi_gpu_env(args)
+    os.environ.clear()
+    os.environ.update(before)
+    found = {key: value for key, value in made.items() if before.get(key) != value}
+    return {key: value for key, value in found.items() if not key.startswith(("MASTER_", "OMP_"))}
+
+
+def _over_gloo(self, cpu=False, sagemaker_dp=False, backend=None):
+    from accelerate.utils import DistributedType
+
+    return "gloo", DistributedType.MULTI_GPU
+
+
 def _enter(rank, world, port, out, target, args, env):
     os.environ |= {
         "RANK": str(rank),
@@ -76,6 +107,13 @@ def _enter(rank, world, port, out, target, args, env):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     } | (env or {})
+    if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
+        # accelerate would make these plain DDP on a CPU; with this, its own code for them runs over gloo.
+        from accelerate.state import PartialState
+
+        PartialState._prepare_backend = _over_gloo
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        os.environ.pop("ACCELERATE_USE_CPU", None)
     watch.PARENT = os.getppid()  # as if this process had imported it
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)

@@ -152,15 +152,15 @@ def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, mon
 
 def _prepared(mutant: bool) -> tuple[str, bool, int]:
     """Return (kind of group, whether the module is DDP's, reductions of a window of four micro-batches)."""
-    from src import launch, step
+    from src import launch, strategy
     from src.fields import RunConfig
 
     accelerator = launch.start(RunConfig(output_dir="unused"))
     objective = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    module = (accelerator.prepare if mutant else lambda *both: step.prepare(accelerator, *both))(objective, optimizer)[
-        0
-    ]
+    module = (accelerator.prepare if mutant else lambda *both: strategy.prepare(accelerator, *both))(
+        objective, optimizer
+    )[0]
     count, wrapped = [0], isinstance(module, torch.nn.parallel.DistributedDataParallel)
     if wrapped:
 
@@ -196,10 +196,10 @@ def test_a_group_of_two_reduces_once_a_window(tmp_path):
 def test_a_failure_on_one_rank_ends_all_at_once_with_its_traceback(files, tmp_path, monkeypatch):
     import train
 
-    def gradient(accelerator, module, window, weight, original=train.gradient):
+    def gradient(accelerator, module, window, *rest, original=train.gradient):
         if accelerator.process_index == 1 and window[0][0].step == 1:
             raise RuntimeError("a cosmic ray")
-        return original(accelerator, module, window, weight)
+        return original(accelerator, module, window, *rest)
 
     monkeypatch.setattr(train, "gradient", gradient)
     folder = tmp_path / "here"

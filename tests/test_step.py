@@ -91,7 +91,9 @@ def test_mutant_filler_that_weighs_is_caught(files, tmp_path, monkeypatch):
     flags = recipe(files, global_batch_size=6, per_device_batch_size=4, max_steps=6)
     one = kit.run_training(1, tmp_path / "one", *flags)
     monkeypatch.setattr(
-        train, "gradient", lambda a, m, window, w: original(a, m, [(replace(x, filler=False), b) for x, b in window], w)
+        train,
+        "gradient",
+        lambda a, m, window, *rest: original(a, m, [(replace(x, filler=False), b) for x, b in window], *rest),
     )
     assert kit.distance(one.weights, kit.run_training(4, tmp_path / "four", *flags).weights) > 1e-6
 
@@ -136,7 +138,7 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_ma
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
     reductions, vectors, steps = [], [], []
-    prepare, update, call = train.prepare, train.update, launch.Agreement.__call__
+    prepare, update, call = train.strategy.prepare, train.update, launch.Agreement.__call__
 
     def hooked(accelerator, objective, optimizer):
         module, optimizer = prepare(accelerator, objective, optimizer)
@@ -153,7 +155,7 @@ def _count_reductions(argv, no_sync: bool):
             accelerator.no_sync = lambda module: nullcontext()
         return module, optimizer
 
-    train.prepare = hooked
+    train.strategy.prepare = hooked
     train.update = lambda *args: (steps.append(1), update(*args))[1]
     launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     train.main([str(word) for word in argv])

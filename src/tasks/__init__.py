@@ -61,9 +61,11 @@ class Task(Protocol):
     def fingerprint(self) -> str:
         """Return what `encode` depends on besides the examples and this file."""
 
-    def build(self, weights: str | None = None) -> torch.nn.Module:
+    learnt: tuple[str, ...] = ()  # attributes that `build` finds out from the weights, for ranks that have none
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         """Return the transformers model in `run.dtype` on the CPU, the same on every rank, with the weights of the
-        checkpoint folder `weights` if there is one."""
+        checkpoint folder `weights` if there is one; or, if `empty`, its shapes without weights, which another rank sends."""
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         """Return the padded micro-batch. Randomness (augmentation, masking) from torch, numpy or random is keyed

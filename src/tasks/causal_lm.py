@@ -41,6 +41,8 @@ class Options:
 
 
 class Task:
+    learnt = ("plain_head",)
+
     def __init__(self, run: RunConfig, options: Options):
         self.run, self.options = run, options
 
@@ -106,10 +108,12 @@ class Task:
 
     # ---- model and loss --------------------------------------------------------------------------------------------
 
-    def build(self, weights: str | None = None) -> torch.nn.Module:
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        model = build_model(self.run, self.config, AutoModelForCausalLM, weights)
+        model = build_model(self.run, self.config, AutoModelForCausalLM, weights, empty=empty)
+        if empty:
+            return model
         self.plain_head = head_is_plain(model)
         if self.options.packing:
             check_packing(model)

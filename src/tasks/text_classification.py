@@ -146,14 +146,14 @@ class Task:
         """Take the names of the labels from prepared data."""
         self.labels = self.labels or features["label"].names
 
-    def build(self, weights: str | None = None) -> torch.nn.Module:
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification
 
         self.config.num_labels = len(self.labels)
         self.config.id2label = dict(enumerate(self.labels))
         self.config.label2id = {label: i for i, label in enumerate(self.labels)}
         head = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
-        return build_model(self.run, self.config, AutoModelForSequenceClassification, weights, new_weights=head)
+        return build_model(self.run, self.config, AutoModelForSequenceClassification, weights, head, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]

@@ -46,7 +46,7 @@ def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, w
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
 
 
-def _naive_gradient(accelerator, module, window, total_weight):
+def _naive_gradient(accelerator, module, window, total_weight, each):
     """The mutant: the mean of the micro-batches' means, as most loops have it."""
     total = torch.zeros((), dtype=torch.float64)
     for micro, batch in window:

@@ -1,0 +1,172 @@
+"""How a model is spread over processes, and all that differs by it: a replica on each (DDP), FSDP2, or DeepSpeed's ZeRO.
+
+Leave alone. Guarded by tests/test_fsdp2.py, tests/test_deepspeed.py and tests/test_step.py.
+"""
+
+import os
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from src.fields import RunConfig
+from src.inputs import Failure, UsageError, warn
+from src.progress import Window
+
+LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> what matrix products are computed in
+
+
+def sharded(accelerator) -> bool:
+    """Return whether no process holds the whole model, so that a forward or backward pass is a collective of all."""
+    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
+
+
+def complete_mesh(world: int) -> None:
+    """Let a model of which there are several copies (HSDP) be sharded over as many processes as there are for each copy.
+
+    So the accelerate file names the copies only, and fits any number of processes."""
+    copies, shards = (f"PARALLELISM_CONFIG_DP_{name}_SIZE" for name in ("REPLICATE", "SHARD"))
+    count = int(os.environ.get(copies, 1))
+    if count > 1 and os.environ.get(shards, "1") == "1":
+        if world % count or world == count:
+            raise UsageError(
+                f"parallelism_config_dp_replicate_size is {count}, which does not cut {world} processes into groups of two "
+                "or more that each hold one copy of the model: change either"
+            )
+        os.environ[shards] = str(world // count)
+
+
+def configure(accelerator, run: RunConfig) -> None:
+    """Give the backend what follows from the run file; UsageError for what cannot be had or is said in two places."""
+    kind = accelerator.distributed_type.value
+    if sharded(accelerator) and run.per_device_batch_size == "auto":
+        raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
+    if kind == "FSDP":
+        _configure_fsdp(accelerator, run)
+    elif kind == "DEEPSPEED":
+        from src import zero
+
+        zero.configure(accelerator, run)
+    elif run.sync_each_batch:
+        warn("sync_each_batch is ignored: a replica holds all of its gradient anyway, so waiting costs no memory")
+
+
+def syncs_each(accelerator, run: RunConfig) -> bool:
+    """Return whether gradients are reduced after every micro-batch."""
+    return accelerator.distributed_type.value == "FSDP" and run.sync_each_batch is not False
+
+
+def _configure_fsdp(accelerator, run: RunConfig) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise UsageError(f"fsdp_version is {plugin.fsdp_version}: give 2, as accelerate_configs/fsdp2.yaml does")
+    if low := LOW.get(accelerator.mixed_precision):
+        if run.dtype == "bfloat16":
+            raise UsageError(
+                "dtype is bfloat16, but FSDP2 keeps float32 weights with mixed_precision: set that to 'no'"
+            )
+        # accelerate would also reduce gradients, and return the loss, in 16 bits.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+
+
+def build(accelerator, task, weights) -> torch.nn.Module:
+    """Return the task's model on the CPU; under FSDP2 the main process alone reads or draws its weights.
+
+    The others get the shapes, in memory that is never touched; `prepare` sends each process its shard. A fault of the
+    main process reaches all."""
+    from accelerate.utils import broadcast_object_list
+
+    if accelerator.mixed_precision == "fp16" and getattr(task.config, "dtype", None) is torch.bfloat16:
+        warn(
+            "this model was trained in bfloat16, whose range is that of float32, and is now to be computed in float16, whose "
+            "largest number is 65,504: activations may overflow; prefer mixed_precision: bf16"
+        )
+    if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        return task.build(weights)
+    model, found = None, [None, None]
+    if accelerator.is_main_process:
+        try:
+            model = task.build(weights)
+            found[0] = {name: getattr(task, name) for name in getattr(task, "learnt", ())}
+        except UsageError as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1]:
+        raise found[1]
+    if model is None:
+        model = task.build(weights, empty=True)
+        vars(task).update(found[0])
+    return model
+
+
+def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
+    kind = accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        from src import zero
+
+        return zero.prepare(accelerator, objective, optimizer)
+    dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
+    module, optimizer = accelerator.prepare(objective, optimizer)
+    if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        # accelerate wraps a group of one on CPU, and then never skips its reductions.
+        module = accelerator.unwrap_model(module)
+    if accelerator.scaler is None and kind in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        # Without a scaler its wrapper does nothing but search the import path for a package in every step: 0.3 ms.
+        optimizer = optimizer.optimizer
+    if kind == "FSDP":
+        if not isinstance(module, torch.distributed.fsdp.FSDPModule):
+            raise Failure("FSDP2 was asked for, but accelerate has not sharded the model")
+        changed = [n for n, p in objective.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()]
+        if changed:
+            raise Failure(
+                f"{len(changed)} weights have another dtype than before they were sharded, first {changed[0]}"
+            )
+    return module, optimizer
+
+
+# ---- in a step -----------------------------------------------------------------------------------------------------------
+
+
+def turns(accelerator, window: Window) -> list[float]:
+    """Return, for the vector that all ranks add up, how many micro-batches each has; nothing where that may differ."""
+    if not sharded(accelerator):
+        return []
+    return [float(len(window) * (rank == accelerator.process_index)) for rank in range(accelerator.num_processes)]
+
+
+def even(window: Window, turns: list[float]) -> Window:
+    """Return the window with fillers of weight zero before it, so that all ranks run as many forward passes."""
+    micro, batch = window[0]
+    filler = replace(micro, ids=micro.ids[:1], filler=True, last=False)
+    return [(filler, batch)] * int(max(turns, default=0) - len(window)) + window
+
+
+@contextmanager
+def reducing(accelerator, module: torch.nn.Module, last: bool, each: bool):
+    """Reduce the gradients of a backward pass in here if its micro-batch is the last of a window, or after each one.
+
+    Of a model that is replicated and sharded (HSDP), the sum over replicas always waits for the last."""
+    kind = accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        module.set_gradient_accumulation_boundary(last)
+        yield
+    elif kind == "FSDP":
+        module.set_requires_gradient_sync(last or each)
+        module.set_requires_all_reduce(last)
+        yield
+    elif last:
+        yield
+    else:
+        with accelerator.no_sync(module):
+            yield
+
+
+def backward(accelerator, module: torch.nn.Module, loss: torch.Tensor) -> None:
+    """Add the gradient of a loss, which nothing divides any more."""
+    if accelerator.distributed_type.value == "DEEPSPEED":
+        module.backward(loss, scale_wrt_gas=False)  # accelerate's would also update the weights
+    else:
+        accelerator.backward(loss)
