@@ -142,8 +142,8 @@ def _count(parameter: torch.nn.Parameter) -> int:
 
 def _whole(parameter: torch.nn.Parameter, key: str | None = None) -> torch.Tensor:
     """Return a whole float32 weight, or a moment of it; a collective."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
     from deepspeed.runtime.zero import GatheredParameters
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     if key:
         return safe_get_full_optimizer_state(parameter, key)
