@@ -209,7 +209,7 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
             raise UsageError(f"{checkpoint} holds no {part}: it was saved without; begin a new run with --init_from")
         reader, numbers = Reader(checkpoint, part), state["numbers"][part]
         if hasattr(holder, "weights"):  # DeepSpeed's
-            holder.put(reader)
+            holder.put(reader, numbers)
         elif isinstance(holder, torch.optim.Optimizer):
             _set_named(objective.model, holder, reader, numbers)
         else:

@@ -47,7 +47,11 @@ def configure(accelerator, run: RunConfig) -> None:
         from src import zero
 
         zero.configure(accelerator, run)
-    elif run.sync_each_batch:
+    if run.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
+        warn(f"ddp_comm_hook {run.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
+    if run.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
+        raise UsageError("ddp_comm_hook is bf16, which torch has for GPUs only: leave it out, or use fp16")
+    if run.sync_each_batch and not sharded(accelerator):
         warn("sync_each_batch is ignored: a replica holds all of its gradient anyway, so waiting costs no memory")
 
 

@@ -85,6 +85,7 @@ def where(name: str, world: int, **keys) -> dict[str, str]:
         words = ["--config_file", file.name, "--num_processes", str(world), "train.py"]
         args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
     deepspeed = values["distributed_type"] == "DEEPSPEED"
+    args.deepspeed_fields_from_accelerate_config = ",".join([*values.get("deepspeed_config", {}), "mixed_precision"])
     made = prepare_deepspeed_cmd_env(args)[1] if deepspeed else prepare_multi_gpu_env(args)
     os.environ.clear()
     os.environ.update(before)

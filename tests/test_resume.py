@@ -674,9 +674,9 @@ def _rows_read(argv, replay: bool = False):
         read.extend(np.asarray(ids).tolist())
         return rows(self, ids)
 
-    def seen(accelerator, module, window, weight):
+    def seen(accelerator, module, window, *rest):
         trained.extend(i for micro, _ in window for i in micro.ids.tolist())
-        return gradient(accelerator, module, window, weight)
+        return gradient(accelerator, module, window, *rest)
 
     Split.rows, train.gradient = spy, seen
     if replay:  # as skip_first_batches does: from the start, and thrown away
