@@ -109,6 +109,7 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
 
         return zero.prepare(accelerator, objective, optimizer)
     dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
+    count = len(list(objective.parameters()))  # tied ones once
     module, optimizer = accelerator.prepare(objective, optimizer)
     if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
         # accelerate wraps a group of one on CPU, and then never skips its reductions.
@@ -119,6 +120,11 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
     if kind == "FSDP":
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("FSDP2 was asked for, but accelerate has not sharded the model")
+        if len(list(objective.parameters())) != count:
+            raise Failure(
+                "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
+                "set fsdp_cpu_ram_efficient_loading to false"
+            )
         changed = [n for n, p in objective.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()]
         if changed:
             raise Failure(
