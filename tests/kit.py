@@ -137,13 +137,14 @@ def _enter(rank, world, port, out, target, args, env):
 ONCE = ["train", "eval", "datasets", "accelerate.tracking", "torch._dynamo", "transformers.hf_argparser"]
 ONCE += ["transformers.optimization", "transformers.convert_slow_tokenizer", "src.tasks.causal_lm"]
 ONCE += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
+ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate.utils.fsdp_utils"]
 
 
 def fork(world: int, target, *args, out, env=None) -> list:
     """Start `target(*args)` in `world` forked processes that see each other as ranks; return the processes.
 
     Half a second instead of the fifteen of a launcher, because imports are done once."""
-    for name in ONCE:
+    for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -293,13 +294,21 @@ class Run:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        self.weights = load_file(self.folder / "final" / "model.safetensors")
+        self.weights = load_weights(self.folder / "final")
 
     def kind(self, kind: str) -> list[dict]:
         return [line for line in self.lines if line["kind"] == kind]
 
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.kind("train")]
+
+
+def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
+    """Return the tensors of a part of a checkpoint or final model, in however many files they are."""
+    paths = [*Path(folder).glob(f"{part}.safetensors"), *Path(folder).glob(f"{part}-*-of-*.safetensors")]
+    found = [item for path in paths for item in load_file(path).items()]
+    assert len(found) == len(dict(found)) > 0
+    return dict(found)
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
