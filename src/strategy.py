@@ -133,6 +133,14 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
     return module, optimizer
 
 
+def prepare_to_evaluate(accelerator, objective: torch.nn.Module):
+    """Return it as Accelerate prepares it where nothing is trained; under FSDP2 sharded, and in the precision of training."""
+    if accelerator.distributed_type.value != "FSDP":
+        return accelerator.prepare_model(objective, evaluation_mode=True)
+    # accelerate shards no model that comes without an optimizer, and leaves it on the CPU.
+    return accelerator.prepare(objective, torch.optim.SGD(objective.parameters(), lr=0.0))[0]
+
+
 # ---- in a step -----------------------------------------------------------------------------------------------------------
 
 
