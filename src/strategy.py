@@ -21,6 +21,12 @@ def sharded(accelerator) -> bool:
     return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
 
 
+def check_version() -> None:
+    """Raise UsageError for FSDP1, before accelerate looks for a device that it needs."""
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise UsageError(f"fsdp_version is {version}: give 2, as accelerate_configs/fsdp2.yaml does")
+
+
 def complete_mesh(world: int) -> None:
     """Let a model of which there are several copies (HSDP) be sharded over as many processes as there are for each copy.
 
@@ -60,8 +66,6 @@ def _configure_fsdp(accelerator, run: RunConfig) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise UsageError(f"fsdp_version is {plugin.fsdp_version}: give 2, as accelerate_configs/fsdp2.yaml does")
     if low := LOW.get(accelerator.mixed_precision):
         if run.dtype == "bfloat16":
             raise UsageError(
