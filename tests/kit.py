@@ -242,23 +242,36 @@ def _train(argv):
     import train
 
     seen = {}
-    original = train.train
+    original, prepare = train.train, train.strategy.prepare
 
     def spy(run, options, task, splits, accelerator):
         seen["world"] = accelerator.num_processes
         seen["initialised"] = dist.is_initialized()
         original(run, options, task, splits, accelerator)
 
-    train.train = spy
+    def prepared(*args):
+        module, optimizer = prepare(*args)
+        mesh = getattr(next(module.parameters()), "device_mesh", None)
+        seen["mesh"] = mesh and tuple(mesh.shape)
+        seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
+        return module, optimizer
+
+    train.train, train.strategy.prepare = spy, prepared
     train.main([str(word) for word in argv])
     return seen
 
 
 def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
-    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size."""
+    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size, and that FSDP2
+    sharded every layer over as many processes as the file says, if it was asked for."""
     argv = [*argv, "--output_dir", folder]
     seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
     assert [s["world"] for s in seen] == [world] * world
+    copies = int((env or {}).get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    mesh = (copies, world // copies) if copies > 1 else (world,)
+    for s in seen:
+        assert s["mesh"] == (mesh if "ACCELERATE_USE_FSDP" in (env or {}) else None)
+        assert s["mesh"] is None or s["units"] > 1
     return Run(folder)
 
 
