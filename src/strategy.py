@@ -21,6 +21,19 @@ def sharded(accelerator) -> bool:
     return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
 
 
+def named(accelerator) -> str:
+    """Return the strategy in words."""
+    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    if kind == "FSDP":
+        copies = mesh.dp_replicate_size if mesh else 1
+        return "FSDP2" if copies == 1 else f"HSDP: {copies} copies, each over {mesh.dp_shard_size} processes"
+    if kind == "DEEPSPEED":
+        return f"DeepSpeed ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.num_processes == 1:
+        return "one process"
+    return "DDP over " + torch.distributed.get_backend()
+
+
 def check_version() -> None:
     """Raise UsageError for FSDP1, before accelerate looks for a device that it needs."""
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
@@ -142,8 +155,8 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
 
 
 def prepare_to_evaluate(accelerator, objective: torch.nn.Module):
-    """Return it as Accelerate prepares it where nothing is trained; under FSDP2 sharded, and in the precision of training."""
-    if accelerator.distributed_type.value != "FSDP":
+    """Return it as Accelerate prepares it where nothing is trained; sharded as in training, and in the same precision."""
+    if not sharded(accelerator):
         return accelerator.prepare_model(objective, evaluation_mode=True)
     # accelerate shards no model that comes without an optimizer, and leaves it on the CPU.
     return accelerator.prepare(objective, torch.optim.SGD(objective.parameters(), lr=0.0))[0]

@@ -51,7 +51,7 @@ def as_one(run: kit.Run, one: kit.Run) -> None:
 def test_zero_gives_the_numbers_of_one_process(sharded, one, name, world):
     as_one(sharded[name], one)
     said = json.loads((sharded[name].folder / "environment.json").read_text())
-    assert (said["world_size"], said["strategy"]) == (world, "DEEPSPEED")
+    assert (said["world_size"], said["strategy"]) == (world, f"DeepSpeed ZeRO-{name[-1]}")
 
 
 def test_gradient_norms_are_those_of_one_process(sharded, one):
