@@ -25,11 +25,11 @@ OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)pr
 RUN ?= $(shell ls -td runs/*/config.yaml 2>/dev/null | head -1 | xargs -r dirname)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train eval test lint format bench report clean
+.PHONY: help setup data train eval test test-gpu test-cluster lint format bench report clean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1|/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | column -t -s '|'
 
 setup: .venv/done ## build .venv from nothing; does nothing when it is up to date
 
@@ -49,7 +49,13 @@ eval: .venv/done ## evaluate the last run (RUN=folder for another one)
 	$(LAUNCH) eval.py --checkpoint $(RUN) $(ARGS)
 
 test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a task)
-	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(ARGS)
+
+test-gpu: .venv/done ## prove what only a GPU can show, on a machine with one
+	$(VENV)/python -m pytest tests/gpu -v $(ARGS)
+
+test-cluster: .venv/done ## prove what takes more than this project's packages: two nodes, a real Slurm, DeepSpeed; skips what is not there
+	$(VENV)/python -m pytest -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting
 	$(VENV)/ruff check .

@@ -57,7 +57,13 @@ def complete_mesh(world: int) -> None:
 
 def configure(accelerator, run: RunConfig) -> None:
     """Give the backend what follows from the run file; UsageError for what cannot be had or is said in two places."""
-    kind = accelerator.distributed_type.value
+    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    for name, meaning in (("tp", "tensor"), ("cp", "context"), ("sp", "sequence")):
+        if mesh and getattr(mesh, f"{name}_size") > 1:
+            raise UsageError(
+                f"parallelism_config_{name}_size is {getattr(mesh, f'{name}_size')}: {meaning} parallelism is not offered, and each "
+                "process would train on other rows; take it out (docs/scaling.md says why, and what to use)"
+            )
     if sharded(accelerator) and run.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
     if kind == "FSDP":

@@ -10,6 +10,7 @@ import train
 from src import zero
 from tests import kit
 
+pytestmark = pytest.mark.cluster
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
 STEPS = 20
 

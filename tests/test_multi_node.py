@@ -9,6 +9,7 @@ import pytest
 
 from tests import kit
 
+pytestmark = pytest.mark.cluster
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"ACCELERATE_USE_CPU": "true"}
 
 

@@ -15,6 +15,7 @@ from src import checkpoint, status, store
 from tests import kit, storm
 from tests.slurm import Slurm, missing
 
+pytestmark = pytest.mark.cluster
 SCRIPTS = sorted((kit.REPOSITORY / "slurm").glob("*.sbatch"))
 STEPS = 40
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")

@@ -1,0 +1,133 @@
+"""What only a GPU can show: precisions, fused updates, compiled layers, pinned copies, kernels of attention.
+
+Skipped where there is no GPU; on one: make test-gpu.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests import kit
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
+HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def recipe(files, tmp_path_factory):
+    """Flags of a model whose heads have 32 dimensions, which the fast kernels of attention take."""
+    model = kit.write_yaml(tmp_path_factory.mktemp("gpu") / "llama.yaml", kit.LLAMA | HEADS)
+    values = {"model_config": model, "validation_file": files / "validation.jsonl", "learning_rate": 1e-3}
+    values |= {"train_file": files / "train.jsonl", "global_batch_size": 32, "per_device_batch_size": 8}
+    return lambda **fields: kit.flags(**values | {"max_steps": 20, "logging_steps": 1, "eval_steps": 10} | fields)
+
+
+def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.Run:
+    """Launch train.py as people do, on this GPU, and read the run back."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
+    script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(folder)]
+    done = subprocess.run(
+        [*launch, str(kit.REPOSITORY / "accelerate_configs" / f"{config}.yaml"), *script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run = kit.Run(folder)
+    run.text = done.stdout + done.stderr
+    run.said = json.loads((folder / "environment.json").read_text())
+    assert run.said["device"].startswith("cuda")
+    return run
+
+
+def agree(run: kit.Run, other: kit.Run, bound: float) -> bool:
+    return run.losses() == pytest.approx(other.losses(), rel=bound)
+
+
+@pytest.fixture(scope="module")
+def float32(recipe, tmp_path_factory) -> kit.Run:
+    return launched(tmp_path_factory.mktemp("float32") / "run", recipe())
+
+
+def test_a_gpu_and_a_cpu_train_alike(recipe, float32, tmp_path):
+    on_cpu = kit.run_training(1, tmp_path / "cpu", *recipe())
+    assert agree(float32, on_cpu, 1e-4)
+    assert kit.ledger_text(float32.folder) == kit.ledger_text(on_cpu.folder)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, precision):
+    run = launched(tmp_path / "run", recipe(), precision)
+    assert run.said["precision"] == f"weights float32, computing in {precision}"
+    assert {value.dtype for value in run.weights.values()} == {torch.float32}
+    assert agree(run, float32, 2e-2)
+    assert not agree(run, float32, 1e-9)  # it was not silently float32
+
+
+def test_fp8_computes_or_says_what_it_takes(recipe, float32, tmp_path):
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    run = launched(tmp_path / "run", recipe(), "fp8", "gpu_fp8")
+    assert agree(run, float32, 5e-2)
+
+
+def test_a_killed_run_goes_on_bitwise(recipe, float32, tmp_path):
+    """Fused AdamW on the device, pinned copies to the host and back."""
+    launched(tmp_path / "run", recipe(max_steps=20, save_steps=10, save_total_limit=2))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")
+    shutil.rmtree(tmp_path / "run" / "final")
+    run = launched(tmp_path / "run", recipe(max_steps=20, save_steps=10, save_total_limit=2))
+    assert "going on from" in run.text
+    assert kit.same(run.weights, float32.weights)
+
+
+def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
+    run = launched(tmp_path / "run", recipe(compile=True, pad_to_multiple_of=32))
+    assert agree(run, float32, 1e-4)
+    assert run.weights.keys() == float32.weights.keys()
+    assert 0 < run.kind("train")[-1]["graphs"] <= 8
+
+
+def test_checkpointed_activations_take_less_memory(recipe, float32, tmp_path):
+    run = launched(tmp_path / "run", recipe(gradient_checkpointing=True))
+    assert agree(run, float32, 1e-5)
+
+
+def test_attention_takes_a_fast_kernel_where_there_is_no_mask():
+    """Rows are padded on the right without a mask, so that flash or cuDNN attention can be chosen."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q = torch.randn(2, 4, 64, 32, device="cuda", dtype=torch.bfloat16)
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert torch.isfinite(out).all()
+
+
+def test_an_update_that_is_not_finite_is_left_out_on_the_device():
+    """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
+    from types import SimpleNamespace
+
+    from src import step
+
+    weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
+    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    accelerator = SimpleNamespace(
+        scaler=None,
+        distributed_type=SimpleNamespace(value="NO"),
+        clip_grad_norm_=lambda parameters, most: torch.nn.utils.clip_grad_norm_(list(parameters), most),
+    )
+    for value, left_out in ((1.0, False), (float("nan"), True), (1.0, False)):
+        before = weight.detach().clone()
+        weight.grad = torch.full_like(weight, value)
+        _, flag = step.update(accelerator, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        assert bool(flag) == left_out
+        assert torch.equal(before, weight.detach()) == left_out
