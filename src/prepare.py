@@ -20,9 +20,10 @@ import pyarrow as pa
 import xxhash
 
 from src import store
+from src.columns import check_kinds
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
-from src.origin import Places, check_kinds, decoded
+from src.origin import Places, decoded
 from src.sources import Source, cache_root
 from src.tasks import Task
 from src.together import Crew, leave
@@ -164,7 +165,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     facts = {name: sum(piece[name] for piece in pieces) for name in ("tokens", "targets", "rows_cut", "tokens_cut")}
     if not facts["targets"]:
         raise UsageError(
-            f"{split} data: none of the {raw_rows} rows has anything to train on: every row is too short, or all of its "
+            f"{split} data: none of the {raw_rows} rows of {source} has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
     facts["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"
