@@ -14,7 +14,7 @@ from src.inputs import UsageError, locate, warn
 from src.sources import Source
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-SHORT = 4096  # bytes, up to which a file is looked into
+SHORT = 4096  # bytes that are looked at to find out whether a file is empty: more only while they are blank
 
 
 class Named(NamedTuple):
@@ -72,10 +72,11 @@ def _is_empty(file: str) -> bool:
             return parquet.read_metadata(file).num_rows == 0
         except (ArrowInvalid, OSError):
             return False
-    if size > SHORT or file.endswith((".parquet", ".arrow", ".txt")):
+    if file.endswith((".parquet", ".arrow", ".txt")):
         return size == 0
     with open(file, "rb") as text:
-        return len(text.read().split()) == 0 or (file.endswith(".csv") and _lines(file) < 2)
+        blank = not any(part.strip() for part in iter(lambda: text.read(SHORT), b""))
+    return blank or (file.endswith(".csv") and size <= SHORT and _lines(file) < 2)
 
 
 def _lines(file: str) -> int:

@@ -24,6 +24,7 @@ from src.columns import check_kinds
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
 from src.origin import Places, decoded
+from src.raw import raw_rows
 from src.sources import Source, cache_root
 from src.tasks import Task
 from src.together import Crew, leave
@@ -62,7 +63,7 @@ def _key(run: RunConfig, task: Task, split: str, source: Source) -> str:
 
 
 def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, folder: Path) -> None:
-    raw = source.rows(run, split, crew)
+    raw = raw_rows(source, run, split, crew)
     if raw is None:  # a named data set without such a split
         crew.once(folder / FACTS, lambda: leave(folder / FACTS, '{"examples": 0}'), f"{split} data")
         return

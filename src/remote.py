@@ -48,13 +48,18 @@ def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:
 def passing(error: BaseException | None) -> bool:
     """Return whether a fault is that of a connection or of a busy server, which may be over soon."""
     from aiohttp import ClientError
-    from httpx import TransportError
 
     while error is not None:
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return status >= 500 or status in (408, 429)
-        if isinstance(error, ClientError | TransportError | ConnectionError | TimeoutError):
+        names = {
+            kind.__name__ for kind in type(error).__mro__
+        }  # the Hub's client has changed its library more than once
+        if isinstance(error, ClientError | ConnectionError | TimeoutError) or names & {
+            "TransportError",
+            "RequestException",
+        }:
             return True
         error = error.__cause__ or error.__context__  # fsspec calls any fault of a server FileNotFoundError
     return False

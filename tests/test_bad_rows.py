@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
-from src import origin, prepare, sources, stream
+from src import origin, prepare, raw, stream
 from src.facts import notes_on_data, repeated
 from src.inputs import UsageError
 from src.tasks import causal_lm
@@ -345,7 +345,8 @@ def test_mutants_that_name_another_line_are_caught(tools, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(text, code, said, 2, odd_line(files))
     files = write(tmp_path, case.files)
-    monkeypatch.setattr("src.sources.fault", lambda *_: None)
+    for module in ("raw", "sources"):
+        monkeypatch.setattr(f"src.{module}.fault", lambda *_: None)
     code, text = start(tools, tmp_path, files)
     with pytest.raises(AssertionError):
         check(text, code, case.said, 2, odd_line(files))
@@ -358,7 +359,7 @@ def test_good_texts_beside_a_bad_one_are_not_changed(tools, tmp_path, monkeypatc
     It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
     good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
     if where == "another file":
-        monkeypatch.setattr(sources, "MANY", 1)
+        monkeypatch.setattr(raw, "MANY", 1)
         files = write(tmp_path, {"a.jsonl": good, "b.jsonl": bad})
     else:
         monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
@@ -525,8 +526,8 @@ def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, monkeypatch):
     said = "a.jsonl, row 11: train data: `text` holds nothing"
     code, text = start(tools, tmp_path, file, streaming=True)
     check(text, code, said, 1, None)
-    original = stream._Places.__init__
-    monkeypatch.setattr(stream._Places, "__init__", lambda self, name, first, count: original(self, name, 0, count))
+    original = stream.ShardPlaces.__init__
+    monkeypatch.setattr(stream.ShardPlaces, "__init__", lambda self, name, first, count: original(self, name, 0, count))
     code, text = start(tools, tmp_path, file, streaming=True, output_dir="mutant")
     with pytest.raises(AssertionError):
         check(text, code, said, 1, None)
