@@ -37,7 +37,10 @@ def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:
                     came, last, pause = came + 1, time.monotonic(), 0.5
             return
         except Exception as error:
-            if not passing(error) or time.monotonic() + pause - last > PATIENCE:
+            # Of a server that fails fsspec may say that a file is not there; but it was, when it was looked up.
+            lost = "://" in name and isinstance(error, FileNotFoundError) and error.__cause__ is None
+            waits = lost or passing(error)
+            if not waits or time.monotonic() + pause - last > PATIENCE:
                 raise
             if pause == 0.5:
                 warn(f"{name}: {' '.join(str(error).split())[:200]}: trying for {PATIENCE:g} s", alone=True)

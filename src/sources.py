@@ -125,10 +125,9 @@ class Source:
         for file in files or self.files:
             if found := fault(file):
                 return found.replace(file, self.origins.get(file, file))
-        while error.__cause__ is not None or (isinstance(error, TypeError) and error.__context__ is not None):
-            error = (
-                error.__cause__ or error.__context__
-            )  # the TypeError comes of how `datasets` explains a fault of a URL
+        while (below := error.__cause__) is not None:
+            # To explain a fault behind a URL, datasets opens it anew, with an argument that fsspec refuses.
+            error = error.__context__ if isinstance(below, TypeError) and error.__context__ is not None else below
         if absent_column := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
             return f"{self.field}: {name}: there is no column `{absent_column[1]}`, as in other files"
         reason = " ".join(str(error).split())[:400] or type(error).__name__
