@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, resume, strategy, watch
+from src import checkpoint, config, drift, launch, resume, speed, strategy, watch
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -48,10 +48,11 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
-    objective = Objective(strategy.build(accelerator, task, start or checkpoint.begin_with(run)), task)
+    model = strategy.build(accelerator, task, start or checkpoint.begin_with(run))
+    objective = Objective(speed.tuned(model, run, accelerator.device), task)
     optimizer = make_optimizer(run, objective, accelerator.mixed_precision == "fp16")
     module, optimizer = strategy.prepare(accelerator, objective, optimizer)
-    meter, parts = Meter(), {"optimizer": optimizer}  # parts: what is saved beside the model
+    meter, graphs, parts = Meter(), speed.Graphs(run), {"optimizer": optimizer}  # parts: what is saved beside the model
     progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
     when = Rhythm(run, progress, total, evaluates=validation is not None)
     if run.per_device_batch_size == "auto":
@@ -76,9 +77,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         """Write a train line about the steps since the last one."""
         progress.settle(run.max_skipped_steps)
         rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
-        tracker.line(
-            "train", progress.step, {"epoch": examples.epoch_at(progress.step, batch)} | meter.line(agree) | rest
-        )
+        line = {"epoch": examples.epoch_at(progress.step, batch)} | meter.line(agree) | rest | graphs.line()
+        tracker.line("train", progress.step, line)
 
     def score() -> None:
         """Evaluate, unless a stop is asked for meanwhile."""

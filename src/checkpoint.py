@@ -106,7 +106,7 @@ def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state
     beside training."""
     write_model(objective, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
-        if part != "model" and named:
+        if part != "model" and (named or world == 1):
             first = {value.data_ptr(): name for name, value in reversed(named.items())}
             apart = {name: value if first[value.data_ptr()] == name else value.clone() for name, value in named.items()}
             save_file(apart, folder / file_name(part, rank, world))
@@ -209,7 +209,7 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
             raise UsageError(f"{checkpoint} holds no {part}: it was saved without; begin a new run with --init_from")
         reader, numbers = Reader(checkpoint, part), state["numbers"][part]
         if hasattr(holder, "weights"):  # DeepSpeed's
-            holder.put(reader)
+            holder.put(reader, numbers)
         elif isinstance(holder, torch.optim.Optimizer):
             _set_named(objective.model, holder, reader, numbers)
         else:

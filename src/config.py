@@ -46,6 +46,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "dataloader_timeout",
         "stream_lanes",
         "preprocessing_num_workers",
+        "pad_to_multiple_of",
     ]
     at_least_zero = [
         "seed",

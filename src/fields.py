@@ -46,6 +46,7 @@ SCHEDULES = [
     "cosine_with_min_lr",
     "warmup_stable_decay",
 ]
+COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 
 @dataclass
@@ -128,6 +129,7 @@ class RunConfig:
         "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
     )
     compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
+    pad_to_multiple_of: int | None = say("pad micro-batches to a multiple of so many tokens, for compile", free=True)
     tf32: bool = say(
         "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa", False, free=True
     )
@@ -171,6 +173,12 @@ class RunConfig:
     push_to_hub: bool = say("put the final model into a Hub repository, a private one if it is new", False, free=True)
     hub_model_id: str | None = say(
         "that repository (default: the name of the run folder, under your account)", free=True
+    )
+    ddp_comm_hook: str = say(
+        "what DDP sends of a gradient: all of it, rounded to 16 bits, or a low rank of it (then numbers depend on where)",
+        "no",
+        COMM_HOOKS,
+        free=True,
     )
     ddp_timeout: int = say("seconds a collective may wait", 600, free=True)
 

@@ -47,6 +47,7 @@ def check_environment() -> None:
 def start(run: RunConfig):
     """Return an Accelerator whose process group is the one that was asked for; UsageError says what differs and why."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import DDPCommunicationHookType
 
     watch.check_launcher()
     asked = int(os.environ.get("WORLD_SIZE", 1))
@@ -54,10 +55,14 @@ def start(run: RunConfig):
     accelerated = torch.accelerator.is_available()
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
     # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)
+    hook = DDPCommunicationHookType(run.ddp_comm_hook)
+    # static_graph would be a little faster, but fails an assertion in torch when the first backward pass is one of no_sync.
+    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, comm_hook=hook)
     # accelerate has no field for what torch would have instead.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     check_trackers(run.report_to)
+    if "FSDP" in sharded:
+        strategy.check_version()
     strategy.complete_mesh(asked)
     try:
         accelerator = Accelerator(
@@ -68,6 +73,7 @@ def start(run: RunConfig):
         )
     except (ValueError, ImportError) as error:
         raise UsageError(f"accelerate cannot start what its configuration asks for: {error}") from error
+    accelerator.wait_for_everyone()  # who refuses below would end while others still connect to it
     got = accelerator.num_processes
     if asked != got:
         raise UsageError(
@@ -215,7 +221,9 @@ def _end(code: int, message: str, prefix: str = "", error: Exception | None = No
 
     What one rank alone has met (`told`: it left word of it) it says itself, and those that heard of it are silent."""
     _keep(message)
-    first = getattr(error, "told", os.environ.get("LOCAL_RANK", "0") == "0") and not getattr(error, "heard", False)
+    # Of a stop only the main process knows the step; a rank of another node may end after it.
+    rank = os.environ.get("RANK" if code == status.EXIT_STOPPED else "LOCAL_RANK", "0")
+    first = getattr(error, "told", rank == "0") and not getattr(error, "heard", False)
     if first:
         _note(code, message)
         _say(prefix + message)

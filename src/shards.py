@@ -143,6 +143,9 @@ class Reader:
             self.file = safe_open(self.path, "pt")
         return self.file.get_slice(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._rows(name).get_shape())
+
     def whole(self, name: str) -> torch.Tensor:
         rows = self._rows(name)
         value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
@@ -155,7 +158,7 @@ class Reader:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         rows = self._rows(name)
-        if not partial(parameter) or tuple(rows.get_shape()) != tuple(parameter.shape):
+        if not partial(parameter) or self.shape(name) != tuple(parameter.shape):
             return self.whole(name)
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)

@@ -7,10 +7,12 @@ import math
 
 import torch
 
+from src import footprint
 from src.facts import facts_in_words, notes_on_data
 from src.fields import RunConfig
 from src.plan import steps_per_epoch
 from src.progress import Progress
+from src.step import Objective
 
 
 def total_steps(run: RunConfig, examples: int) -> int:
@@ -21,13 +23,12 @@ def total_steps(run: RunConfig, examples: int) -> int:
 def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
     """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
     train = splits["train"]
-    parameters = sum(p.numel() for p in model.parameters())
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    model = model.model if isinstance(model, Objective) else model
+    counted = footprint.count(model)
+    parameters, trainable = counted.parameters, counted.trained
     width = torch.finfo(getattr(torch, run.dtype)).bits // 8
-    moments = 1 if run.optim == "sgd" else 2
-    state = width * (parameters + (1 + moments) * trainable)
     disk = (
-        width * (parameters + moments * trainable) * min(run.save_total_limit + 1, saves(run, total) + 1)
+        width * (parameters + footprint.moments(run) * trainable) * min(run.save_total_limit + 1, saves(run, total) + 1)
         + width * parameters
     )
     warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
@@ -42,7 +43,8 @@ def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, tot
     rows |= _length(run, train, total)
     rows["learning rate"] = f"{run.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
     rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {run.dtype}"
-    rows["memory"] = f"{_size(state)} per device for weights, gradients and optimizer; activations come on top"
+    # Activations are counted on a model that nothing has wrapped.
+    rows["memory"] = footprint.in_words(run, model, _size, train.facts.get("longest") if run.dry_run else None)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {run.output_dir}"
     return rows
 

@@ -69,12 +69,12 @@ def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
     """Apply `fault` to the loss of the first micro-batch of one rank's window in these steps; write down its examples."""
     gradient, loss, armed = train.gradient, causal_lm.Task.loss, [False]
 
-    def noting(accelerator, module, window, weight):
+    def noting(accelerator, module, window, *rest):
         micro = window[0][0]
         if micro.step + 1 in steps and accelerator.process_index == rank(accelerator.num_processes):
             armed[0] = True
             Path(os.environ["NOTES"], f"{micro.step + 1}.json").write_text(json.dumps(micro.ids.tolist()))
-        return gradient(accelerator, module, window, weight)
+        return gradient(accelerator, module, window, *rest)
 
     def poisoned(self, model, inputs):
         sums = loss(self, model, inputs)

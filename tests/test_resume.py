@@ -277,6 +277,12 @@ FREE = {
     "per_device_batch_tokens": 100,
     "per_device_batch_size": 4,
     "per_device_eval_batch_size": 4,
+    "sync_each_batch": True,
+    "gradient_checkpointing": True,
+    "compile": True,
+    "tf32": True,
+    "pad_to_multiple_of": 8,
+    "ddp_comm_hook": "fp16",
     "max_steps": None,  # by its schedule, below
     "num_train_epochs": 2.5,  # max_steps wins
     "logging_steps": 2,
@@ -674,9 +680,9 @@ def _rows_read(argv, replay: bool = False):
         read.extend(np.asarray(ids).tolist())
         return rows(self, ids)
 
-    def seen(accelerator, module, window, weight):
+    def seen(accelerator, module, window, *rest):
         trained.extend(i for micro, _ in window for i in micro.ids.tolist())
-        return gradient(accelerator, module, window, weight)
+        return gradient(accelerator, module, window, *rest)
 
     Split.rows, train.gradient = spy, seen
     if replay:  # as skip_first_batches does: from the start, and thrown away

@@ -371,7 +371,10 @@ def test_whatever_stands_in_a_manifest_it_is_a_fault_and_no_crash(folder, text):
 
 
 def test_a_manifest_of_another_folder_is_a_fault(folder):
-    store.publish(folder.with_name("other"), lambda temporary: (temporary / "small.txt").write_bytes(b"TWO WORDS"))
+    def write(temporary):
+        (temporary / "small.txt").write_bytes(b"TWO WORDS")
+
+    store.publish(folder.with_name("other"), write)
     shutil.copy(folder.with_name("other") / "manifest.json", folder)
     assert store.faults(folder) == ["small.txt: its hash is not the one that was written"]
 

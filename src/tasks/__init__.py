@@ -26,6 +26,12 @@ def make_task(run, options) -> "Task":
     return import_module(f"src.tasks.{run.task}").Task(run, options)
 
 
+def width(lengths: list[int], multiple: int | None, most: int) -> int:
+    """Return how wide a micro-batch is: as its longest row, or the next multiple, which gives torch.compile fewer shapes."""
+    longest = max(1, *lengths)
+    return max(longest, min(-(-longest // (multiple or 1)) * (multiple or 1), most))
+
+
 class Batch(NamedTuple):
     """One micro-batch on the host: what the model reads, and what is known without a model."""
 

@@ -16,7 +16,7 @@ from src.inputs import UsageError, locate
 from src.losses import linear_cross_entropy, linear_scores, scores
 from src.models import build_model, check_fit, check_packing, head_is_plain, load_config, load_tokenizer, tokenizer_text
 from src.rows import IGNORED, Encoder
-from src.tasks import Batch
+from src.tasks import Batch, width
 from src.text import masks_known, pack
 
 
@@ -121,7 +121,7 @@ class Task:
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        shape = (len(rows), max(1, *lengths))
+        shape = (len(rows), width(lengths, self.run.pad_to_multiple_of, self.max_length))
         ids, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64) if self.options.packing else None
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):

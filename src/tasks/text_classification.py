@@ -14,7 +14,7 @@ from src.fields import RunConfig, say
 from src.inputs import REPOSITORY, UsageError
 from src.losses import scores
 from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
-from src.tasks import Batch
+from src.tasks import Batch, width
 from src.text import masks_known, require_text
 
 
@@ -157,7 +157,7 @@ class Task:
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        shape = (len(rows), max(1, *lengths))
+        shape = (len(rows), width(lengths, self.run.pad_to_multiple_of, self.max_length))
         inputs = {name: np.zeros(shape, np.int64) for name in (*self.columns, "attention_mask")}
         inputs["input_ids"] += self.tokenizer.pad_token_id
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
