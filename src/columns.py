@@ -1,9 +1,12 @@
-"""Rows out of Arrow columns, one at a time and without a copy.
+"""Rows out of Arrow columns, one at a time and without a copy; and columns that hold values of several kinds.
 
-Leave alone. Guarded by tests/test_data.py.
+Leave alone. Guarded by tests/test_data.py and tests/test_bad_rows.py.
 """
 
 import pyarrow as pa
+
+from src.faults import fault
+from src.inputs import UsageError
 
 COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
 
@@ -26,3 +29,25 @@ def _taker(column):
 
 def _plain(kind) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+# ---- columns of several kinds ------------------------------------------------------------------------------------------
+
+
+def check_kinds(schema, columns: list[str], files: list[str], name: str) -> None:
+    """Raise UsageError for a column of several kinds, which `datasets` holds as JSON, and not always reads back as it was."""
+    for column in columns:
+        if (
+            "arrow.json" in str(schema.field(column).type) and column != "messages"
+        ):  # whose turns may differ in their keys
+            found = next((text for file in files if (text := fault(file))), None)
+            raise UsageError(found or f"{name}: `{column}` holds values of several kinds")
+
+
+def quoted(rows) -> bool:
+    """Return whether some text is in quotes: `datasets` writes a chunk whose values are of several kinds as JSON, the good
+    ones too, which is no other type where a chunk before was text. Only a look at the file tells that from a quotation."""
+    import pyarrow.compute as pc
+
+    texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+    return any(pc.any(pc.match_substring_regex(c, r'(?s)\A".*"\z')).as_py() for c in texts)

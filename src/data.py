@@ -7,6 +7,7 @@ make data, does only this, on a machine without an accelerator if you like.
 
 import json
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -106,16 +107,23 @@ def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
     crew = Crew(sources.cache_root(run))
-    with crew.working():
-        try:
-            task.load()
-            return load_splits(run, task, crew, wanted)
-        except OSError as error:
-            if error.errno not in sources.NO_ROOM:
-                raise
-            raise UsageError(
-                f"cache_dir: {crew.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
-            ) from error
+    with _room(crew), crew.working(), _room(crew):  # without, for what `working` writes; within, for what others hear
+        task.load()
+        return load_splits(run, task, crew, wanted)
+
+
+@contextmanager
+def _room(crew: Crew):
+    """Within, a cache that cannot be written is a UsageError."""
+    try:
+        yield
+    except OSError as error:
+        ours = isinstance(error, PermissionError) and str(error.filename).startswith(str(crew.root))
+        if error.errno not in sources.NO_ROOM and not ours:
+            raise
+        raise UsageError(
+            f"cache_dir: {crew.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
+        ) from error
 
 
 def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "validation")) -> dict:
@@ -128,6 +136,8 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
     for split, by_name in found.items():
         for source in by_name.values():
             source.fetch(run, crew, files=not (run.streaming and split == "train"))
+            if source.told or source.origins:  # what is behind a URL has a size only now
+                named.drop_empty(source)
     splits = {}
     if run.streaming and "train" in wanted:
         from src.stream import Stream  # which needs what is above

@@ -101,8 +101,11 @@ def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, p
     seen = rows.pop("times seen")
     assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
     line = _numbers(task, names, table, examples)
-    for name, which, count in parts if len(parts) > 1 else []:
-        line |= {f"{name}/{key}": value for key, value in _numbers(task, names, table[which], count).items()}
+    if parts[0][0]:  # the sources of a mixture, which have names, though it may be one that has evaluation data
+        each = {name: _numbers(task, names, table[which], count) for name, which, count in parts}
+        # What one source does not know (the bytes of rows of ids) is not known of all.
+        line = {key: value for key, value in line.items() if all(key in one for one in each.values() if one["weight"])}
+        line |= {f"{name}/{key}": value for name, one in each.items() for key, value in one.items()}
     if rows:
         line |= _on_main(accelerator, lambda: task.row_metrics({name: _whole(values) for name, values in rows.items()}))
     return line

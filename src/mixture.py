@@ -5,7 +5,6 @@ sources one after the other.
 """
 
 import hashlib
-import math
 
 import numpy as np
 
@@ -15,6 +14,7 @@ from src.named import Named
 from src.plan import quotas_of, steps_per_epoch
 
 FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
+MOST = 1e100  # of a weight: the sum of several is to be finite
 
 
 def named(run: RunConfig) -> dict[str, Named]:
@@ -47,9 +47,10 @@ def faults(run: RunConfig) -> list[str]:
         if not isinstance(told, dict):
             found.append(f"{where}: {told!r} where fields were expected, such as train_file")
             continue
-        if not str(name).strip() or "/" in str(name):
+        if not str(name).strip() or "/" in str(name) or not str(name).isprintable():
             found.append(
-                f"{where}: a name must not be empty or hold a /, for it stands before the numbers of its source"
+                f"mixture: {name!r}: a name must be of one line, not empty and without a /, for it stands before the numbers "
+                "of its source"
             )
         found += [
             f"{where}: {field}: unknown field{nearest(str(field), FIELDS)}" for field in told if field not in FIELDS
@@ -64,11 +65,13 @@ def faults(run: RunConfig) -> list[str]:
                 )
         if bool(told.get("train_file")) == bool(told.get("dataset_name")):
             found.append(f"{where}: give train_file or dataset_name")
+        if told.get("dataset_config_name") and not told.get("dataset_name"):
+            found.append(f"{where}: dataset_config_name is given without dataset_name: give both, or neither")
         weight = told.get("weight")
         weights.append(weight)
         number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (number and math.isfinite(weight) and weight > 0):
-            found.append(f"{where}: weight is {weight!r}: it must be a number above zero")
+        if weight is not None and not (number and 0 < weight <= MOST):
+            found.append(f"{where}: weight is {weight!r}: it must be a number above zero, and at most {MOST:g}")
     if None in weights and any(weight is not None for weight in weights):
         found.append("mixture: give all sources a weight, or none (then each has that of its size)")
     return found

@@ -14,7 +14,7 @@ from src.inputs import UsageError, locate, warn
 from src.sources import Source
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-SHORT = 4096  # bytes, up to which a file is looked into
+SHORT = 4096  # bytes that are looked at to find out whether a file is empty: more only while they are blank
 
 
 class Named(NamedTuple):
@@ -34,11 +34,13 @@ def find(named: Named | RunConfig, split: str) -> Source | None:
     field, patterns = f"{where}{split}_file", {"train": named.train_file, "validation": named.validation_file}[split]
     if patterns:
         files = [file for pattern in patterns for file in _expand(pattern, field)]
-        files = _without_empty(files, field)
-        kinds = {Path(file.split("?")[0]).suffix for file in files}
+        source = Source(field, files)
+        drop_empty(source)
+        kinds = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
-            raise UsageError(f"{field}: {', '.join(files[:3])}: give files of one kind among {', '.join(BUILDERS)}")
-        return Source(field, files, BUILDERS[kinds.pop()])
+            raise UsageError(f"{field}: {source}: give files of one kind among {', '.join(BUILDERS)}")
+        source.builder = BUILDERS[kinds.pop()]
+        return source
     if not named.dataset_name or named.train_file:
         return None
     field = f"{where}dataset_name"
@@ -70,10 +72,11 @@ def _is_empty(file: str) -> bool:
             return parquet.read_metadata(file).num_rows == 0
         except (ArrowInvalid, OSError):
             return False
-    if size > SHORT or file.endswith((".parquet", ".arrow", ".txt")):
+    if file.endswith((".parquet", ".arrow", ".txt")):
         return size == 0
     with open(file, "rb") as text:
-        return len(text.read().split()) == 0 or (file.endswith(".csv") and _lines(file) < 2)
+        blank = not any(part.strip() for part in iter(lambda: text.read(SHORT), b""))
+    return blank or (file.endswith(".csv") and size <= SHORT and _lines(file) < 2)
 
 
 def _lines(file: str) -> int:
@@ -81,13 +84,13 @@ def _lines(file: str) -> int:
         return sum(1 for line in lines if line.strip())
 
 
-def _without_empty(files: list[str], field: str) -> list[str]:
-    """Leave out files without a row, as a writer of shards may have left them, and say so."""
-    empty = [file for file in files if "://" not in file and _is_empty(file)]
-    if len(empty) == len(files):
-        if os.path.getsize(empty[0]) == 0 or empty[0].endswith(".parquet"):
-            raise UsageError(f"{field}: {empty[0]} is empty: give a file with at least one row")
-        return files  # whatever reads them says what is missing
+def drop_empty(source: Source) -> None:
+    """Leave out files without a row, as a writer of shards may have left them, and say so; those behind URLs as soon as their
+    servers have said their size, or when they are here."""
+    told = {url: answer["bytes"] for url, answer in source.told.items()}
+    empty = [file for file in source.files if (told.get(file) == 0 if "://" in file else _is_empty(file))]
+    if empty and len(empty) == len(source.files):
+        raise UsageError(f"{source.field}: {source} is empty: give a file with at least one row")
     for file in empty:
-        warn(f"{field}: {file} is empty and left out")
-    return [file for file in files if file not in set(empty)]
+        warn(f"{source.field}: {source.origins.get(file, file)} is empty and left out")
+    source.files = [file for file in source.files if file not in set(empty)]

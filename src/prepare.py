@@ -20,9 +20,11 @@ import pyarrow as pa
 import xxhash
 
 from src import store
+from src.columns import check_kinds
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
-from src.origin import Places, check_kinds, decoded
+from src.origin import Places, decoded
+from src.raw import raw_rows
 from src.sources import Source, cache_root
 from src.tasks import Task
 from src.together import Crew, leave
@@ -61,7 +63,7 @@ def _key(run: RunConfig, task: Task, split: str, source: Source) -> str:
 
 
 def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, folder: Path) -> None:
-    raw = source.rows(run, split, crew)
+    raw = raw_rows(source, run, split, crew)
     if raw is None:  # a named data set without such a split
         crew.once(folder / FACTS, lambda: leave(folder / FACTS, '{"examples": 0}'), f"{split} data")
         return
@@ -164,7 +166,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     facts = {name: sum(piece[name] for piece in pieces) for name in ("tokens", "targets", "rows_cut", "tokens_cut")}
     if not facts["targets"]:
         raise UsageError(
-            f"{split} data: none of the {raw_rows} rows has anything to train on: every row is too short, or all of its "
+            f"{split} data: none of the {raw_rows} rows of {source} has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
     facts["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"

@@ -14,16 +14,18 @@ import pyarrow as pa
 import torch
 import xxhash
 
-from src.columns import views
+from src.columns import check_kinds, views
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
-from src.origin import check_kinds, decoded
+from src.origin import ShardPlaces, decoded
 from src.plan import MicroBatch, cut, derive, permute
 from src.reader import Item, ahead, collated
+from src.remote import patiently
 from src.sources import Source
 from src.tasks import Task
 
 BLOCK = 512  # raw rows that a lane encodes, packs and shuffles together, and reads again after a resume
+UNEVEN = 2  # times the mean, above which a lane is too long
 LANES = 8  # by default, where there are as many shards and a global batch gives eight rows to each
 
 
@@ -46,16 +48,35 @@ class Stream:
         self.whole = None if source.builder else source.stream(run)
         self.shards = source.files if source.builder else [f"{source} {i}" for i in range(self.whole.num_shards)]
         self.lanes = run.stream_lanes or max(1, min(LANES, len(self.shards), run.global_batch_size // 8))
+        if self.lanes > len(self.shards):  # a lane without a shard would take its share from every step
+            raise UsageError(
+                f"stream_lanes is {self.lanes}, but there are {len(self.shards)} shards (files): give at most as many lanes, or "
+                "more files"
+            )
         self.columns = None
         self._survey()
         # By names and sizes: files may be moved, and nodes have copies of their own.
-        told = repr((source.sizes(), source.hub, len(self.shards), self.lanes, BLOCK, task.fingerprint()))
+        told = repr((source.versions(), source.hub, len(self.shards), self.lanes, BLOCK, task.fingerprint()))
         self.facts = {"examples": None, "rows": xxhash.xxh3_128_hexdigest(told.encode()), "files": source.sizes()}
         self.facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
         self.epoch, self.turned, self.positions = 0, False, {}
+        self._weigh([size for _, size, _ in source.versions()])
+
+    def _weigh(self, sizes: list[int | None]) -> None:
+        """Warn where one lane of the first pass is much longer than the others: when those are at their end, steps are small."""
+        if self.whole is None and None not in sizes:
+            order = permute(np.arange(len(sizes)), len(sizes), self.run.seed, 0)
+            lanes = [sum(sizes[i] for i in order[lane :: self.lanes]) for lane in range(self.lanes)]
+            if (times := max(lanes) / (sum(lanes) / self.lanes)) > UNEVEN:
+                warn(
+                    f"{self.source.field}: the files are uneven: the longest of {self.lanes} lanes has {times:.1f} times the mean, "
+                    "and steps are smaller than global_batch_size when the others are at their end: give more even files, "
+                    "or fewer --stream_lanes"
+                )
 
     def _survey(self) -> None:
-        """Learn the columns from the first rows there are, and keep one for ranks that have nothing to read."""
+        """Learn the columns from the first rows there are, and keep one for ranks that have nothing to read; UsageError where
+        all rows are read and there is nothing to learn."""
         from datasets import Dataset
 
         try:
@@ -67,15 +88,22 @@ class Stream:
             self.columns, _ = self.task.survey(empty, "train", whole=False)
             if self.whole is not None:
                 self.whole = self.source.stream(self.run, columns=self.columns)
+        known = False
         for shard in range(len(self.shards)):
-            for table in self.blocks(shard):
-                self.columns, features = self.task.survey(Dataset(table), "train", whole=False)
-                self.schema = features.arrow_schema
-                self.task.opened(features)
-                if rows := self.prepared(table.select(self.columns), shard, 0, 0):
-                    self.spare = rows[0]
+            for block, table in enumerate(self.blocks(shard)):
+                if not known:
+                    self.columns, features = self.task.survey(Dataset(table), "train", whole=False)
+                    self.schema = features.arrow_schema
+                    self.task.opened(features)
+                rows = self.encoded(table := table.select(self.columns), shard, block)
+                known = known or len(rows["length"]) > 0
+                if any(rows["targets"]):
+                    self.spare = self.prepared(table, shard, block, 0)[0]
                     return
-        raise UsageError(f"train data: {self.source} holds no rows with anything to train on")
+        raise UsageError(
+            f"train data: {self.source} holds no rows with anything to train on: there are none, every one is too short, or all "
+            "of their labels are masked (-100)"
+        )
 
     def epoch_at(self, step: int, batch: int) -> float:
         """Return how many passes are over."""
@@ -95,7 +123,7 @@ class Stream:
         """Yield the raw rows of a shard in tables of BLOCK rows."""
         name = self.shards[shard]
         try:
-            for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
+            for table in patiently(lambda: self._rows(shard).with_format("arrow").iter(batch_size=BLOCK), name):
                 if missing := [column for column in self.columns or () if column not in table.column_names]:
                     there = ", ".join(table.column_names)
                     raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
@@ -106,15 +134,19 @@ class Stream:
         except Exception as error:
             raise UsageError(self.source.explain(error, [name])) from error
 
-    def prepared(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[tuple[int, dict, int]]:
-        """Return (id, row, length) of the rows that a block becomes, in an order of its own for this pass."""
-        places = _Places(self.shards[shard], block * BLOCK, table.num_rows)
+    def encoded(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
+        """Return the columns of the rows that a block becomes."""
+        places = ShardPlaces(self.shards[shard], block * BLOCK, table.num_rows)
         try:
             batch = table.to_pydict()
         except UnicodeDecodeError:
             decoded(table, places, lambda rows, i: rows.slice(i, 1).to_pydict())
             raise
-        rows = self.task.encode(batch, places)
+        return self.task.encode(batch, places)
+
+    def prepared(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[tuple[int, dict, int]]:
+        """Return (id, row, length) of the rows that a block becomes, in an order of its own for this pass."""
+        rows = self.encoded(table, shard, block)
         batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
         columns, count = views(batch), batch.num_rows
         order = permute(np.arange(count), count, derive("block", self.run.seed, shard, block), epoch) if count else []
@@ -231,18 +263,3 @@ def _closed(task: Task, window: list[tuple[MicroBatch, list[dict]]]) -> list[Ite
     """Return the batches of a window, the last of which is marked."""
     last = len(window) - 1
     return [collated(task, replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(window)]
-
-
-class _Places:
-    """Where the rows of a block are, for messages."""
-
-    def __init__(self, name: str, first: int, count: int):
-        self.name, self.first, self.count = name, first, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, i: int) -> str:
-        if not 0 <= i < self.count:
-            raise IndexError(i)
-        return f"{self.name}, row {self.first + i}: train data"

@@ -162,7 +162,7 @@ CASES = {
     "unreachable address": Case("train_file: http://127.0.0.1:9/a.jsonl", {"train_file": "http://127.0.0.1:9/a.jsonl"}),
     "unknown protocol": Case("train_file: odd://a/b.jsonl", {"train_file": "odd://a/b.jsonl"}),
     "empty file": Case("train.jsonl is empty", files={"train.jsonl": ""}),
-    "blank file": Case("train.jsonl holds no rows", files={"train.jsonl": "\n\n"}),
+    "blank file": Case("train.jsonl is empty", files={"train.jsonl": "\n\n"}),
     "binary file": Case("train.jsonl, line 2|not UTF-8 text", files={"train.jsonl": bytes(range(256)) * 4}),
     "UTF-16": Case("train.jsonl, line 1, byte 0: not UTF-8 text", files={"train.jsonl": IDS.encode("utf-16")}),
     "a bad line": Case(
@@ -183,7 +183,7 @@ CASES = {
     "CSV unclosed": Case(
         "a.csv could not be read", TEXT | {"train_file": "a.csv"}, {"a.csv": 'text,b\nx,1\n"unclosed'}
     ),
-    "CSV of a header": Case("a.csv holds no rows", TEXT | {"train_file": "a.csv"}, {"a.csv": "text\n"}),
+    "CSV of a header": Case("a.csv is empty", TEXT | {"train_file": "a.csv"}, {"a.csv": "text\n"}),
     "parquet garbage": Case(
         "a.parquet could not be read", {"train_file": "a.parquet"}, {"a.parquet": b"PAR1xxxxxxxxPAR1"}
     ),

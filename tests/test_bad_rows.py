@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
-from src import origin, prepare, sources, stream
+from src import faults, origin, prepare, raw, stream
 from src.facts import notes_on_data, repeated
 from src.inputs import UsageError
 from src.tasks import causal_lm
@@ -284,7 +284,7 @@ def test_bad_data_is_named_with_its_place(tools, tmp_path, name, streaming):
     check(text, code, words, expected, odd_line(files))
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
 def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
     """Rows 0 … n−1 of several files, with blank lines, quoted line ends and carriage returns among them."""
     files = {
@@ -292,9 +292,13 @@ def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
             "a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n',
             "b.jsonl": '\n\n{"text": "r2"}\n  \n{"text": "r3"}',
         },
-        "csv": {"a.csv": 'text,n\n"r0\n\nx",1\nr1,2\n', "b.csv": 'n,text\r\n\r\n1,"r2\r\n"\r\n2,r3'},
+        "csv": {"a.csv": 'text,n\n"r0\n\nx",1\n  \n \t\nr1,2\n', "b.csv": 'n,text\r\n\r\n1,"r2\r\n"\r\n2,r3'},
         "txt": {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
         "json": {"a.json": '[{"text": "r0"},\n\n{"text": "r1"}]', "b.json": '[{"text": "r2"}, {"text": "r3"}]'},
+        "spread": {  # as a formatter leaves them
+            "a.json": '{\n  "text": "r0"\n}\n\n{\n  "text": "r1",\n  "n": {\n    "m": 1}\n}\n',
+            "b.json": '{\n"text": "r2"\n} {"text": "r3"}\n',
+        },
         "parquet": {"a.parquet": {"text": ["r0", "r1"]}, "b.parquet": {"text": ["r2", "r3"]}},
         "arrow": {},
     }[kind]
@@ -329,6 +333,8 @@ def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
             before = raw[: raw.index(f"r{i}".encode())].count(b"\n") + 1
             inside = {"r0": 2, "r2": 1}.get(f"r{i}", 0) if kind == "csv" else 0  # the last line of a row of several
             expected = f"line {before + inside}"
+        elif kind == "spread":
+            expected = f"line {(1, 5, 1, 3)[i]}"  # where its object begins
         assert seen[f"r{i}"] == f"{file}, {expected}: train data, row {i}"
 
 
@@ -345,7 +351,8 @@ def test_mutants_that_name_another_line_are_caught(tools, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(text, code, said, 2, odd_line(files))
     files = write(tmp_path, case.files)
-    monkeypatch.setattr("src.sources.fault", lambda *_: None)
+    for module in ("raw", "sources"):
+        monkeypatch.setattr(f"src.{module}.fault", lambda *_: None)
     code, text = start(tools, tmp_path, files)
     with pytest.raises(AssertionError):
         check(text, code, case.said, 2, odd_line(files))
@@ -358,7 +365,7 @@ def test_good_texts_beside_a_bad_one_are_not_changed(tools, tmp_path, monkeypatc
     It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
     good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
     if where == "another file":
-        monkeypatch.setattr(sources, "MANY", 1)
+        monkeypatch.setattr(raw, "MANY", 1)
         files = write(tmp_path, {"a.jsonl": good, "b.jsonl": bad})
     else:
         monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
@@ -377,6 +384,32 @@ def _with(kind, name: str, value) -> tuple:
     defaults = list(kind.__init__.__defaults__)
     defaults[names.index(name) - len(names)] = value
     return tuple(defaults)
+
+
+def test_the_files_of_other_splits_are_not_named(tools, tmp_path):
+    """Rows count from the first file of their own split; the mutant counts through the folder."""
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set", {"test.jsonl": lines(*GOOD), "train.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
+    fields = {
+        "model_config": tools / "llama.yaml",
+        "tokenizer_name": tools / "tokenizer",
+        "dataset_name": tmp_path / "set",
+    }
+    with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data, row 5: `text` holds nothing"):
+        kit.open_data(**fields, cache_dir=tmp_path / "cache")
+
+
+def test_a_fault_among_objects_over_several_lines_is_named(tmp_path):
+    rows = [json.dumps(row, indent=1) for row in GOOD]
+    file = tmp_path / "a.json"
+    for odd, said in (
+        ('{\n "text": 3\n}', "line 16: `text` is a number, and text in the rows before: 3"),
+        ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
+    ):
+        file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
+        assert faults.fault(str(file)) == f"{file}, {said}"
+    file.write_text("\n".join(rows))
+    assert faults.fault(str(file)) is None
 
 
 # ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
@@ -525,8 +558,8 @@ def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, monkeypatch):
     said = "a.jsonl, row 11: train data: `text` holds nothing"
     code, text = start(tools, tmp_path, file, streaming=True)
     check(text, code, said, 1, None)
-    original = stream._Places.__init__
-    monkeypatch.setattr(stream._Places, "__init__", lambda self, name, first, count: original(self, name, 0, count))
+    original = stream.ShardPlaces.__init__
+    monkeypatch.setattr(stream.ShardPlaces, "__init__", lambda self, name, first, count: original(self, name, 0, count))
     code, text = start(tools, tmp_path, file, streaming=True, output_dir="mutant")
     with pytest.raises(AssertionError):
         check(text, code, said, 1, None)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from contextlib import nullcontext, suppress
@@ -145,6 +146,47 @@ def test_a_folder_without_training_data_is_refused(tools, tmp_path):
     saved.save_to_disk(tmp_path / "set")
     with pytest.raises(UsageError, match="no train data: give --train_file, or a dataset with a train split"):
         open_data(tools, tmp_path, dataset_name=tmp_path / "set")
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["lost", "truncated"])
+@pytest.mark.parametrize("where", ["train_file", "dataset_name"])
+def test_raw_rows_that_are_not_whole_are_made_again(tools, tmp_path, monkeypatch, damage, where):
+    (tmp_path / "set").mkdir()
+    file = write(tmp_path / "set" / "train.jsonl", TEXTS)
+    fields = {where: file if where == "train_file" else tmp_path / "set"}
+    open_data(tools, tmp_path, **fields)
+    records = map(Path.read_text, (tmp_path / "cache" / "raw").glob("*.json"))
+    (raw,) = [Path(file) for record in records for file in json.loads(record)["files"] or []]
+    damage(raw)
+    for _ in range(2):
+        shutil.rmtree(tmp_path / "cache" / "prepared")
+        task, splits = open_data(tools, tmp_path, **fields)
+        assert texts(task, splits["train"]) == TEXTS
+    monkeypatch.setattr("src.raw._whole", lambda record: True)  # the mutant believes its record
+    shutil.rmtree(tmp_path / "cache" / "prepared")
+    damage(raw)
+    with pytest.raises(Exception, match=r"No such file|metadata"):
+        open_data(tools, tmp_path, **fields)
+
+
+def test_of_three_files_the_two_that_conflict_are_named(tools, tmp_path):
+    """The first has no value of the column that the others disagree about."""
+    files = []
+    for i, note in enumerate((None, 1, "one")):
+        files.append(tmp_path / f"{i}.jsonl")
+        files[-1].write_text(json.dumps({"text": "def f"} | ({} if note is None else {"note": note})) + "\n")
+    with pytest.raises(
+        UsageError, match=r"2.jsonl has other columns \(.*note: string\) than .*1.jsonl \(.*note: int64\)"
+    ):
+        open_data(tools, tmp_path, train_file=files)
+
+
+def test_a_cache_that_may_not_be_written_is_said(tools, tmp_path, monkeypatch):
+    """Which a folder of the kernel may not, even by root."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/sys/cache"))
+    fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer"}
+    with pytest.raises(UsageError, match=r"cache_dir: /sys/cache cannot be written \(.*\): make room, or give another"):
+        kit.open_data(**fields, train_file=write(tmp_path / "rows.jsonl", TEXTS))
 
 
 # ---- rows by id ------------------------------------------------------------------------------------------------------
@@ -394,7 +436,7 @@ def test_no_data_and_no_rows_are_refused(tools, tmp_path):
         open_data(tools, tmp_path, train_file=tmp_path / "empty.jsonl")
     write(tmp_path / "short.jsonl", ["", ""])
     for packing in (False, True):
-        with pytest.raises(UsageError, match="none of the 2 rows has anything to train on"):
+        with pytest.raises(UsageError, match=r"none of the 2 rows of .*short.jsonl has anything to train on"):
             open_data(tools, tmp_path, train_file=tmp_path / "short.jsonl", packing=packing)
 
 

@@ -133,6 +133,32 @@ def test_the_loss_of_each_source_is_that_of_its_data_alone(sources, one, tmp_pat
     assert line["examples"] == 22
 
 
+def test_a_source_with_evaluation_data_of_its_own_is_named_though_it_is_the_only_one(sources, tmp_path):
+    _, fields, mixture = sources
+    other = {"low": mixture["low"], "high": {k: v for k, v in mixture["high"].items() if k != "validation_file"}}
+    given = [*fields, *mixed(other), "--max_steps", "1", "--eval_steps", "1"]
+    run = kit.run_training(1, tmp_path / "run", *given, "--metric_for_best_model", "low/loss", "--save_steps", "1")
+    line = run.kind("eval")[-1]
+    assert (line["low/loss"], line["low/examples"]) == (line["loss"], 13)
+
+
+def test_what_one_source_does_not_know_is_not_said_of_all(sources, tmp_path):
+    """Rows of ids have no bytes: over those of the others the bits would be too many."""
+    _, _, mixture = sources
+    kit.tiny_tokenizer(tmp_path / "tokenizer", ["def f return self"] * 2)
+    texts = str(kit.write_jsonl(tmp_path / "texts.jsonl", [{"text": f"def f{n} return self"} for n in range(9)]))
+    model = kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY | {"vocab_size": 400})
+    fields = {"model_config": model, "tokenizer_name": tmp_path / "tokenizer", "max_steps": 1, "eval_steps": 1}
+    both = {"low": mixture["low"] | {"weight": 1}, "text": {"train_file": texts, "validation_file": texts, "weight": 1}}
+    for of_ids, given in ((True, both), (False, {"more": both["text"], "text": both["text"]})):
+        run = kit.run_training(1, tmp_path / f"{of_ids}", *kit.flags(**fields), *mixed(given))
+        line = run.kind("eval")[-1]
+        assert ("bits_per_byte" in line) == (not of_ids)
+        assert "text/bits_per_byte" in line
+        assert "low/bits_per_byte" not in line
+        assert {"accuracy", "perplexity", "loss"} <= line.keys()
+
+
 def test_a_run_stopped_midway_goes_on_bitwise_and_weights_may_not_change(sources, one, tmp_path):
     import shutil
 
@@ -169,6 +195,14 @@ def test_a_config_with_a_mixture_is_written_and_read(sources, one, tmp_path):
         ({"low": {"train_fil": "x"}}, "mixture: low: train_fil: unknown field; did you mean train_file?"),
         ({"low": {"weight": 1}}, "mixture: low: give train_file or dataset_name"),
         ({"low": {"train_file": "a.jsonl", "weight": -1}}, "weight is -1: it must be a number above zero"),
+        ({"low": {"train_file": "a.jsonl", "weight": 1e308}}, "weight is 1e\\+308: it must be .*at most 1e\\+100"),
+        ({"low": {"train_file": "a.jsonl", "weight": float("inf")}}, "weight is inf: it must be a number above zero"),
+        ({"low": {"train_file": "a.jsonl", "weight": "2024-01-01"}}, "weight is '2024-01-01': it must be a number"),
+        (
+            {"low": {"train_file": "a.jsonl", "dataset_config_name": "x", "weight": 1}},
+            "low: dataset_config_name is given without dataset_name",
+        ),
+        ({"lo\nw": {"train_file": "a.jsonl", "weight": 1}}, r"mixture: 'lo\\nw': a name must be of one line"),
         ({"low": {"train_file": "a.jsonl"}}, "give all sources a weight, or none"),
         ({"low": {"train_file": [1], "weight": 1}}, "mixture: low: train_file: \\[1\\]: give names of files"),
         (

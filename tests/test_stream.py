@@ -254,6 +254,7 @@ def test_packing_and_texts(tmp_path):
         ({"per_device_batch_size": "auto"}, "does not know its longest rows"),
         ({"stream_lanes": 9}, "more than global_batch_size, which is 8"),
         ({"streaming": False, "stream_lanes": 2}, "stream_lanes is given without streaming"),
+        ({"stream_lanes": 2}, "stream_lanes is 2, but there are 1 shards (files): give at most as many lanes"),
     ],
 )
 def test_what_a_stream_cannot_do_is_said(tmp_path, fields, message):
@@ -263,6 +264,46 @@ def test_what_a_stream_cannot_do_is_said(tmp_path, fields, message):
     codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path)
     assert codes == [2], texts
     assert message in texts[0]
+
+
+def opened(folder, files, **fields):
+    """Return a stream, opened in this process."""
+    if "model_config" not in fields:
+        fields["model_config"] = kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
+    fields |= {"train_file": files} if files else {}
+    fields = {"streaming": True, "max_steps": 3, "cache_dir": folder / "cache"} | fields
+    return kit.open_data(**fields)[1]["train"]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
+    """Also in a later block, and a rank without rows gets a filler that is none of those."""
+    monkeypatch.setattr("src.stream.BLOCK", 8)
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 20
+    files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", rows) for i in range(2)]
+    if masked:
+        with pytest.raises(UsageError, match=r"0.jsonl, .*1.jsonl holds no rows with anything to train on.*masked"):
+            opened(tmp_path, files)
+        return
+    kit.write_jsonl(files[1], [*rows, {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}])
+    number, *_ = opened(tmp_path, files).spare
+    assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
+
+
+def test_uneven_files_are_warned_about(tmp_path, capfd):
+    text = "the longest of 3 lanes has 2.6 times the mean, and steps are smaller than global_batch_size"
+    for sizes in ([10, 11, 9], [100, 8, 7]):
+        files = shards(tmp_path / f"{sizes[0]}", sizes)
+        assert opened(tmp_path, files, stream_lanes=3).lanes == 3
+        assert (text in capfd.readouterr().err) == (sizes[0] == 100)
+
+
+def test_what_save_to_disk_wrote_cannot_be_streamed(tmp_path):
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}] * 9)
+    for name, saved in (("one", rows), ("several", datasets.DatasetDict(train=rows))):
+        saved.save_to_disk(tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name} was written by save_to_disk, which cannot be streamed"):
+            opened(tmp_path, [], dataset_name=tmp_path / name)
 
 
 def test_a_bad_row_of_a_stream_ends_all_ranks_and_is_named(tmp_path):
