@@ -15,7 +15,10 @@ from src.losses import chunk_rows
 from src.text import masks_known
 
 LOW = ("bf16", "fp16", "fp8")
-BUCKET, LIVE = 5e8, 1e9  # DeepSpeed's defaults: elements of a bucket of gradients, and of weights gathered at a time
+BUCKET, LIVE = (
+    5e8,
+    1e9,
+)  # DeepSpeed's defaults: elements of its bucket of gradients, and of weights gathered at a time at most
 
 
 @dataclass(frozen=True)
@@ -154,9 +157,9 @@ def passing(n: Counted, run: RunConfig, way: Strategy) -> float:
         waiting = compute * (n.rest_trained + n.layer_trained) if way.each else width * n.trained
         return gathered + waiting + width * max(n.rest_trained, n.layer_trained)
     if way.kind == "ZERO3":
-        return compute * (min(LIVE, n.parameters) + 2 * min(BUCKET, n.trained))
+        return compute * (min(LIVE, n.parameters) + BUCKET)
     if way.kind.startswith("ZERO"):
-        return compute * min(BUCKET, n.trained)
+        return compute * BUCKET
     return compute * n.matrices if way.low else 0.0
 
 
