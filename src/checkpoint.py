@@ -106,7 +106,7 @@ def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state
     beside training."""
     write_model(objective, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
-        if part != "model" and named:
+        if part != "model" and (named or world == 1):
             first = {value.data_ptr(): name for name, value in reversed(named.items())}
             apart = {name: value if first[value.data_ptr()] == name else value.clone() for name, value in named.items()}
             save_file(apart, folder / file_name(part, rank, world))

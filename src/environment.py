@@ -10,7 +10,7 @@ from importlib import metadata
 
 import torch
 
-from src import fetch
+from src import fetch, strategy
 from src.fields import RunConfig
 from src.inputs import REPOSITORY
 from src.launch import nodes
@@ -37,11 +37,10 @@ def topology(accelerator, run: RunConfig) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
     computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
-    strategy = "one process" if accelerator.num_processes == 1 else accelerator.distributed_type.value
     return {
         "device": f"{device.type} ({name}{threads})",
         "precision": f"weights {run.dtype}, computing in {computing}",
-        "strategy": strategy.replace("MULTI_CPU", "DDP over gloo").replace("MULTI_GPU", "DDP over nccl"),
+        "strategy": strategy.named(accelerator),
         "world_size": accelerator.num_processes,
         "nodes": nodes(),
         "global_batch": arithmetic(run, accelerator.num_processes),

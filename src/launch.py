@@ -61,6 +61,8 @@ def start(run: RunConfig):
     # accelerate has no field for what torch would have instead.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     check_trackers(run.report_to)
+    if "FSDP" in sharded:
+        strategy.check_version()
     strategy.complete_mesh(asked)
     try:
         accelerator = Accelerator(
@@ -71,6 +73,7 @@ def start(run: RunConfig):
         )
     except (ValueError, ImportError) as error:
         raise UsageError(f"accelerate cannot start what its configuration asks for: {error}") from error
+    accelerator.wait_for_everyone()  # who refuses below would end while others still connect to it
     got = accelerator.num_processes
     if asked != got:
         raise UsageError(

@@ -38,7 +38,8 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
         try:
             if folder.is_dir():
                 status.lock(folder)
-                store.tidy(folder / "checkpoints")
+                for place in (folder, folder / "checkpoints"):  # final/ is written as checkpoints are
+                    store.tidy(place)
             outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
             status.forget_failure(folder)
         except (UsageError, Failure, Stopped, OSError) as error:

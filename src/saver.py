@@ -138,6 +138,7 @@ class Saver:
                     store.flush(lines.path)
             share = (self.rank, self.world) if self.together else ()
             if not self._publish(folder, lambda f: checkpoint.write(f, self.objective, host, state, *share), step):
+                self.failures = 0  # to leave its part or why not is all that this rank can fail at
                 return
             self.saved, self.failures = step, 0
             self._prune()

@@ -23,6 +23,11 @@ class Objective(torch.nn.Module):
         self.model, self.task = model, task
         self._no_split_modules = getattr(model, "_no_split_modules", None)  # the units that FSDP2 shards
 
+    def tie_weights(self) -> None:
+        """Make tied weights one again: accelerate shards a copy of the model on torch's meta device, where they are two."""
+        if hasattr(self.model, "tie_weights"):
+            self.model.tie_weights()
+
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.task.loss(self.model, inputs)
 

@@ -21,6 +21,25 @@ def sharded(accelerator) -> bool:
     return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
 
 
+def named(accelerator) -> str:
+    """Return the strategy in words."""
+    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    if kind == "FSDP":
+        copies = mesh.dp_replicate_size if mesh else 1
+        return "FSDP2" if copies == 1 else f"HSDP: {copies} copies, each over {mesh.dp_shard_size} processes"
+    if kind == "DEEPSPEED":
+        return f"DeepSpeed ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
+    if accelerator.num_processes == 1:
+        return "one process"
+    return "DDP over " + torch.distributed.get_backend()
+
+
+def check_version() -> None:
+    """Raise UsageError for FSDP1, before accelerate looks for a device that it needs."""
+    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
+        raise UsageError(f"fsdp_version is {version}: give 2, as accelerate_configs/fsdp2.yaml does")
+
+
 def complete_mesh(world: int) -> None:
     """Let a model of which there are several copies (HSDP) be sharded over as many processes as there are for each copy.
 
@@ -64,8 +83,6 @@ def _configure_fsdp(accelerator, run: RunConfig) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
-    if plugin.fsdp_version != 2:
-        raise UsageError(f"fsdp_version is {plugin.fsdp_version}: give 2, as accelerate_configs/fsdp2.yaml does")
     if low := LOW.get(accelerator.mixed_precision):
         if run.dtype == "bfloat16":
             raise UsageError(
@@ -113,6 +130,7 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
 
         return zero.prepare(accelerator, objective, optimizer)
     dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
+    count = len(list(objective.parameters()))  # tied ones once
     module, optimizer = accelerator.prepare(objective, optimizer)
     if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
         # accelerate wraps a group of one on CPU, and then never skips its reductions.
@@ -123,12 +141,25 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
     if kind == "FSDP":
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("FSDP2 was asked for, but accelerate has not sharded the model")
+        if len(list(objective.parameters())) != count:
+            raise Failure(
+                "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
+                "set fsdp_cpu_ram_efficient_loading to false"
+            )
         changed = [n for n, p in objective.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()]
         if changed:
             raise Failure(
                 f"{len(changed)} weights have another dtype than before they were sharded, first {changed[0]}"
             )
     return module, optimizer
+
+
+def prepare_to_evaluate(accelerator, objective: torch.nn.Module):
+    """Return it as Accelerate prepares it where nothing is trained; sharded as in training, and in the same precision."""
+    if not sharded(accelerator):
+        return accelerator.prepare_model(objective, evaluation_mode=True)
+    # accelerate shards no model that comes without an optimizer, and leaves it on the CPU.
+    return accelerator.prepare(objective, torch.optim.SGD(objective.parameters(), lr=0.0))[0]
 
 
 # ---- in a step -----------------------------------------------------------------------------------------------------------

@@ -138,13 +138,14 @@ def _enter(rank, world, port, out, target, args, env):
 ONCE = ["train", "eval", "datasets", "accelerate.tracking", "torch._dynamo", "transformers.hf_argparser"]
 ONCE += ["transformers.optimization", "transformers.convert_slow_tokenizer", "src.tasks.causal_lm"]
 ONCE += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
+ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate.utils.fsdp_utils"]
 
 
 def fork(world: int, target, *args, out, env=None) -> list:
     """Start `target(*args)` in `world` forked processes that see each other as ranks; return the processes.
 
     Half a second instead of the fifteen of a launcher, because imports are done once."""
-    for name in ONCE:
+    for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
@@ -242,23 +243,36 @@ def _train(argv):
     import train
 
     seen = {}
-    original = train.train
+    original, prepare = train.train, train.strategy.prepare
 
     def spy(run, options, task, splits, accelerator):
         seen["world"] = accelerator.num_processes
         seen["initialised"] = dist.is_initialized()
         original(run, options, task, splits, accelerator)
 
-    train.train = spy
+    def prepared(*args):
+        module, optimizer = prepare(*args)
+        mesh = getattr(next(module.parameters()), "device_mesh", None)
+        seen["mesh"] = mesh and tuple(mesh.shape)
+        seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
+        return module, optimizer
+
+    train.train, train.strategy.prepare = spy, prepared
     train.main([str(word) for word in argv])
     return seen
 
 
 def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
-    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size."""
+    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size, and that FSDP2
+    sharded every layer over as many processes as the file says, if it was asked for."""
     argv = [*argv, "--output_dir", folder]
     seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
     assert [s["world"] for s in seen] == [world] * world
+    copies = int((env or {}).get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    mesh = (copies, world // copies) if copies > 1 else (world,)
+    for s in seen:
+        assert s["mesh"] == (mesh if "ACCELERATE_USE_FSDP" in (env or {}) else None)
+        assert s["mesh"] is None or s["units"] > 1
     return Run(folder)
 
 
@@ -294,13 +308,21 @@ class Run:
     def __init__(self, folder):
         self.folder = Path(folder)
         self.lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        self.weights = load_file(self.folder / "final" / "model.safetensors")
+        self.weights = load_weights(self.folder / "final")
 
     def kind(self, kind: str) -> list[dict]:
         return [line for line in self.lines if line["kind"] == kind]
 
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.kind("train")]
+
+
+def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
+    """Return the tensors of a part of a checkpoint or final model, in however many files they are."""
+    paths = [*Path(folder).glob(f"{part}.safetensors"), *Path(folder).glob(f"{part}-*-of-*.safetensors")]
+    found = [item for path in paths for item in load_file(path).items()]
+    assert len(found) == len(dict(found)) > 0
+    return dict(found)
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -277,6 +277,12 @@ FREE = {
     "per_device_batch_tokens": 100,
     "per_device_batch_size": 4,
     "per_device_eval_batch_size": 4,
+    "sync_each_batch": True,
+    "gradient_checkpointing": True,
+    "compile": True,
+    "tf32": True,
+    "pad_to_multiple_of": 8,
+    "ddp_comm_hook": "fp16",
     "max_steps": None,  # by its schedule, below
     "num_train_epochs": 2.5,  # max_steps wins
     "logging_steps": 2,
