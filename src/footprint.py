@@ -5,15 +5,20 @@ docs/scaling.md has the arithmetic and what it leaves out. Leave alone. Guarded 
 
 import os
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from src.fields import RunConfig
 from src.losses import chunk_rows
+from src.text import masks_known
 
 LOW = ("bf16", "fp16", "fp8")
-BUCKET, LIVE = 5e8, 1e9  # DeepSpeed's defaults: elements of a bucket of gradients, and of weights gathered at a time
+BUCKET, LIVE = (
+    5e8,
+    1e9,
+)  # DeepSpeed's defaults: elements of its bucket of gradients, and of weights gathered at a time at most
 
 
 @dataclass(frozen=True)
@@ -54,19 +59,18 @@ def strategies(run: RunConfig, gpus: int) -> list[Strategy]:
     fsdp = Strategy("FSDP2", "fsdp2", "FSDP", gpus, low, recompute=again)
     zero = Strategy("ZeRO-2", "zero2", "ZERO2", gpus, low, recompute=again)
     three = replace(zero, name="ZeRO-3", file="zero3", kind="ZERO3")
+    hybrid = replace(fsdp, name="HSDP, 2 copies", file="hsdp", shards=gpus // 2)
     found = [
         Strategy("DDP", "ddp", "DDP", 1, low, recompute=again),
         replace(fsdp, name="FSDP2, reduced once", each=False, flags=" and --sync_each_batch false"),
         fsdp,
-        *([replace(fsdp, name="HSDP, 2 copies", file="hsdp", shards=gpus // 2)] if gpus >= 4 and gpus % 2 == 0 else []),
-        *([] if run.dtype == "float64" else [zero, three]),
+        *([hybrid] if gpus >= 4 and gpus % 2 == 0 else []),
+        zero,
+        three,
         replace(fsdp, name="FSDP2, offload", file="fsdp2_offload", offload=True, recompute=True),
+        replace(three, name="ZeRO-3, offload", file="zero3_offload", offload=True),
     ]
-    return (
-        found
-        if run.dtype == "float64"
-        else [*found, replace(three, name="ZeRO-3, offload", file="zero3_offload", offload=True)]
-    )
+    return [way for way in found if run.dtype != "float64" or not way.kind.startswith("ZERO")]
 
 
 def strategy_here(run: RunConfig) -> Strategy:
@@ -153,9 +157,9 @@ def passing(n: Counted, run: RunConfig, way: Strategy) -> float:
         waiting = compute * (n.rest_trained + n.layer_trained) if way.each else width * n.trained
         return gathered + waiting + width * max(n.rest_trained, n.layer_trained)
     if way.kind == "ZERO3":
-        return compute * (min(LIVE, n.parameters) + 2 * min(BUCKET, n.trained))
+        return compute * (min(LIVE, n.parameters) + BUCKET)
     if way.kind.startswith("ZERO"):
-        return compute * min(BUCKET, n.trained)
+        return compute * BUCKET
     return compute * n.matrices if way.low else 0.0
 
 
@@ -164,20 +168,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v):
-        out = torch.empty_like(q)
+        rows, heads, length, _ = q.shape
+        out = q.new_empty(rows, length, heads, v.shape[-1]).transpose(1, 2)  # as the layers before and after have it
         ctx.save_for_backward(q, k, v, out, torch.empty(q.shape[:-1], dtype=torch.float32))
         return out
 
 
-def _kept(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, autocast: bool):
+def _kept(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
     """Return (bytes that autograd keeps of a forward pass, bytes of one layer's input), by running it on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    base, own, kept = getattr(model, "base_model", model), set(), {}
-    attention, flags = (
-        F.scaled_dot_product_attention,
-        [m for m in base.modules() if getattr(m, "gradient_checkpointing", False)],
-    )
+    base, kept, attention = getattr(model, "base_model", model), {}, F.scaled_dot_product_attention
 
     def keep(value):
         storage = value.untyped_storage()
@@ -190,37 +191,35 @@ def _kept(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, au
 
     F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _Attention.apply(q, k, v)
     try:
-        for module in flags:
-            module.gradient_checkpointing = False
         with FakeTensorMode():
             values = {name: fake(v) for name, v in [*base.named_parameters(), *base.named_buffers()]}
             own = {value.untyped_storage()._cdata for value in values.values()}
-            ids = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": False}
+            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": False}
             hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value)
-            with hooks, torch.autocast("cpu", dtype, enabled=autocast):
-                hidden = torch.func.functional_call(base, values, kwargs=ids)[0]
+            with hooks, masks_known(packed=False), torch.autocast("cpu", dtype, enabled=autocast):
+                hidden = torch.func.functional_call(base, values, kwargs=inputs)[0]
             return sum(size for key, (size, _) in kept.items() if key not in own), hidden.nbytes
     finally:
         F.scaled_dot_product_attention = attention
-        for module in flags:
-            module.gradient_checkpointing = True
 
 
-def activations(
-    model: torch.nn.Module, layers: int, rows: int, length: int, run: RunConfig, way: Strategy
-) -> float | None:
-    """Return the bytes that autograd keeps of one micro-batch, and one chunk of logits; None for a model that cannot be
-    run on token ids alone."""
-    low = torch.bfloat16 if way.low else getattr(torch, run.dtype)
-    autocast = way.low and way.kind in ("NO", "DDP")  # sharded weights are cast as a whole
+@lru_cache(maxsize=2)  # the strategies ask for two kinds only
+def _row(model: torch.nn.Module, length: int, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
+    """Return what another row of this length adds: without copies of weights, which do not grow with rows."""
+    (one, hidden), (two, _) = (_kept(model, rows, length, dtype, autocast) for rows in (1, 2))
+    return two - one, hidden
+
+
+def activations(model: torch.nn.Module, n: Counted, length: int, run: RunConfig, way: Strategy) -> float | None:
+    """Return the bytes that autograd keeps of a micro-batch of rows of this length, and one chunk of logits; None for a
+    model that does not run on token ids alone."""
+    low, rows = torch.bfloat16 if way.low else getattr(torch, run.dtype), rows_at_once(run, length)
     try:
-        # The second row's share: without copies of weights, which do not grow with rows.
-        (one, hidden), (two, _) = (_kept(model, n, length, low, autocast) for n in (1, 2))
+        each, hidden = _row(model, length, low, way.low and way.kind in ("NO", "DDP"))  # others cast whole weights
     except Exception:  # a fork's model may be anything
         return None
-    each = two - one
-    if way.recompute and layers:
-        each = layers * hidden + each / layers
+    if way.recompute and n.layers:
+        each = n.layers * hidden + each / n.layers
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return rows * each
@@ -244,5 +243,5 @@ def in_words(run: RunConfig, model: torch.nn.Module, size, length: int | None) -
     where = f"rest in host memory ({way.name}, offload)" if way.offload else f"per device ({way.name})"
     text = f"{size(rest)} {where} for weights, gradients and optimizer"
     text += f"; {size(more)} for copies at work" if more else ""
-    kept = activations(model, n.layers, rows_at_once(run, length), length, run, way) if length else None
+    kept = activations(model, n, length, run, way) if length else None
     return text + (f"; about {size(kept)} for activations" if kept else "; activations come on top")

@@ -30,15 +30,11 @@ def main(argv: list[str]) -> None:
     config.check(run, options)
     model, length = _model(run, options)
     n, rows = count(model), rows_at_once(run, length)
-    known = {}
 
     def needs(way: Strategy) -> list[float | None]:
         """Return GiB of a device for weights, gradients, moments, copies, activations, all of it; and of the host."""
-        key = way.kind in ("NO", "DDP"), way.recompute
-        if key not in known:
-            known[key] = activations(model, n.layers, rows, length, run, way)
-        still = list(resting(n, run, way).values())
-        device = ([0.0] * 3 if way.offload else still) + [passing(n, run, way), known[key] or 0.0]
+        still, kept = list(resting(n, run, way).values()), activations(model, n, length, run, way)
+        device = ([0.0] * 3 if way.offload else still) + [passing(n, run, way), kept or 0.0]
         return [value / GIB for value in (*device, sum(device), sum(still) if way.offload else 0.0)]
 
     def fitting(gpus: int, run: RunConfig = run) -> Strategy | None:
@@ -49,10 +45,9 @@ def main(argv: list[str]) -> None:
     heads = ("weights", "gradients", "optimizer", "at work", "activations", "together", "on the host")
     print(f"{'GiB per device':<22}" + "".join(f"{head:>13}" for head in heads))
     for way in strategies(run, gpus):
-        cells = [f"{value:>13,.2f}" for value in needs(way)]
-        if None in known.values():
-            cells[4] = f"{'unknown':>13}"
-        print(f"{way.name:<22}" + "".join(cells))
+        print(f"{way.name:<22}" + "".join(f"{value:>13,.2f}" for value in needs(way)))
+    if activations(model, n, length, run, strategies(run, gpus)[0]) is None:
+        print("activations are unknown: this model does not run on token ids alone")
 
     way, again = fitting(gpus), fitting(gpus, replace(run, gradient_checkpointing=True))
     spare = f"leaves {SPARE:.0%} of the memory free"
