@@ -42,7 +42,8 @@ class Saver:
             accelerator.num_processes,
             0,
         )  # turn: folders begun so far
-        self.together = sharded(accelerator) and self.world > 1
+        self.sharded = sharded(accelerator)
+        self.together = self.sharded and self.world > 1
         self.objective, self.parts, self.about = objective, parts, about
         self.watch, self.lines, self.folder = watch, lines, Path(run.output_dir)
         self.patience = min(PATIENCE, run.ddp_timeout / 2)
@@ -200,7 +201,7 @@ class Saver:
             return
         self.wait()
         share = (self.rank, self.world) if self.together else ()
-        if self.together:
+        if self.sharded:
             tensors = self._host({"model": checkpoint.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
         write = lambda temporary: checkpoint.export(temporary, self.run, self.objective, tensors, *share)  # noqa: E731
         self.thread = threading.Thread(target=self._caught, args=(self._publish, folder, write, step))

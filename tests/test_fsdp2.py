@@ -21,7 +21,7 @@ from src.progress import Flag
 from src.tasks import causal_lm
 from tests import kit
 
-STEPS = 20  # of 32 examples in micro-batches of 4: three ranks have 3, 3 and 2 of them
+STEPS = 20  # each of 32 examples in micro-batches of 4: three ranks have 3, 3 and 2 of them
 
 
 def recipe(files, model: str = "llama.yaml", **fields) -> list[str]:
@@ -171,7 +171,6 @@ def uneven(files, **fields) -> list[str]:
         "max_eval_examples": 8,
         "max_steps": 2,
         "save_steps": 99,
-        "ddp_timeout": 10,
         "warmup_steps": 1,
     }
     return recipe(files, **rest | fields)
@@ -184,8 +183,8 @@ def test_ranks_with_fewer_micro_batches_run_fillers_without_which_nobody_ends_we
     if mutant == "training":
         monkeypatch.setattr(strategy, "even", lambda window, turns: window)
     if mutant == "evaluation":  # gloo may crash where collectives do not fit together, which would be a page of text
-        monkeypatch.setattr(evaluation, "sharded", lambda accelerator: bool(faulthandler.disable()))
-    codes, outputs = command(uneven(files), tmp_path / "here", 2, where("fsdp2", 2))
+        monkeypatch.setattr(evaluation, "sharded", lambda accelerator: (faulthandler.disable(), False)[1])
+    codes, outputs = command(uneven(files, ddp_timeout=10 if mutant else 120), tmp_path / "here", 2, where("fsdp2", 2))
     assert (codes == [0, 0]) == (not mutant), outputs
     assert not mutant or 0 not in codes
 
@@ -195,17 +194,15 @@ def single(tmp_path_factory) -> Path:
     return kit.write_jsonl(tmp_path_factory.mktemp("single") / "one.jsonl", [{"input_ids": list(range(9))}])
 
 
-@pytest.mark.parametrize("world, name, rows", [(2, "fsdp2", 103), (3, "fsdp2", 103), (4, "fsdp2", 1), (4, "hsdp", 103)])
+@pytest.mark.parametrize("world, name, rows", [(2, "fsdp2", 103), (3, "fsdp2", 103), (4, "fsdp2", 1)])
 def test_an_evaluation_counts_every_row_once(files, one, single, tmp_path, world, name, rows):
     """Equal to the last bit, because a gathered weight has the bits that it had before it was sharded."""
-    flags = kit.flags(
-        checkpoint=one.folder / "final", validation_file=single if rows == 1 else files / "validation.jsonl"
-    )
-    alone = kit.run_evaluation(1, tmp_path / "alone", *flags)
+    file = single if rows == 1 else files / "validation.jsonl"
+    flags = kit.flags(checkpoint=one.folder / "final", validation_file=file)
     found = kit.run_evaluation(world, tmp_path / "here", *flags, env=where(name, world))
-    assert alone["examples"] == rows
-    assert found == alone
-    assert rows == 1 or alone["loss"] == one.kind("eval")[-1]["loss"]
+    alone = one.kind("eval")[-1] if rows > 1 else kit.run_evaluation(1, tmp_path / "alone", *flags)
+    assert found["examples"] == rows
+    assert {name: alone[name] for name in found} == found
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------------
@@ -259,15 +256,19 @@ def test_gradients_are_reduced_as_often_as_the_run_file_says(
     files, tmp_path, name, world, each, mutant, scattered, reduced
 ):
     """In a window of four micro-batches. Over copies of the model, which may be on nodes far apart, once a step."""
-    fields = {"per_device_batch_size": 8 // world, "max_steps": 3, "warmup_steps": 1, "logging_steps": 100}
-    argv = [*recipe(files, **fields, save_steps=99, sync_each_batch=each), "--output_dir", tmp_path / "run"]
+    fields = {"per_device_batch_size": 8 // world, "max_steps": 2, "warmup_steps": 1, "max_eval_examples": 8}
+    argv = [
+        *recipe(files, **fields, logging_steps=100, save_steps=99, sync_each_batch=each),
+        "--output_dir",
+        tmp_path / "run",
+    ]
     found = kit.spawn(world, _count_collectives, argv, mutant, out=tmp_path / "out", env=where(name, world))
     for steps, vectors in found:
         gathered = 4 * (2 * GROUPS - 1)  # in each pass: forward, and backward but for the last layers
-        assert [counts["_allgather_base_"] for counts in steps] == [gathered] * 3
-        assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 3
-        assert [counts.get("allreduce_", 0) for counts in steps] == [reduced] * 3
-        assert vectors[:3] == [9 + world] * 3  # what DDP agrees on, and how many micro-batches each rank has
+        assert [counts["_allgather_base_"] for counts in steps] == [gathered] * 2
+        assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 2
+        assert [counts.get("allreduce_", 0) for counts in steps] == [reduced] * 2
+        assert vectors[:2] == [9 + world] * 2  # what DDP agrees on, and how many micro-batches each rank has
 
 
 # ---- checkpoints -------------------------------------------------------------------------------------------------------
@@ -312,12 +313,27 @@ def test_a_checkpoint_holds_what_that_of_one_process_holds(one, two):
         assert states[0]["numbers"] == states[1]["numbers"]
 
 
+@pytest.mark.parametrize("world", [1, 6])
+def test_one_process_and_more_processes_than_layers_write_checkpoints_too(tmp_path, world):
+    """The model has a layer, two embeddings and a norm to share out, so two of six ranks have nothing to write."""
+    fields = {"global_batch_size": 12, "per_device_batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    flags = kit.flags(**kit.tiny_files(tmp_path) | fields)
+    alone = kit.run_training(1, tmp_path / "alone", *flags)
+    run = kit.run_training(world, tmp_path / "run", *flags, env=where("fsdp2", world))
+    assert len(list((run.folder / "final").glob("model*.safetensors"))) == min(world, 4)
+    assert kit.distance(alone.weights, run.weights) <= 1e-4
+    assert saved(run.folder) == [2, 4]
+    shutil.rmtree(at_step(run, 4))
+    again = kit.run_training(2, run.folder, *flags, env=where("fsdp2", 2))
+    assert again.losses() == pytest.approx(alone.losses(), rel=1e-6)
+
+
 @pytest.mark.parametrize("mutant", [False, True])
 def test_resumed_on_as_many_ranks_it_is_bitwise_the_same(files, two, tmp_path, monkeypatch, mutant):
     """The mutant leaves the moments as they are in a new optimizer."""
     if mutant:
         monkeypatch.setattr(checkpoint, "_set_named", lambda *args: None)
-    folder = begun(two, tmp_path / "run", 10)
+    folder = begun(two, tmp_path / "run", 15)
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, two.weights) == (not mutant)
     assert same_state(at_step(run, 20), at_step(two, 20)) == (not mutant)
@@ -373,19 +389,19 @@ def disk_full():
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_fails_on_one_rank_costs_a_checkpoint_and_not_the_run(files, two, tmp_path, monkeypatch, rank):
-    at_write(monkeypatch, [10], rank, disk_full)
+    at_write(monkeypatch, [15], rank, disk_full)
+    folder = begun(two, tmp_path / "here" / "run", 10)
     codes, outputs = command(recipe(files), tmp_path / "here", 2, where("fsdp2", 2))
     assert codes == [0, 0], outputs
-    assert "THE CHECKPOINT OF STEP 10 COULD NOT BE SAVED: " in outputs[0]
+    assert "THE CHECKPOINT OF STEP 15 COULD NOT BE SAVED: " in outputs[0]
     assert "No space left on device" in outputs[0]
     assert "failure 1 of 3 in a row" in outputs[0]
-    folder = tmp_path / "here" / "run"
-    assert saved(folder) == [5, 15, 20]
+    assert saved(folder) == [5, 10, 20]
     assert same_state(at_step(folder, 20), at_step(two, 20))
 
 
 def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, monkeypatch):
-    """Its disk takes nothing at all at steps 5 and 15; the success in between begins the count anew on all ranks."""
+    """Its disk takes nothing at all at steps 12 and 16; the success in between begins the count anew on all ranks."""
     deliver, calls = shards.Team.deliver, [0]
 
     def failing(self, parts, write):
@@ -395,13 +411,15 @@ def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, 
         return deliver(self, parts, write)
 
     monkeypatch.setattr(shards.Team, "deliver", failing)
-    monkeypatch.setattr(saver, "PATIENCE", 1.5)
-    codes, outputs = command(recipe(files, max_failed_saves=2), tmp_path / "here", 2, where("fsdp2", 2))
+    monkeypatch.setattr(saver, "PATIENCE", 3.0)
+    folder = begun(two, tmp_path / "here" / "run", 10)
+    flags = recipe(files, save_steps=2, max_failed_saves=2)
+    codes, outputs = command(flags, tmp_path / "here", 2, where("fsdp2", 2))
     assert codes == [0, 0], outputs
     assert "rank 1 has not written its part: do all nodes see this folder?" in outputs[0]
     assert "failure 2" not in "".join(outputs)
-    assert saved(tmp_path / "here" / "run") == [10, 20]
-    assert kit.same(kit.Run(tmp_path / "here" / "run").weights, two.weights)
+    assert saved(folder) == [5, 10, 14, 18, 20]
+    assert kit.same(kit.Run(folder).weights, two.weights)
 
 
 def test_a_final_model_that_one_rank_cannot_write_fails_the_run_and_the_same_command_mends_it(
