@@ -240,7 +240,7 @@ def _last(value):
 def _argument(name: str, value) -> list[str]:
     """Return the command-line words of one field."""
     if isinstance(value, dict):
-        return [f"--{name}={json.dumps(value)}"]
+        return [f"--{name}={json.dumps(value, default=str)}"]
     values = [_word(v) for v in (value if isinstance(value, list) else [value])]
     return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
 
