@@ -50,7 +50,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
     model = strategy.build(accelerator, task, start or checkpoint.begin_with(run))
     objective = Objective(speed.tuned(model, run, accelerator.device), task)
-    optimizer = make_optimizer(run, objective, accelerator.mixed_precision == "fp16")
+    optimizer = make_optimizer(run, objective, strategy.fuses(accelerator, run))
     module, optimizer = strategy.prepare(accelerator, objective, optimizer)
     meter, graphs, parts = Meter(), speed.Graphs(run), {"optimizer": optimizer}  # parts: what is saved beside the model
     progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
@@ -61,7 +61,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
     about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
-    saver = Saver(accelerator, run, objective, parts, about, outside, lines, start)
+    saver = Saver(accelerator, agree, run, objective, parts, about, outside, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in remarks + notes(run, splits, start, progress, when.complete()):
         tracker.say(note)

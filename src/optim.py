@@ -22,13 +22,12 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(run: RunConfig, model: torch.nn.Module, fp16: bool = False) -> torch.optim.Optimizer:
-    """Return the optimizer that `run.optim` names, fused where torch has it for these parameters."""
+def make_optimizer(run: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
+    """Return the optimizer that `run.optim` names; `fused` updates all parameters by one kernel."""
     groups = parameter_groups(model, run.weight_decay)
     if not groups:
         raise UsageError("no parameter of the model is trainable")
-    # Under a gradient scaler the fused kernels skip on the device, where nobody could tell the schedule to wait.
-    options = {"lr": run.learning_rate, "fused": not fp16}
+    options = {"lr": run.learning_rate, "fused": fused}
     if run.optim == "sgd":
         return torch.optim.SGD(groups, momentum=run.adam_beta1, **options)
     return torch.optim.AdamW(groups, betas=(run.adam_beta1, run.adam_beta2), eps=run.adam_epsilon, **options)

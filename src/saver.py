@@ -18,8 +18,9 @@ from safetensors import SafetensorError
 from src import checkpoint, status, store
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, warn
+from src.launch import nodes
 from src.progress import Progress
-from src.shards import Team, owners
+from src.shards import Team, check_disk, owners
 from src.step import Objective
 from src.strategy import sharded
 from src.tracking import strict
@@ -32,7 +33,7 @@ class Saver:
     """Writes checkpoints of one run; at most one is under way."""
 
     def __init__(
-        self, accelerator, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, lines, start
+        self, accelerator, agree, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, lines, start
     ):
         """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
         are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
@@ -46,6 +47,8 @@ class Saver:
         self.together = self.sharded and self.world > 1
         self.objective, self.parts, self.about = objective, parts, about
         self.watch, self.lines, self.folder = watch, lines, Path(run.output_dir)
+        if self.together and nodes() > 1:
+            check_disk(accelerator, agree, self.folder)
         self.patience = min(PATIENCE, run.ddp_timeout / 2)
         self.team = Team(self.rank, self.world, self.patience)
         self.memory, self.thread = checkpoint.HostCopy(), None

@@ -98,6 +98,16 @@ def _configure_fsdp(accelerator, run: RunConfig) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 
 
+def fuses(accelerator, run: RunConfig) -> bool:
+    """Return whether the optimizer may be a fused kernel.
+
+    Under a gradient scaler that would skip on the device, where nobody could tell the schedule to wait; and torch has no
+    fused SGD for shards."""
+    return accelerator.mixed_precision != "fp16" and not (
+        accelerator.distributed_type.value == "FSDP" and run.optim == "sgd"
+    )
+
+
 def build(accelerator, task, weights) -> torch.nn.Module:
     """Return the task's model on the CPU; under FSDP2 the main process alone reads or draws its weights.
 

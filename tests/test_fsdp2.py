@@ -116,7 +116,7 @@ def test_two_ranks_train_what_one_process_trains(one, two):
         ("fsdp2", 4, {"fsdp_cpu_ram_efficient_loading": False}, {}),
         ("hsdp", 4, {}, {}),
         ("fsdp2", 2, {"fsdp_activation_checkpointing": True}, {}),
-        ("fsdp2", 2, {"fsdp_reshard_after_forward": False}, {"sync_each_batch": False}),
+        ("fsdp2", 2, {"fsdp_reshard_after_forward": False}, {"sync_each_batch": False, "gradient_checkpointing": True}),
     ],
 )
 def test_so_does_every_other_split(files, one, tmp_path, name, world, keys, fields):
@@ -125,6 +125,13 @@ def test_so_does_every_other_split(files, one, tmp_path, name, world, keys, fiel
     )
     check_same_numbers(one, run)
     assert kit.distance(one.weights, run.weights) <= 1e-5
+
+
+def test_sgd_updates_shards_without_a_fused_kernel(files, tmp_path):
+    flags = recipe(files, optim="sgd", learning_rate=0.1, max_steps=4, eval_steps=4, save_steps=99, warmup_steps=0)
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    run = kit.run_training(2, tmp_path / "run", *flags, env=where("fsdp2", 2))
+    check_same_numbers(one, run)
 
 
 @pytest.fixture(scope="module")

@@ -168,3 +168,19 @@ def test_an_encoder_that_learns_to_predict_does_not_see_what_comes(tmp_path):
     task.config.is_decoder = False  # the mutant: as transformers gives it
     one, other = first_logits(task.build())
     assert not torch.allclose(one, other)
+
+
+@pytest.mark.parametrize(
+    "dtype, precision, warned", [("bfloat16", "fp16", True), ("bfloat16", "bf16", False), ("float32", "fp16", False)]
+)
+def test_a_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, warned):
+    """A CPU refuses fp16, so the accelerator is a stand-in here."""
+    from types import SimpleNamespace
+
+    from src import strategy
+
+    kind = SimpleNamespace(value="NO")
+    accelerator = SimpleNamespace(mixed_precision=precision, distributed_type=kind)
+    task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
+    assert strategy.build(accelerator, task, None) == "the model"
+    assert ("activations may overflow" in capsys.readouterr().err) == warned
