@@ -125,6 +125,8 @@ def test_so_does_every_other_split(files, one, tmp_path, name, world, keys, fiel
     )
     check_same_numbers(one, run)
     assert kit.distance(one.weights, run.weights) <= 1e-5
+    moments = [kit.load_weights(at_step(r, STEPS), "optimizer") for r in (one, run)]
+    assert kit.distance(*moments) <= 1e-5
 
 
 def test_sgd_updates_shards_without_a_fused_kernel(files, tmp_path):
@@ -314,7 +316,7 @@ def test_a_checkpoint_holds_what_that_of_one_process_holds(one, two):
     for number in (5, 20):
         for part in ("model", "optimizer"):
             parts = [kit.load_weights(at_step(run, number), part) for run in (one, two)]
-            assert kit.distance(*parts) <= 1e-5
+            assert kit.distance(*parts) <= 2e-6
         states = [checkpoint.read_state(at_step(run, number)) for run in (one, two)]
         assert states[0]["progress"] | {"best": 0} == states[1]["progress"] | {"best": 0}
         assert states[0]["numbers"] == states[1]["numbers"]
@@ -322,12 +324,12 @@ def test_a_checkpoint_holds_what_that_of_one_process_holds(one, two):
 
 @pytest.mark.parametrize("world", [1, 6])
 def test_one_process_and_more_processes_than_layers_write_checkpoints_too(tmp_path, world):
-    """The model has a layer, two embeddings and a norm to share out, so two of six ranks have nothing to write."""
+    """A layer, two embeddings, weight and bias of a norm are shared out, so one of six ranks has nothing to write."""
     fields = {"global_batch_size": 12, "per_device_batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
     flags = kit.flags(**kit.tiny_files(tmp_path) | fields)
     alone = kit.run_training(1, tmp_path / "alone", *flags)
     run = kit.run_training(world, tmp_path / "run", *flags, env=where("fsdp2", world))
-    assert len(list((run.folder / "final").glob("model*.safetensors"))) == min(world, 4)
+    assert len(list((run.folder / "final").glob("model*.safetensors"))) == min(world, 5)
     assert kit.distance(alone.weights, run.weights) <= 1e-4
     assert saved(run.folder) == [2, 4]
     shutil.rmtree(at_step(run, 4))
