@@ -84,8 +84,11 @@ class Team(NamedTuple):
                 store.flush(path)
             said = {"files": {path.name: store.entry(path) for path in files}}
         except Exception as error:
-            said = {"fault": str(error)}
-        store.rewrite(word, json.dumps(said))
+            store.rewrite(word, json.dumps({"fault": str(error)}))
+            if not (isinstance(error, OSError) or "os error" in str(error)):  # no fault of a disk: it ends the run
+                raise
+        else:
+            store.rewrite(word, json.dumps(said))
 
     def collect(self, parts: Path, folder: Path) -> dict[str, dict]:
         """Move the files of all other ranks into `folder` and return their entries; OSError if some rank has none."""
