@@ -54,8 +54,8 @@ test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a 
 test-gpu: .venv/done ## prove what only a GPU can show, on a machine with one
 	$(VENV)/python -m pytest tests/gpu -v $(ARGS)
 
-test-cluster: .venv/done ## prove what takes more than this project's packages: two nodes, a real Slurm, DeepSpeed; skips what is not there
-	$(VENV)/python -m pytest -m cluster $(ARGS)
+test-cluster: .venv/done ## prove FSDP2, HSDP, ZeRO, two nodes and a real Slurm; skips what is not installed
+	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting
 	$(VENV)/ruff check .

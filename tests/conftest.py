@@ -15,6 +15,14 @@ os.environ |= {
 }
 for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "MASTER_ADDR", "WORLD_SIZE"):
     os.environ.pop(name, None)
+for name in (
+    "MAKEFLAGS",
+    "MFLAGS",
+    "MAKEOVERRIDES",
+    "MAKELEVEL",
+    "ARGS",
+):  # of the make that runs the tests, which run make
+    os.environ.pop(name, None)
 
 import shutil
 

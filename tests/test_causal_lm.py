@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src import losses
+from src.fields import RunConfig
 from src.inputs import UsageError
 from src.tasks import causal_lm
 from tests import kit
@@ -538,7 +539,8 @@ def test_without_a_prompt_there_is_no_sample(folder):
 
 def test_positions_of_padding_do_not_continue_a_document():
     """Padding counts from zero, so transformers sees it as a document of its own."""
-    task = causal_lm.Task(None, causal_lm.Options(packing=True))
+    task = causal_lm.Task(RunConfig(), causal_lm.Options(packing=True))
+    task.max_length = 5
     rows = [
         {"input_ids": np.arange(n), "documents": np.array(sizes), "bytes": 0} for n, sizes in ((5, [3, 2]), (2, [2]))
     ]

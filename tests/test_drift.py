@@ -121,9 +121,9 @@ def _checks(argv):
         steps.append(step)
         return check(accelerator, agree, objective, step)
 
-    def saving(self, progress, meter):
+    def saving(self, progress, *rest):
         saves.append(progress.step)
-        return save(self, progress, meter)
+        return save(self, progress, *rest)
 
     drift.check, train.Saver.save = checked, saving
     train.main([str(word) for word in argv])

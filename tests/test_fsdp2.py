@@ -21,6 +21,7 @@ from src.progress import Flag
 from src.tasks import causal_lm
 from tests import kit
 
+pytestmark = pytest.mark.cluster
 STEPS = 20  # each of 32 examples in micro-batches of 4: three ranks have 3, 3 and 2 of them
 
 
