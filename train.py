@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, resume, speed, strategy, watch
+from src import checkpoint, config, drift, launch, resume, speed, strategy, tensor_parallel, watch
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -71,7 +71,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         ledger.begin(progress.step)
 
     learning_rate = norm = None
-    batch, rank, world = run.global_batch_size, accelerator.process_index, accelerator.num_processes
+    batch, (rank, world) = run.global_batch_size, tensor_parallel.place(accelerator)
 
     def log() -> None:
         """Write a train line about the steps since the last one."""

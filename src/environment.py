@@ -14,6 +14,7 @@ from src import fetch, strategy
 from src.fields import RunConfig
 from src.inputs import REPOSITORY
 from src.launch import nodes
+from src.tensor_parallel import place
 
 
 def environment(accelerator, run: RunConfig) -> dict:
@@ -43,7 +44,7 @@ def topology(accelerator, run: RunConfig) -> dict:
         "strategy": strategy.named(accelerator),
         "world_size": accelerator.num_processes,
         "nodes": nodes(),
-        "global_batch": arithmetic(run, accelerator.num_processes),
+        "global_batch": arithmetic(run, place(accelerator)[1]),
     }
 
 

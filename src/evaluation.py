@@ -14,6 +14,7 @@ from src.plan import MicroBatch, evaluation_order
 from src.reader import read, seed_everything
 from src.strategy import sharded
 from src.tasks import Task
+from src.tensor_parallel import place
 
 FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
 ASK = 8  # micro-batches between two questions to all ranks whether to stop
@@ -34,8 +35,9 @@ def evaluate(
     # sharded, all run as many, and what a filler comes to is thrown away.
     module = accelerator.unwrap_model(module)
     order, shift, parts = _order(split, run)
-    examples, rounds = sum(count for _, _, count in parts), -(-len(order) // accelerator.num_processes)
-    mine = order[accelerator.process_index :: accelerator.num_processes]
+    rank, world = place(accelerator)
+    examples, rounds = sum(count for _, _, count in parts), -(-len(order) // world)
+    mine = order[rank::world]
     if sharded(accelerator):
         mine += [replace(order[0], filler=True)] * (rounds - len(mine))
     names, table, rows, pending = [], None, {}, []

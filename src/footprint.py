@@ -91,7 +91,8 @@ def strategy_here(run: RunConfig) -> Strategy:
             "HSDP" if copies > 1 else "FSDP2",
             "",
             "FSDP",
-            max(1, world // copies),
+            # An upper bound where layers are cut (TP).
+            max(1, world // copies // int(env("PARALLELISM_CONFIG_TP_SIZE", "1"))),
             low,
             run.sync_each_batch is not False,
             env("FSDP_RESHARD_AFTER_FORWARD", "true") == "true",

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from src import status, strategy, watch
+from src import status, strategy, tensor_parallel, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
 
@@ -147,6 +147,7 @@ class Agreement:
 
     def __init__(self, accelerator, timeout: int):
         self.alone = accelerator.num_processes == 1
+        self.copies = tensor_parallel.size(accelerator)  # ranks that read the same data, and say the same of it
         own = not self.alone and dist.get_backend() != "gloo"
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if own else None
 
@@ -155,7 +156,7 @@ class Agreement:
         vector = torch.as_tensor(values, dtype=torch.float64)
         if not self.alone:
             dist.all_reduce(vector, group=self.group)
-        return vector
+        return vector / self.copies if self.copies > 1 else vector
 
 
 def owns(folder: str | Path) -> None:

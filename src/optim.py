@@ -10,6 +10,7 @@ import torch
 
 from src.fields import RunConfig
 from src.inputs import UsageError
+from src.tensor_parallel import apart
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
@@ -19,7 +20,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]]
+    return [part for group in groups for part in apart(group)]
 
 
 def make_optimizer(run: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:

@@ -6,6 +6,7 @@ Leave alone. Guarded by tests/test_step.py and tests/conformance/.
 import numpy as np
 import torch
 
+from src import tensor_parallel
 from src.ledger import digest
 from src.progress import Flag, Window
 from src.reader import seed_everything
@@ -41,7 +42,7 @@ def gradient(
     cancels. Gradients are reduced once, after the last micro-batch (or, with `each`, after each). A loss that is not finite makes the gradient of every
     rank so. The losses are a float64 vector on the device, one a micro-batch, so nothing here waits for the device.
     """
-    scale = accelerator.num_processes / total_weight
+    scale = tensor_parallel.place(accelerator)[1] / total_weight
     device, losses = accelerator.device, []
     for micro, batch in window:
         inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
@@ -68,7 +69,8 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
 
         norm, skipped = zero.update(module)
         return norm, Flag(skipped)
-    norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm or float("inf"))
+    clip = tensor_parallel.clip if tensor_parallel.size(accelerator) > 1 else accelerator.clip_grad_norm_
+    norm = clip(module.parameters(), max_grad_norm or float("inf"))
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
     skipped = ~torch.isfinite(norm)
     if accelerator.scaler is not None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from src import tensor_parallel
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError, warn
 from src.progress import Window
@@ -18,12 +19,18 @@ LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> what
 
 def sharded(accelerator) -> bool:
     """Return whether no process holds the whole model, so that a forward or backward pass is a collective of all."""
-    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED")
+    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED") or tensor_parallel.size(accelerator) > 1
 
 
 def named(accelerator) -> str:
     """Return the strategy in words."""
     kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    if (cut := tensor_parallel.size(accelerator)) > 1:
+        shards = f", FSDP2 over {mesh.dp_shard_size}" if kind == "FSDP" else ""
+        return (
+            f"layers cut over {cut} processes{shards}"
+            + f", {mesh.dp_replicate_size} copies" * mesh.dp_replicate_enabled
+        )
     if kind == "FSDP":
         copies = mesh.dp_replicate_size if mesh else 1
         return "FSDP2" if copies == 1 else f"HSDP: {copies} copies, each over {mesh.dp_shard_size} processes"
@@ -41,16 +48,19 @@ def check_version() -> None:
 
 
 def complete_mesh(world: int) -> None:
-    """Let a model of which there are several copies (HSDP) be sharded over as many processes as there are for each copy.
+    """Let a model of which there are several copies (HSDP), or whose layers are cut, be sharded over all processes that it has.
 
-    So the accelerate file names the copies only, and fits any number of processes."""
-    copies, shards = (f"PARALLELISM_CONFIG_DP_{name}_SIZE" for name in ("REPLICATE", "SHARD"))
+    So the accelerate file names copies and cuts only, and fits any number of processes."""
+    copies, shards, cuts = (f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP"))
     count = int(os.environ.get(copies, 1))
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        count *= int(os.environ.get(cuts, 1))
     if count > 1 and os.environ.get(shards, "1") == "1":
         if world % count or world == count:
+            names = " × ".join(name.lower() for name in (copies, cuts) if int(os.environ.get(name, 1)) > 1)
             raise UsageError(
-                f"parallelism_config_dp_replicate_size is {count}, which does not cut {world} processes into groups of two "
-                "or more that each hold one copy of the model: change either"
+                f"{names} is {count}, which does not cut {world} processes into groups of two or more that each hold one "
+                "copy of the model: change either"
             )
         os.environ[shards] = str(world // count)
 
@@ -58,7 +68,7 @@ def complete_mesh(world: int) -> None:
 def configure(accelerator, run: RunConfig) -> None:
     """Give the backend what follows from the run file; UsageError for what cannot be had or is said in two places."""
     kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
-    for name, meaning in (("tp", "tensor"), ("cp", "context"), ("sp", "sequence")):
+    for name, meaning in (("cp", "context"), ("sp", "sequence")):
         if mesh and getattr(mesh, f"{name}_size") > 1:
             raise UsageError(
                 f"parallelism_config_{name}_size is {getattr(mesh, f'{name}_size')}: {meaning} parallelism is not offered, and each "
@@ -66,6 +76,7 @@ def configure(accelerator, run: RunConfig) -> None:
             )
     if sharded(accelerator) and run.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
+    tensor_parallel.check(accelerator, run)
     if kind == "FSDP":
         _configure_fsdp(accelerator, run)
     elif kind == "DEEPSPEED":
@@ -121,7 +132,8 @@ def build(accelerator, task, weights) -> torch.nn.Module:
             "largest number is 65,504: activations may overflow; prefer mixed_precision: bf16"
         )
     if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
-        return task.build(weights)
+        tensor_parallel.apply(accelerator, model := task.build(weights))
+        return model
     model, found = None, [None, None]
     if accelerator.is_main_process:
         try:
@@ -185,7 +197,8 @@ def turns(accelerator, window: Window) -> list[float]:
     """Return, for the vector that all ranks add up, how many micro-batches each has; nothing where that may differ."""
     if not sharded(accelerator):
         return []
-    return [float(len(window) * (rank == accelerator.process_index)) for rank in range(accelerator.num_processes)]
+    mine, world = tensor_parallel.place(accelerator)
+    return [float(len(window) * (rank == mine)) for rank in range(world)]
 
 
 def even(window: Window, turns: list[float]) -> Window:
