@@ -19,6 +19,7 @@ KINDS = {
     "fsdp2": "FSDP",
     "fsdp2_offload": "FSDP",
     "hsdp": "FSDP",
+    "fsdp2_tp": "FSDP",
     "zero2": "DEEPSPEED",
     "zero3": "DEEPSPEED",
     "zero3_offload": "DEEPSPEED",
@@ -105,9 +106,10 @@ def test_fsdp_is_version_2_with_one_unit_a_layer(name):
     assert made["ACCELERATE_USE_FSDP"] == "true"
     assert made["FSDP_VERSION"] == "2"
     assert made["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
-    assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "true"
+    assert made["FSDP_CPU_RAM_EFFICIENT_LOADING"] == str(name != "fsdp2_tp").lower()
     assert made["FSDP_OFFLOAD_PARAMS"] == str(name == "fsdp2_offload").lower()
-    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE") == ("2" if name == "hsdp" else None)
+    assert made.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1") == ("2" if name == "hsdp" else "1")
+    assert made.get("PARALLELISM_CONFIG_TP_SIZE", "1") == ("2" if name == "fsdp2_tp" else "1")
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "DEEPSPEED"])

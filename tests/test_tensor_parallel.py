@@ -14,6 +14,7 @@ import train
 from src import launch, step, tensor_parallel
 from tests import kit
 
+pytestmark = pytest.mark.cluster
 STEPS = 6
 
 
