@@ -72,6 +72,8 @@ def configure(accelerator, run: RunConfig) -> None:
         from src import zero
 
         zero.configure(accelerator, run)
+    if run.local_sgd_steps:
+        _configure_local_sgd(accelerator, run)
     if run.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
         warn(f"ddp_comm_hook {run.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
     if run.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
@@ -83,6 +85,21 @@ def configure(accelerator, run: RunConfig) -> None:
 def syncs_each(accelerator, run: RunConfig) -> bool:
     """Return whether gradients are reduced after every micro-batch."""
     return accelerator.distributed_type.value == "FSDP" and run.sync_each_batch is not False
+
+
+def _configure_local_sgd(accelerator, run: RunConfig) -> None:
+    asked = f"local_sgd_steps is {run.local_sgd_steps}"
+    if sharded(accelerator):
+        raise UsageError(
+            f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: leave it "
+            "out, or use accelerate_configs/ddp.yaml"
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            f"{asked}, but with fp16 each process would scale its gradient by a factor of its own: use bf16"
+        )
+    if accelerator.num_processes == 1:
+        warn("local_sgd_steps is ignored: there is one process, and nothing to average")
 
 
 def _configure_fsdp(accelerator, run: RunConfig) -> None:
