@@ -66,14 +66,14 @@ def configure(accelerator, run: RunConfig) -> None:
             )
     if sharded(accelerator) and run.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
+    if run.local_sgd_steps:
+        _configure_local_sgd(accelerator, run)
     if kind == "FSDP":
         _configure_fsdp(accelerator, run)
     elif kind == "DEEPSPEED":
         from src import zero
 
         zero.configure(accelerator, run)
-    if run.local_sgd_steps:
-        _configure_local_sgd(accelerator, run)
     if run.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
         warn(f"ddp_comm_hook {run.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
     if run.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
