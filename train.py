@@ -57,9 +57,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     when = Rhythm(run, progress, total, evaluates=validation is not None)
     if run.per_device_batch_size == "auto":
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
-    module, average = local_sgd.begin(
-        accelerator, agree, run, module, optimizer, progress
-    )  # average: of what ranks hold
+    # average() makes the ranks one again where they update alone, by local_sgd_steps
+    module, average = local_sgd.begin(accelerator, agree, run, module, optimizer, progress)
 
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)

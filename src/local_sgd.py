@@ -1,10 +1,8 @@
 """Local SGD: each rank updates by its own gradient, and every so many steps all take the mean of weights and moments.
 
-Leave alone. Guarded by tests/test_local_sgd.py. For a slow network between whole replicas (DDP). accelerate's LocalSGD averages
-weights only, one collective a parameter, and counts steps from where the process began: no checkpoint could hold the state.
+Leave alone. Guarded by tests/test_local_sgd.py. For a slow network between whole replicas (DDP). accelerate's
+LocalSGD averages weights only, by one collective a parameter: moments would differ, and no one checkpoint could hold them.
 """
-
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,10 +11,10 @@ from src.fields import RunConfig
 from src.progress import Progress
 
 
-def begin(
-    accelerator, agree, run: RunConfig, module, optimizer, progress: Progress
-) -> tuple[torch.nn.Module, Callable]:
-    """Return the module to train, and what averages the ranks' states where they differ; without local SGD, does nothing."""
+def begin(accelerator, agree, run: RunConfig, module, optimizer, progress: Progress) -> tuple:
+    """Return (the module to train, a function that averages the ranks' states where they differ).
+
+    Without local SGD these are the module as it was, and a function that does nothing."""
     if not run.local_sgd_steps or accelerator.num_processes == 1:
         return module, lambda: None
     # DDP has made the replicas the same; from here on its wrapper would only reduce, and hold as much as all gradients.
@@ -52,8 +50,8 @@ class Average:
     def __call__(self) -> None:
         """Average, unless this step is averaged already; Failure on all ranks where one has left out too many updates.
 
-        Collective: one small vector, and one reduction each for the weights and every kind of moment. The largest of these
-        is held in one piece for a moment, where a gradient was before."""
+        Collective: one small vector, and one reduction each for the weights and every kind of moment, which is held in
+        one piece meanwhile: as much memory as the gradients had, which are gone by then."""
         progress = self.progress
         if progress.step == self.step:
             return
@@ -63,8 +61,7 @@ class Average:
         progress.left_out = int(lost.max())
         progress.give_up(self.most, progress.step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        self._mean(parameters)
-        kinds: dict[str, list[torch.Tensor]] = {}
+        kinds: dict[str, list[torch.Tensor]] = {"weight": parameters}
         for parameter in parameters:
             for kind, value in self.optimizer.state.get(parameter, {}).items():
                 if torch.is_tensor(value):  # also the number of updates, by which AdamW corrects its moments

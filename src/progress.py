@@ -65,7 +65,8 @@ class Progress:
     def settle(self, most: int) -> None:
         """Count the outcome of the last update; Failure on all ranks after `most` in a row that came to nothing.
 
-        Where a rank updates alone, it counts what it left out itself, and the schedule, which is that of all, goes on. Waits for the device where its answer is still under way: call it when the next gradient is queued behind."""
+        A rank that updates alone counts what it left out itself; the schedule, which is that of all ranks, goes on.
+        Waits for the device where its answer is still under way: call it when the next gradient is queued behind."""
         outcome, self.pending = self.pending, None
         if outcome is None:
             return

@@ -91,15 +91,15 @@ def _configure_local_sgd(accelerator, run: RunConfig) -> None:
     asked = f"local_sgd_steps is {run.local_sgd_steps}"
     if sharded(accelerator):
         raise UsageError(
-            f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: leave it "
-            "out, or use accelerate_configs/ddp.yaml"
-        )
-    if accelerator.mixed_precision == "fp16":
-        raise UsageError(
-            f"{asked}, but with fp16 each process would scale its gradient by a factor of its own: use bf16"
+            f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: "
+            "leave it out, or use accelerate_configs/ddp.yaml"
         )
     if accelerator.num_processes == 1:
         warn("local_sgd_steps is ignored: there is one process, and nothing to average")
+    elif accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            f"{asked}, but with fp16 each process would scale its gradient by a factor of its own: use bf16"
+        )
 
 
 def _configure_fsdp(accelerator, run: RunConfig) -> None:

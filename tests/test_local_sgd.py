@@ -1,4 +1,4 @@
-"""Local SGD: ranks update alone, and where they average, their states are the same to the last bit and one checkpoint holds them."""
+"""Local SGD: ranks update alone; where they average, their states are the same to the last bit, and a checkpoint holds them."""
 
 import math
 import os
@@ -59,7 +59,7 @@ def test_plain_sgd_averaged_after_every_step_is_ddp(tiny, tmp_path):
 
 
 def _sent(argv, wrapped: bool) -> tuple[int, int, list[int]]:
-    """Train on this rank; return the updates, the model's size, and how many numbers each of gloo's reductions had, smallest last."""
+    """Train on this rank; return the updates, the model's size, and how many numbers gloo added up in each reduction, falling."""
     from torch.profiler import ProfilerActivity, profile
 
     size, updates, begin, update = [], [], local_sgd.begin, train.update
