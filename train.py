@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, resume, speed, strategy, tensor_parallel, watch
+from src import checkpoint, config, drift, launch, local_sgd, resume, speed, strategy, tensor_parallel, watch
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -57,6 +57,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     when = Rhythm(run, progress, total, evaluates=validation is not None)
     if run.per_device_batch_size == "auto":
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
+    # average() makes the ranks one again where they update alone, by local_sgd_steps
+    module, average = local_sgd.begin(accelerator, agree, run, module, optimizer, progress)
 
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
@@ -93,6 +95,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         """Copy the state to the host, to be written while training goes on."""
         with meter.paused():
             progress.settle(run.max_skipped_steps)
+            average()
             drift.check(accelerator, agree, objective, progress.step)
             if run.streaming:
                 progress.stream = examples.position(progress.step, agree)
@@ -137,6 +140,8 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         ledger.add(progress.step, rows, low, high)
         tracker.step()
 
+        if when.due(run.local_sgd_steps):
+            average()
         if when.due(run.logging_steps):
             log()
         if when.unevaluated():

@@ -39,6 +39,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "max_failed_saves",
         "drift_check_steps",
         "time_limit",
+        "local_sgd_steps",
         "ddp_timeout",
         "max_eval_examples",
         "num_train_epochs",
@@ -122,6 +123,15 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             f"metric_for_best_model is given, but save_steps ({run.save_steps}) is no multiple of eval_steps "
             f"({run.eval_steps}): only what is evaluated can be told to be best"
         )
+    if training and (every := run.local_sgd_steps or 0) > 0:
+        faults += [
+            f"{name} is {value}, no multiple of local_sgd_steps, which is {every}: between two averages each process has "
+            "weights of its own"
+            for name in ("save_steps", "eval_steps", "drift_check_steps")
+            if (value := getattr(run, name) or 0) % every
+        ]
+        if run.ddp_comm_hook != "no":
+            faults.append("local_sgd_steps and ddp_comm_hook are both given: then no gradient is sent, keep one")
     for name in ("output_dir", "cache_dir"):
         if (folder := getattr(run, name)) and (reason := _unwritable(Path(folder).absolute())):
             faults.append(f"{name}: {folder} cannot be made: {reason}; give another folder")

@@ -144,6 +144,10 @@ class RunConfig:
     adam_beta1: float = say("decay of the first moment (momentum of sgd)", 0.9)
     adam_beta2: float = say("decay of the second moment", 0.999)
     adam_epsilon: float = say("added to the root of the second moment", 1e-8)
+    local_sgd_steps: int | None = say(
+        "steps in which each process updates by its own gradient before weights and moments are averaged (default: "
+        "gradients are added up in every step)"
+    )
     max_grad_norm: float = say("largest norm of the gradient; 0 does not clip", 1.0)
     lr_scheduler_type: str = say(
         "a schedule of transformers, evaluated at the number of completed updates", "linear", SCHEDULES

@@ -60,24 +60,33 @@ class Progress:
 
     def __post_init__(self):
         self.pending: Outcome | None = None  # of the last update, not yet counted; no field, and never saved
+        self.alone = False  # whether this rank updates by its own gradient for now (local SGD)
 
     def settle(self, most: int) -> None:
         """Count the outcome of the last update; Failure on all ranks after `most` in a row that came to nothing.
 
+        A rank that updates alone counts what it left out itself; the schedule, which is that of all ranks, goes on.
         Waits for the device where its answer is still under way: call it when the next gradient is queued behind."""
         outcome, self.pending = self.pending, None
         if outcome is None:
             return
-        if not outcome.left_out:
-            self.updates, self.left_out = self.updates + 1, 0
-            return
-        self.left_out += 1
-        explain(outcome)
+        left_out = bool(outcome.left_out)
+        self.updates += self.alone or not left_out
+        self.left_out = self.left_out + 1 if left_out else 0
+        if left_out:
+            explain(outcome, self.alone)
+        if not self.alone:
+            self.give_up(most, outcome.step)
+
+    def give_up(self, most: int, step: int) -> None:
+        """Raise Failure if `most` updates in a row, up to that of `step`, came to nothing."""
         if self.left_out >= most:
+            where = " on some rank" if self.alone else ""
+            weights = "" if self.alone else "The weights are those before them. "
             raise Failure(
-                f"{most} updates in a row were left out because the loss or the gradient was not finite, the last at step "
-                f"{outcome.step} (max_skipped_steps). The weights are those before them. Lower learning_rate, or look at "
-                "the examples named above and in logs/; the same command goes on from the last checkpoint"
+                f"{self.left_out} updates in a row were left out{where} because the loss or the gradient was not finite, the "
+                f"last at step {step} (max_skipped_steps). {weights}Lower learning_rate, or look at the examples named above "
+                "and in logs/; the same command goes on from the last checkpoint"
             )
 
     def judge(self, line: dict, run: RunConfig) -> None:
@@ -121,7 +130,7 @@ class Rhythm:
         return self.over() and not self.unevaluated()
 
 
-def explain(outcome: Outcome) -> None:
+def explain(outcome: Outcome, alone: bool = False) -> None:
     """Say on the rank that computed them which examples had a loss that is not finite, and keep it in its log."""
     rank = os.environ.get("RANK", "0")
     pairs = zip(outcome.window, outcome.losses.tolist(), strict=True)
@@ -129,7 +138,8 @@ def explain(outcome: Outcome) -> None:
     wrong = [i for ids, loss in window if not math.isfinite(loss) for i in ids]
     every = [i for ids, _ in window for i in ids]
     what = f"the loss of examples {wrong}" if wrong else f"the gradient (here, of examples {every})"
-    text = f"step {outcome.step}: {what} is not finite; the update is left out on all ranks, no weight or moment has changed"
+    where = "on this rank" if alone else "on all ranks"
+    text = f"step {outcome.step}: {what} is not finite; the update is left out {where}, no weight or moment has changed"
     logging.getLogger("run").warning("%s", text)
-    if wrong or rank == "0":
+    if wrong or alone or rank == "0":
         print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

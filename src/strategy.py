@@ -77,6 +77,8 @@ def configure(accelerator, run: RunConfig) -> None:
     if sharded(accelerator) and run.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
     tensor_parallel.check(accelerator, run)
+    if run.local_sgd_steps:
+        _configure_local_sgd(accelerator, run)
     if kind == "FSDP":
         _configure_fsdp(accelerator, run)
     elif kind == "DEEPSPEED":
@@ -94,6 +96,21 @@ def configure(accelerator, run: RunConfig) -> None:
 def syncs_each(accelerator, run: RunConfig) -> bool:
     """Return whether gradients are reduced after every micro-batch."""
     return accelerator.distributed_type.value == "FSDP" and run.sync_each_batch is not False
+
+
+def _configure_local_sgd(accelerator, run: RunConfig) -> None:
+    asked = f"local_sgd_steps is {run.local_sgd_steps}"
+    if sharded(accelerator):
+        raise UsageError(
+            f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: "
+            "leave it out, or use accelerate_configs/ddp.yaml"
+        )
+    if accelerator.num_processes == 1:
+        warn("local_sgd_steps is ignored: there is one process, and nothing to average")
+    elif accelerator.mixed_precision == "fp16":
+        raise UsageError(
+            f"{asked}, but with fp16 each process would scale its gradient by a factor of its own: use bf16"
+        )
 
 
 def _configure_fsdp(accelerator, run: RunConfig) -> None:

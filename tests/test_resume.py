@@ -323,6 +323,7 @@ MATHEMATICS = {
     "adam_beta2": 0.99,
     "adam_epsilon": 1e-6,
     "max_grad_norm": 0.5,
+    "local_sgd_steps": 4,
     "lr_scheduler_type": "cosine",
     "lr_scheduler_kwargs": '{"num_cycles": 2}',
     "warmup_steps": 5.0,
