@@ -6,7 +6,7 @@ The loss of a run is the number that train.py reported, to the last digit, on an
 import json
 from pathlib import Path
 
-from src import checkpoint, config, launch, strategy
+from src import config, launch, strategy, weights
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
@@ -16,7 +16,7 @@ from src.tracking import exact, strict, table
 
 
 def main(argv: list[str]) -> None:
-    argv, base, step = checkpoint.to_evaluate(argv)  # --checkpoint brings the run's config; flags win over it
+    argv, base, step = weights.to_evaluate(argv)  # --checkpoint brings the run's config; flags win over it
     run, options = config.parse(
         argv, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
     )

@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, local_sgd, resume, speed, strategy, tensor_parallel, watch
+from src import checkpoint, config, drift, launch, local_sgd, resume, speed, strategy, tensor_parallel, watch, weights
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -48,7 +48,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
-    model = strategy.build(accelerator, task, start or checkpoint.begin_with(run))
+    model = strategy.build(accelerator, task, start or weights.begin_with(run))
     objective = Objective(speed.tuned(model, run, accelerator.device), task)
     optimizer = make_optimizer(run, objective, strategy.fuses(accelerator, run))
     module, optimizer = strategy.prepare(accelerator, objective, optimizer)

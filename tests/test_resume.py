@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 import train
-from src import checkpoint, config, resume, store
+from src import checkpoint, config, resume, store, weights
 from src.config import RunConfig, to_yaml
 from src.inputs import UsageError
 from src.tasks import OPTIONS
@@ -622,12 +622,12 @@ def test_init_from_begins_a_new_run_with_the_weights_of_another(files, straight,
 
 def test_init_from_a_run_that_is_not_finished_takes_its_newest_intact_checkpoint(run):
     asked = RunConfig(init_from=str(run))
-    assert checkpoint.begin_with(asked) == run / "checkpoints" / "step_00000008"
+    assert weights.begin_with(asked) == run / "checkpoints" / "step_00000008"
     damage(run, "model.safetensors", "its last bit flipped")
-    assert checkpoint.begin_with(asked) == run / "checkpoints" / "step_00000004"
+    assert weights.begin_with(asked) == run / "checkpoints" / "step_00000004"
     damage(run, "config.json", "removed", step=4)
     with pytest.raises(UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact one \(of 2\)"):
-        checkpoint.begin_with(asked)
+        weights.begin_with(asked)
 
 
 @pytest.mark.parametrize("what", ["checkpoints/step_00000008", "final", ""])
@@ -635,7 +635,7 @@ def test_init_from_finds_every_damage(straight, tmp_path, what):
     shutil.copytree(straight[1].folder, tmp_path / "run")
     source = tmp_path / "run" / what
     folder = source if what else source / "final"
-    assert checkpoint.begin_with(RunConfig(init_from=str(source))) == folder
+    assert weights.begin_with(RunConfig(init_from=str(source))) == folder
     missed = []
     for path in sorted(folder.iterdir()):
         for how, hurt in DAMAGE.items():
@@ -643,7 +643,7 @@ def test_init_from_finds_every_damage(straight, tmp_path, what):
             hurt(path)
             try:
                 # A run whose final model has lost its configuration has checkpoints still.
-                if store.faults(checkpoint.begin_with(RunConfig(init_from=str(source)))):
+                if store.faults(weights.begin_with(RunConfig(init_from=str(source)))):
                     missed.append(f"{path.name} {how}")
             except UsageError as error:
                 if not str(error).startswith("init_from: "):
