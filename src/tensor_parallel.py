@@ -15,7 +15,7 @@ from src.inputs import UsageError
 
 def size(accelerator) -> int:
     """Return how many processes compute each micro-batch together."""
-    sizes = accelerator.parallelism_config
+    sizes = getattr(accelerator, "parallelism_config", None)
     return sizes.tp_size if sizes else 1
 
 

@@ -133,6 +133,7 @@ class Crew:
                 self.check()
                 with _try_lock(targets[i]) as mine:
                     if mine and not targets[i].exists():
+                        self.check()  # once more: who had the lock may have failed meanwhile
                         try:
                             make(i)
                         except BaseException as error:

@@ -4,6 +4,7 @@ import math
 import os
 import shutil
 import signal
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,8 @@ from src.fields import RunConfig
 from src.inputs import UsageError
 from src.tasks import causal_lm
 from tests import kit
+
+pytestmark = pytest.mark.cluster
 
 STEPS = 10  # averages at 3, 6, 9, and at the end
 
@@ -265,6 +268,15 @@ def test_a_loss_that_is_not_finite_leaves_out_the_update_of_its_rank_only(tiny, 
 
 def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(tiny, tmp_path, monkeypatch):
     poison(monkeypatch, {1, 2, 5, 6, 7, 8, 9})
+    update = train.update
+
+    def after_the_save(*args):  # or the end would come before the disk has the checkpoint
+        for thread in threading.enumerate():
+            if thread.name == "saver":
+                thread.join()
+        return update(*args)
+
+    monkeypatch.setattr(train, "update", after_the_save)
     (tmp_path / "here").mkdir()
     flags = [*recipe(tiny, max_skipped_steps=4), "--output_dir", "run"]
     codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
