@@ -291,4 +291,4 @@ def test_what_was_read_is_not_held_twice(tmp_path):
     save_file({str(i): torch.full((1 << 21,), float(i)) for i in range(30)}, tmp_path / "step" / "model.safetensors")
     [grown] = kit.spawn(1, _grown, tmp_path / "step", False, out=tmp_path / "out")
     [mutant] = kit.spawn(1, _grown, tmp_path / "step", True, out=tmp_path / "out2")
-    assert grown < 120 < 200 < mutant  # of 252 MB, a window of 64 MiB
+    assert grown < 150 < 200 < mutant  # of 252 MB, a window of 64 MiB and what was read last
