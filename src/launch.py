@@ -72,19 +72,22 @@ def start(run: RunConfig):
             project_dir=run.output_dir,
         )
     except (ValueError, ImportError) as error:
+        if dist.is_initialized():  # who ends first would be a lost connection to those that still set up theirs
+            with suppress(RuntimeError):
+                dist.barrier()
         raise UsageError(f"accelerate cannot start what its configuration asks for: {error}") from error
     accelerator.wait_for_everyone()  # who refuses below would end while others still connect to it
+    for name in sharded:
+        if accelerator.distributed_type.value != name:
+            raise UsageError(
+                f"{name} was asked for, but accelerate gave {accelerator.distributed_type.value}: it needs a GPU or NPU"
+            )
     got = accelerator.num_processes
     if asked != got:
         raise UsageError(
             f"the launcher started {asked} processes, but accelerate made a group of {got}: each would train alone on all "
             "data and write to the same folder; set ACCELERATE_USE_CPU=true for CPU, or launch with torchrun"
         )
-    for name in sharded:
-        if accelerator.distributed_type.value != name:
-            raise UsageError(
-                f"{name} was asked for, but accelerate gave {accelerator.distributed_type.value}: it needs a GPU or NPU"
-            )
     if accelerator.mixed_precision not in (known := ("no", "bf16", "fp16", "fp8")):
         raise UsageError(
             f"mixed_precision is {accelerator.mixed_precision!r}: give one of {', '.join(known)} in the accelerate file"

@@ -71,7 +71,7 @@ def tidy(parent: Path) -> None:
 def faults(folder: Path) -> list[str]:
     """Return why the contents of `folder` are not what `publish` wrote, each naming its file; nothing if they are.
 
-    Reads every byte once. Files that the manifest does not list are not looked at."""
+    Reads every byte once. Of files that the manifest does not list, tensors are a fault, since they might be read instead."""
     try:
         body = json.loads((folder / MANIFEST).read_bytes())
         stated = body.pop("manifest")
@@ -81,7 +81,9 @@ def faults(folder: Path) -> list[str]:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
-    return [fault for name, entry in body["files"].items() if (fault := _fault(folder / name, name, entry))]
+    found = [fault for name, written in body["files"].items() if (fault := _fault(folder / name, name, written))]
+    stray = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
+    return found + [f"{name} is of no part of it: remove it" for name in stray]
 
 
 def about(folder: Path) -> dict:

@@ -51,18 +51,22 @@ def complete_mesh(world: int) -> None:
     """Let a model of which there are several copies (HSDP), or whose layers are cut, be sharded over all processes that it has.
 
     So the accelerate file names copies and cuts only, and fits any number of processes."""
-    copies, shards, cuts = (f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP"))
-    count = int(os.environ.get(copies, 1))
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        count *= int(os.environ.get(cuts, 1))
-    if count > 1 and os.environ.get(shards, "1") == "1":
-        if world % count or world == count:
-            names = " × ".join(name.lower() for name in (copies, cuts) if int(os.environ.get(name, 1)) > 1)
-            raise UsageError(
-                f"{names} is {count}, which does not cut {world} processes into groups of two or more that each hold one "
-                "copy of the model: change either"
-            )
-        os.environ[shards] = str(world // count)
+    sizes = {f"parallelism_config_{name}_size": 1 for name in ("dp_replicate", "dp_shard", "tp")}
+    for name in sizes:
+        value = os.environ.get(name.upper(), "1")
+        if not value.isdecimal() or not int(value):
+            raise UsageError(f"{name} is {value!r}: give a whole number above zero")
+        sizes[name] = int(value)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or set(sizes.values()) == {1}:
+        return
+    copies, shards, cuts = sizes.values()
+    said = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if shards == 1 and not world % (copies * cuts) and world > copies * cuts:
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world // (copies * cuts))
+    elif copies * shards * cuts != world or shards == 1:
+        raise UsageError(
+            f"{said} does not cut {world} processes into groups of two or more that each hold one copy of the model: change either"
+        )
 
 
 def configure(accelerator, run: RunConfig) -> None:
@@ -114,9 +118,11 @@ def _configure_local_sgd(accelerator, run: RunConfig) -> None:
 
 
 def _configure_fsdp(accelerator, run: RunConfig) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu":
+        raise UsageError("fsdp_offload_params is true, but there is no accelerator to offload from: set it to false")
     if low := LOW.get(accelerator.mixed_precision):
         if run.dtype == "bfloat16":
             raise UsageError(
@@ -155,7 +161,8 @@ def build(accelerator, task, weights) -> torch.nn.Module:
     if accelerator.is_main_process:
         try:
             model = task.build(weights)
-            found[0] = {name: getattr(task, name) for name in getattr(task, "learnt", ())}
+            learnt = {name: getattr(task, name) for name in getattr(task, "learnt", ())}
+            found[0] = learnt, {name: p.requires_grad for name, p in model.named_parameters()}
         except UsageError as error:
             found[1] = error
     broadcast_object_list(found)
@@ -163,8 +170,33 @@ def build(accelerator, task, weights) -> torch.nn.Module:
         raise found[1]
     if model is None:
         model = task.build(weights, empty=True)
-        vars(task).update(found[0])
+        learnt, trained = found[0]
+        vars(task).update(learnt)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
     return model
+
+
+@contextmanager
+def _buffers_apart(accelerator, objective: torch.nn.Module):
+    """Let every process have the main process's buffers, which accelerate 1.15 can send only where they are not saved."""
+    if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        yield
+        return
+    saved = [
+        (module, name)
+        for module in objective.modules()
+        for name, value in module._buffers.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name in saved:
+        value = module._buffers[name].to(accelerator.device)
+        torch.distributed.broadcast(value, 0)
+        module._buffers[name] = value
+        module._non_persistent_buffers_set.add(name)
+    yield
+    for module, name in saved:
+        module._non_persistent_buffers_set.discard(name)
 
 
 def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Optimizer):
@@ -176,7 +208,15 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
         return zero.prepare(accelerator, objective, optimizer)
     dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
     count = len(list(objective.parameters()))  # tied ones once
-    module, optimizer = accelerator.prepare(objective, optimizer)
+    try:
+        with _buffers_apart(accelerator, objective):
+            module, optimizer = accelerator.prepare(objective, optimizer)
+    except ValueError as error:
+        if "layer class" not in str(error):
+            raise
+        raise UsageError(
+            f"fsdp_transformer_layer_cls_to_wrap: {error}: leave it out, or give one of the model's"
+        ) from error
     if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
         # accelerate wraps a group of one on CPU, and then never skips its reductions.
         module = accelerator.unwrap_model(module)

@@ -137,6 +137,27 @@ def test_sgd_updates_shards_without_a_fused_kernel(files, tmp_path):
     check_same_numbers(one, run)
 
 
+def test_a_frozen_part_and_a_saved_buffer_are_those_of_the_main_process(files, tmp_path, monkeypatch):
+    """Frozen at the end of `build`, as people do, where the ranks that get an empty model have left already."""
+    build = causal_lm.Task.build
+
+    def edited(self, weights=None, empty=False):
+        model = build(self, weights, empty)
+        model.register_buffer("mark", torch.full((3,), 0.0 if empty else 7.0))
+        if not empty:
+            model.get_input_embeddings().requires_grad_(False)
+        return model
+
+    monkeypatch.setattr(causal_lm.Task, "build", edited)
+    flags = recipe(files, max_steps=4, eval_steps=4, save_steps=99, warmup_steps=0)
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    run = kit.run_training(2, tmp_path / "run", *flags, env=where("fsdp2", 2))
+    check_same_numbers(one, run)
+    assert run.weights["mark"].tolist() == [7.0] * 3
+    moments = {name.split("/", 1)[1] for name in kit.load_weights(at_step(run, 4), "optimizer")}
+    assert not any("embed_tokens" in name for name in moments)
+
+
 @pytest.fixture(scope="module")
 def dropped(files, tmp_path_factory) -> tuple[list[str], kit.Run]:
     """A model with dropout and tied embeddings on one process."""
@@ -586,8 +607,8 @@ def test_a_model_that_is_to_be_filled_costs_no_memory(tmp_path, empty):
         ("fsdp2", 2, {"mixed_precision": "bf16"}, {"dtype": "float64"}, "dtype is float64, but the accelerate file"),
         ("fsdp2", 2, {}, {"per_device_batch_size": "auto"}, "per_device_batch_size is auto, which cannot be tried out"),
         ("fsdp2", 2, {"fsdp_version": 1}, {}, "fsdp_version is 1: give 2"),
-        ("hsdp", 4, {"parallelism_config_dp_replicate_size": 3}, {}, "dp_replicate_size is 3, which does not cut 4"),
-        ("hsdp", 2, {}, {}, "dp_replicate_size is 2, which does not cut 2"),
+        ("hsdp", 4, {"parallelism_config_dp_replicate_size": 3}, {}, "dp_replicate_size 3 does not cut 4"),
+        ("hsdp", 2, {}, {}, "dp_replicate_size 2 does not cut 2"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_all_ranks_before_anything_is_written(
