@@ -609,6 +609,7 @@ def test_a_model_that_is_to_be_filled_costs_no_memory(tmp_path, empty):
         ("fsdp2", 2, {"fsdp_version": 1}, {}, "fsdp_version is 1: give 2"),
         ("hsdp", 4, {"parallelism_config_dp_replicate_size": 3}, {}, "dp_replicate_size 3 does not cut 4"),
         ("hsdp", 2, {}, {}, "dp_replicate_size 2 does not cut 2"),
+        ("fsdp2_offload", 2, {}, {}, "fsdp_offload_params is true, but there is no accelerator"),
     ],
 )
 def test_what_cannot_be_had_is_refused_by_all_ranks_before_anything_is_written(

@@ -146,7 +146,7 @@ def test_a_run_moves_from_one_process_to_four_and_back(files, one, tmp_path):
     [
         (4, "dropout.yaml", {}, {}, "tp_size is 2: set attention_dropout of the model to 0"),
         (4, "gpt2.yaml", {}, {}, "tp_size is 2, but transformers has no plan for gpt2"),
-        (3, "llama.yaml", {}, {}, "parallelism_config_tp_size is 2, which does not cut 3 processes"),
+        (3, "llama.yaml", {}, {}, "parallelism_config_tp_size 2 does not cut 3 processes"),
         (6, "llama.yaml", {"parallelism_config_tp_size": 3}, {}, "tp_size is 3, which does not divide all of"),
         (4, "llama.yaml", {"fsdp_cpu_ram_efficient_loading": True}, {}, "fsdp_cpu_ram_efficient_loading: false"),
         (4, "llama.yaml", {}, {"compile": True}, "and no compile"),
