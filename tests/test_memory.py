@@ -11,6 +11,8 @@ from src.inputs import UsageError
 from src.tasks import make_task
 from tests import kit
 
+pytestmark = pytest.mark.cluster
+
 L70 = {
     "model_type": "llama",
     "hidden_size": 8192,

@@ -13,6 +13,8 @@ from src.fields import RunConfig
 from src.inputs import UsageError
 from tests import kit
 
+pytestmark = pytest.mark.cluster
+
 COMPILE = torch.nn.Module.compile
 
 

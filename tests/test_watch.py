@@ -271,7 +271,10 @@ def test_a_signal_before_training_begins_ends_with_75(tiny, tmp_path, monkeypatc
 # ---- files, and the clock ------------------------------------------------------------------------------------------------
 
 
-def test_the_files_save_and_stop_do_what_they_say(tiny, straight, tmp_path):
+def test_the_files_save_and_stop_do_what_they_say(tiny, straight, tmp_path, monkeypatch):
+    update = train.update
+    # Files are looked at twice a second: the run must last longer than that.
+    monkeypatch.setattr(train, "update", lambda *args: (time.sleep(0.03), update(*args))[1])
     flags, folder = recipe(tiny), tmp_path / "run"
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
