@@ -6,7 +6,7 @@ The loss of a run is the number that train.py reported, to the last digit, on an
 import json
 from pathlib import Path
 
-from src import config, launch, strategy, weights
+from src import config, launch, placing, weights
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> None:
 
 def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> None:
     agree = launch.Agreement(accelerator, run.ddp_timeout)
-    module = strategy.prepare_to_evaluate(accelerator, Objective(strategy.build(accelerator, task, None), task))
+    module = placing.prepare_to_evaluate(accelerator, Objective(placing.build(accelerator, task, None), task))
     values = strict({"kind": "eval", "step": step} | evaluate(accelerator, agree, module, task, split, run))
     if accelerator.is_main_process:
         print(table(topology(accelerator, run) | {"model": run.model_name_or_path}) + "\n")

@@ -3,7 +3,7 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, local_sgd, resume, speed, strategy, tensor_parallel, watch, weights
+from src import checkpoint, config, drift, launch, local_sgd, placing, resume, speed, strategy, watch
 from src.batch_size import largest_that_fits
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -19,7 +19,9 @@ from src.saver import Saver
 from src.step import Objective, counts, gradient, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
+from src.tensor_parallel import place
 from src.tracking import Meter, Tracker, table
+from src.weights import begin_with
 
 
 def main(argv: list[str]) -> None:
@@ -48,10 +50,10 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
-    model = strategy.build(accelerator, task, start or weights.begin_with(run))
+    model = placing.build(accelerator, task, start or begin_with(run))
     objective = Objective(speed.tuned(model, run, accelerator.device), task)
     optimizer = make_optimizer(run, objective, strategy.fuses(accelerator, run))
-    module, optimizer = strategy.prepare(accelerator, objective, optimizer)
+    module, optimizer = placing.prepare(accelerator, objective, optimizer)
     meter, graphs, parts = Meter(), speed.Graphs(run), {"optimizer": optimizer}  # parts: what is saved beside the model
     progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
     when = Rhythm(run, progress, total, evaluates=validation is not None)
@@ -73,7 +75,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         ledger.begin(progress.step)
 
     learning_rate = norm = None
-    batch, (rank, world) = run.global_batch_size, tensor_parallel.place(accelerator)
+    batch, (rank, world) = run.global_batch_size, place(accelerator)
 
     def log() -> None:
         """Write a train line about the steps since the last one."""

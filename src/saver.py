@@ -27,6 +27,7 @@ from src.tracking import strict
 
 log = logging.getLogger("run")
 PATIENCE = 60.0  # seconds that a save waits for the one before it; other ranks wait as long in their next reduction
+SHARES = 600.0  # seconds that the main process's writer waits for what the others write; training goes on meanwhile
 
 
 class Saver:
@@ -38,11 +39,8 @@ class Saver:
         """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
         are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
         self.main, self.scaler, self.run = accelerator.is_main_process, accelerator.scaler, run
-        self.rank, self.world, self.turn = (
-            accelerator.process_index,
-            accelerator.num_processes,
-            0,
-        )  # turn: folders begun so far
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.turn = 0  # folders that all ranks have begun to write so far
         self.sharded = sharded(accelerator)
         self.together = self.sharded and self.world > 1
         self.objective, self.parts, self.about = objective, parts, about
@@ -50,7 +48,7 @@ class Saver:
         if self.together and nodes() > 1:
             check_disk(accelerator, agree, self.folder)
         self.patience = min(PATIENCE, run.ddp_timeout / 2)
-        self.team = Team(self.rank, self.world, self.patience)
+        self.team = Team(self.rank, self.world, SHARES)
         self.memory, self.thread = checkpoint.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed

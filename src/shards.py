@@ -4,6 +4,7 @@ Leave alone. Guarded by tests/test_fsdp2.py. What is written is what one process
 """
 
 import json
+import math
 import re
 import shutil
 import time
@@ -121,7 +122,7 @@ def check_disk(accelerator, agree, folder: Path) -> None:
         mark.unlink(missing_ok=True)
     if blind:
         raise UsageError(
-            f"output_dir: {int(blind)} processes do not see {folder.resolve()} of the main process, but each writes its "
+            f"output_dir: {math.ceil(blind)} processes do not see {folder.resolve()} of the main process, but each writes its "
             "shard of a checkpoint there: give a folder on a disk that all nodes share"
         )
 
@@ -150,6 +151,7 @@ class Reader:
         return tuple(self._rows(name).get_shape())
 
     def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor in memory of its own."""
         rows = self._rows(name)
         value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
         self.mapped += value.nbytes

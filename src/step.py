@@ -40,7 +40,8 @@ def gradient(
 
     `total_weight` is that of all ranks. The backend averages gradients over ranks that read other data, which the factor of
     their number cancels. Gradients are reduced once, after the last micro-batch (or, with `each`, after each). A loss that
-    is not finite makes the gradient of every rank so. The losses are a float64 vector on the device, one a micro-batch, so nothing here waits for the device.
+    is not finite makes the gradient of every rank so. The losses are a float64 vector on the device, one a micro-batch, so
+    nothing here waits for the device.
     """
     scale = tensor_parallel.place(accelerator)[1] / total_weight
     device, losses = accelerator.device, []

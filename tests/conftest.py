@@ -50,3 +50,21 @@ def files(tmp_path_factory):
     kit.write_yaml(folder / "dropout.yaml", kit.LLAMA | {"attention_dropout": 0.2})
     kit.write_yaml(folder / "gpt2.yaml", kit.GPT2)
     return folder
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A local hub that also serves the files of its folder `files`, beside a tiny model configuration."""
+    from tests.hub import Hub
+
+    folder = tmp_path_factory.mktemp("served")
+    (folder / "files").mkdir()
+    kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
+    with Hub(folder) as hub:
+        yield hub
+
+
+@pytest.fixture
+def hub(served):
+    yield served
+    served.faults.clear()

@@ -243,7 +243,7 @@ def _train(argv):
     import train
 
     seen = {}
-    original, prepare = train.train, train.strategy.prepare
+    original, prepare = train.train, train.placing.prepare
 
     def spy(run, options, task, splits, accelerator):
         seen["world"] = accelerator.num_processes
@@ -257,7 +257,7 @@ def _train(argv):
         seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
         return module, optimizer
 
-    train.train, train.strategy.prepare = spy, prepared
+    train.train, train.placing.prepare = spy, prepared
     train.main([str(word) for word in argv])
     return seen
 

@@ -1,10 +1,13 @@
 """The accelerate files: each is short, says when to use it, and is what accelerate's own launcher takes it for."""
 
+import os
 import re
 
 import pytest
 import yaml
 
+from src import strategy
+from src.inputs import UsageError
 from tests import kit
 
 FILES = sorted((kit.REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -141,3 +144,37 @@ def test_the_documents_name_every_file_and_no_other():
     guide = (kit.REPOSITORY / "docs" / "scaling.md").read_text()
     assert named <= set(KINDS)
     assert set(re.findall(r"`(\w+)\.yaml`", guide)) == set(KINDS)
+
+
+# ---- sizes of a mesh ---------------------------------------------------------------------------------------------------
+
+
+def _completed(monkeypatch, world: int, **sizes) -> str:
+    for name in ("DP_REPLICATE", "DP_SHARD", "TP"):
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(sizes.get(name.lower(), 1)))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    strategy.complete_mesh(world)
+    return os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"]
+
+
+@pytest.mark.parametrize(
+    "world, sizes, shards",
+    [(4, {"dp_replicate": 2}, "2"), (12, {"dp_replicate": 2, "tp": 2}, "3"), (4, {"dp_shard": 4}, "4"), (3, {}, "1")],
+)
+def test_shards_are_all_processes_that_copies_and_cuts_leave(monkeypatch, world, sizes, shards):
+    assert _completed(monkeypatch, world, **sizes) == shards
+
+
+@pytest.mark.parametrize(
+    "world, sizes, said",
+    [
+        (4, {"dp_replicate": "two"}, "parallelism_config_dp_replicate_size is 'two': give a whole number"),
+        (4, {"dp_shard": 0}, "parallelism_config_dp_shard_size is '0'"),
+        (4, {"dp_shard": 3}, "parallelism_config_dp_shard_size 3 does not cut 4 processes"),
+        (4, {"dp_replicate": 4}, "does not cut 4 processes"),
+        (2, {"tp": 2}, "does not cut 2 processes"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(monkeypatch, world, sizes, said):
+    with pytest.raises(UsageError, match=said):
+        _completed(monkeypatch, world, **sizes)

@@ -17,25 +17,10 @@ import pytest
 from src import config, data, fetch, launch, together
 from src.tasks import make_task
 from tests import kit
-from tests.hub import Fault, Hub, adopt
+from tests.hub import Fault, adopt
 
 MB = 1 << 20
 ROWS = 60
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "files").mkdir()
-    kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
-    with Hub(folder) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(served):
-    yield served
-    served.faults.clear()
 
 
 class Ended(NamedTuple):

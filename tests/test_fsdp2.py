@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src import checkpoint, evaluation, launch, models, saver, shards, step, store, strategy
+from src import checkpoint, evaluation, launch, models, placing, saver, shards, step, store, strategy
 from src.progress import Flag
 from src.tasks import causal_lm
 from tests import kit
@@ -442,7 +442,7 @@ def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, 
         return deliver(self, parts, write)
 
     monkeypatch.setattr(shards.Team, "deliver", failing)
-    monkeypatch.setattr(saver, "PATIENCE", 3.0)
+    monkeypatch.setattr(saver, "SHARES", 3.0)
     folder = begun(two, tmp_path / "here" / "run", 10)
     flags = recipe(files, save_steps=2, max_failed_saves=2)
     codes, outputs = command(flags, tmp_path / "here", 2, where("fsdp2", 2))
@@ -529,7 +529,7 @@ def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_any(files, two,
 def _masters(argv):
     """Train on this rank; return what its weights are once they are sharded, and how often it built a model, empty or not."""
     found, built = [], []
-    prepare, build = strategy.prepare, causal_lm.Task.build
+    prepare, build = placing.prepare, causal_lm.Task.build
 
     def prepared(*args):
         module, optimizer = prepare(*args)
@@ -540,7 +540,7 @@ def _masters(argv):
         built.append(empty)
         return build(self, weights, empty)
 
-    strategy.prepare, causal_lm.Task.build = prepared, building
+    placing.prepare, causal_lm.Task.build = prepared, building
     train.main([str(word) for word in argv])
     return found, built
 
@@ -598,6 +598,15 @@ def test_a_model_that_is_to_be_filled_costs_no_memory(tmp_path, empty):
     """The mutant is the model with its weights."""
     [grown] = kit.spawn(1, _resident, tmp_path, empty, out=tmp_path / "out")
     assert (grown < 30) == empty, grown
+
+
+def test_a_layer_that_the_model_does_not_have_is_refused_by_name(files, tmp_path):
+    env = where("fsdp2", 2) | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "NoSuchLayer"}
+    codes, outputs = command(recipe(files), tmp_path / "here", 2, env)
+    assert codes == [2, 2], outputs
+    assert "fsdp_transformer_layer_cls_to_wrap: " in outputs[0]
+    assert "NoSuchLayer" in outputs[0]
+    assert not (tmp_path / "here" / "run").exists()
 
 
 @pytest.mark.parametrize(

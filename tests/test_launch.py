@@ -152,13 +152,13 @@ def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, mon
 
 def _prepared(mutant: bool) -> tuple[str, bool, int]:
     """Return (kind of group, whether the module is DDP's, reductions of a window of four micro-batches)."""
-    from src import launch, strategy
+    from src import launch, placing
     from src.fields import RunConfig
 
     accelerator = launch.start(RunConfig(output_dir="unused"))
     objective = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
-    module = (accelerator.prepare if mutant else lambda *both: strategy.prepare(accelerator, *both))(
+    module = (accelerator.prepare if mutant else lambda *both: placing.prepare(accelerator, *both))(
         objective, optimizer
     )[0]
     count, wrapped = [0], isinstance(module, torch.nn.parallel.DistributedDataParallel)

@@ -177,10 +177,10 @@ def test_a_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, w
     """A CPU refuses fp16, so the accelerator is a stand-in here."""
     from types import SimpleNamespace
 
-    from src import strategy
+    from src import placing
 
     kind = SimpleNamespace(value="NO")
     accelerator = SimpleNamespace(mixed_precision=precision, distributed_type=kind)
     task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
-    assert strategy.build(accelerator, task, None) == "the model"
+    assert placing.build(accelerator, task, None) == "the model"
     assert ("activations may overflow" in capsys.readouterr().err) == warned

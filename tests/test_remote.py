@@ -8,22 +8,7 @@ from src import fetch, remote, sources, together
 from src.inputs import UsageError
 from src.stream import Stream
 from tests import kit
-from tests.hub import Fault, Hub, adopt
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "files").mkdir()
-    kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
-    with Hub(folder) as hub:
-        yield hub
-
-
-@pytest.fixture
-def hub(served):
-    yield served
-    served.faults.clear()
+from tests.hub import Fault, adopt
 
 
 def put(hub, name: str, first: int, count: int = 20) -> str:

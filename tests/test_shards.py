@@ -4,6 +4,7 @@ import json
 import os
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -159,6 +160,16 @@ def test_a_folder_of_all_writers_is_published_and_verifies(tmp_path):
     assert store.faults(tmp_path / "step") == []
     (tmp_path / "step" / "part2").write_bytes(bytes(2000))
     assert store.faults(tmp_path / "step") == ["part2: its hash is not the one that was written"]
+
+
+@pytest.mark.parametrize("error, ends", [(OSError(28, "full"), False), (TypeError("a slip"), True)])
+def test_a_fault_of_the_disk_is_left_as_word_and_any_other_is_raised_besides(tmp_path, error, ends):
+    def write(folder):
+        raise error
+
+    with pytest.raises(TypeError) if ends else nullcontext():
+        Team(1, 2, 5).deliver(tmp_path / "parts", write)
+    assert str(error) in json.loads((tmp_path / "parts" / "1.json").read_text())["fault"]
 
 
 def _disk(folders: list[Path]) -> str:

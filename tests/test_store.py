@@ -370,6 +370,15 @@ def test_whatever_stands_in_a_manifest_it_is_a_fault_and_no_crash(folder, text):
     assert store.about(folder) == {}
 
 
+def test_tensors_that_nobody_wrote_are_a_fault_and_other_files_are_not(folder):
+    """A model.safetensors beside the shards of another step would be read in their place."""
+    assert store.faults(folder) == []
+    (folder / "notes.txt").write_text("mine")
+    assert store.faults(folder) == []
+    (folder / "stray.safetensors").write_bytes(b"")
+    assert store.faults(folder) == ["stray.safetensors is of no part of it: remove it"]
+
+
 def test_a_manifest_of_another_folder_is_a_fault(folder):
     def write(temporary):
         (temporary / "small.txt").write_bytes(b"TWO WORDS")

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
@@ -249,6 +249,27 @@ def test_mutant_that_hears_every_word_is_caught(tmp_path, monkeypatch):
     env = {"MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     word = (None, 0, 100)
     assert kit.spawn(1, _heard, tmp_path / "cache", *word, out=tmp_path / "out", env=env) != [WORDS[word]]
+
+
+def _after_a_failure(folder: Path) -> list[int]:
+    """Share one piece whose lock becomes free because who had it failed; return what was made here all the same."""
+    together.STARTED, crew, made, locked = time.time(), Crew(folder), [], together._try_lock
+
+    @contextmanager
+    def late(target):
+        with locked(target) as mine:
+            _word(crew, crew.host, crew.parent, 1, time.time())  # between the look at words and the lock
+            yield mine
+
+    together._try_lock = late
+    with suppress(UsageError):
+        crew.share([folder / "piece"], made.append, "a piece")
+    return made
+
+
+def test_a_lock_that_a_failure_has_freed_is_no_leave_to_try_again(tmp_path):
+    env = {"MASTER_PORT": "29500", "WORLD_SIZE": "2"}
+    assert kit.spawn(1, _after_a_failure, tmp_path / "cache", out=tmp_path / "out", env=env) == [[]]
 
 
 # ---- whole commands ----------------------------------------------------------------------------------------------------
