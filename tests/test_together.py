@@ -308,17 +308,23 @@ def struck(monkeypatch, blow) -> None:
     monkeypatch.setattr(causal_lm.Task, "encode", encode)
 
 
-def raising(error, rank="1"):
+def raising(error, mark: Path, rank="1"):
+    """Return a blow that raises on one rank; the others wait for it, or they might be done before that rank has a piece."""
+
     def blow():
         if os.environ["RANK"] == rank:
+            mark.touch()
             raise error
+        end = time.monotonic() + 20
+        while not mark.exists() and time.monotonic() < end:
+            time.sleep(0.01)
 
     return blow
 
 
 @pytest.mark.parametrize("kind, code", [(UsageError, 2), (RuntimeError, 1)])
 def test_one_rank_speaks_for_all(tiny, tmp_path, monkeypatch, small, kind, code):
-    struck(monkeypatch, raising(kind("a cosmic ray")))
+    struck(monkeypatch, raising(kind("a cosmic ray"), tmp_path / "raised"))
     codes, texts, seconds = command(tiny, tmp_path / "here")
     assert codes == [code] * 3, texts
     assert [("cosmic ray" in text) for text in texts] == [False, True, False]
