@@ -25,18 +25,26 @@ OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)pr
 RUN ?= $(shell ls -td runs/*/config.yaml 2>/dev/null | head -1 | xargs -r dirname)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train eval test test-gpu test-cluster lint format bench report clean
+.PHONY: help setup data train eval test test-gpu test-cluster lint format bench report ledger storm clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | column -t -s '|'
 
-setup: .venv/done ## build .venv from nothing; does nothing when it is up to date
+setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 chooses the Python); does nothing when it is up to date
 
+# A .venv whose Python is too old or broken is made again. The last line marks it as complete: what failed before is repeated.
 .venv/done: requirements.txt
-	$(PYTHON) -m venv .venv
-	$(VENV)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) was not found: install Python 3.11 or newer, or name it: make setup PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) src/__init__.py
+	@$(VENV)/python src/__init__.py 2>/dev/null || rm -rf .venv
+	@echo "Installing the packages of requirements.txt into .venv: 1 to 5 GB to download, some minutes."
+	@$(PYTHON) -m venv .venv
+	@rm -f $@
+	@if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
+	$(VENV)/python -m pip install $$quiet --disable-pip-version-check -r requirements.txt
 	@touch $@
+	@echo "Installed: .venv is ready."
 
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
 	$(VENV)/python -m src.status $(OUT) -- $(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS)
@@ -78,6 +86,9 @@ ledger: ## did RUN train on what its plan says, or (OTHER=folder) on what anothe
 storm: .venv/done ## kill a run of CONFIG at random moments, again and again (KILLS=20), and compare it with an undisturbed one
 	$(VENV)/python -m tests.storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
-clean: ## remove .venv, sample data and caches; runs/ stays
-	rm -rf .venv data .pytest_cache .ruff_cache
-	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+clean: ## remove caches of tools (not .venv, data/, runs/, nor prepared data, which is in the cache of datasets)
+	rm -rf .pytest_cache .ruff_cache
+	find . \( -path ./.venv -o -path ./data -o -path ./runs -o -path ./.git \) -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
+
+distclean: clean ## clean, and remove .venv, which make setup builds again
+	rm -rf .venv

@@ -159,7 +159,7 @@ def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
     names = mixture.named(run)
     if split == "validation" and run.mixture and run.validation_file:
         names = {"": named.Named(None, None, None, [], run.validation_file)}
-    found = {name: named.find(one, split) for name, one in names.items()}
+    found = {name: named.find(one, split, sources.cache_root(run)) for name, one in names.items()}
     return {name: source for name, source in found.items() if source}
 
 
