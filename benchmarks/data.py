@@ -22,8 +22,9 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from src import config, samples  # noqa: E402 (the line above lets it run from anywhere)
+from src import config, samples, sources  # noqa: E402 (the line above lets it run from anywhere)
 from src.data import load  # noqa: E402
+from src.fields import RunConfig  # noqa: E402
 from src.plan import training_order  # noqa: E402
 from src.reader import read  # noqa: E402
 from src.tasks import make_task  # noqa: E402
@@ -119,7 +120,11 @@ def reading() -> dict:
 def texts(folder: Path, megabytes: int) -> Path:
     """Write source code of the standard library, in another order each time it comes round."""
     file, rng = folder / "texts.jsonl", np.random.default_rng(0)
-    lines = Path(samples.folder("stdlib_code"), "train.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        Path(samples.folder("stdlib_code", sources.cache_root(RunConfig())), "train.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = [json.loads(line)["text"] for line in lines]
     size = 0
     with open(file, "w", encoding="utf-8") as out:

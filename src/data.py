@@ -159,7 +159,7 @@ def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
     names = mixture.named(run)
     if split == "validation" and run.mixture and run.validation_file:
         names = {"": named.Named(None, None, None, [], run.validation_file)}
-    found = {name: named.find(one, split) for name, one in names.items()}
+    found = {name: named.find(one, split, sources.cache_root(run)) for name, one in names.items()}
     return {name: source for name, source in found.items() if source}
 
 
@@ -225,7 +225,7 @@ def same_everywhere(accelerator, splits: dict) -> None:
 
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
-    run, options = config.parse(argv)
+    run, options = config.parse(config.or_sample(argv))
     config.check(run, options)
     splits = load(run, make_task(run, options))
     for name, split in splits.items():

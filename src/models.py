@@ -35,7 +35,7 @@ def load_tokenizer(run: RunConfig):
     if name is None:
         return None
     field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
-    if not (folder := samples.tokenizer(name)):
+    if not (folder := samples.tokenizer(name, cache_root(run))):
         # A tokenizer may be a Hub repository of its own, of which weights are not wanted.
         folder = _folder(run, name, field, weights=name == run.model_name_or_path)
     if not run.tokenizer_name and Path(folder).is_dir():

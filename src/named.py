@@ -28,8 +28,8 @@ class Named(NamedTuple):
     where: str = ""  # before the name of a field in messages
 
 
-def find(named: Named | RunConfig, split: str) -> Source | None:
-    """Return where a split is, or None where nothing is named; UsageError where there is nothing under a name."""
+def find(named: Named | RunConfig, split: str, cache: Path) -> Source | None:
+    """Return where a split is (a sample is made in `cache`), or None where nothing is named; UsageError where there is nothing under a name."""
     where = getattr(named, "where", "")
     field, patterns = f"{where}{split}_file", {"train": named.train_file, "validation": named.validation_file}[split]
     if patterns:
@@ -44,7 +44,7 @@ def find(named: Named | RunConfig, split: str) -> Source | None:
     if not named.dataset_name or named.train_file:
         return None
     field = f"{where}dataset_name"
-    folder = samples.folder(named.dataset_name) or locate(named.dataset_name)
+    folder = samples.folder(named.dataset_name, cache) or locate(named.dataset_name)
     if not os.path.isdir(folder):
         return Source(field, [], None, named.dataset_name, (named.dataset_config_name, named.dataset_revision, split))
     files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from src.inputs import REPOSITORY
-
 SAMPLES = ("stdlib_code", "stdlib_functions")
 VOCABULARY = 2048
 VERSION = "1"  # raise it when the rows below change
@@ -63,29 +61,30 @@ PACKAGES = [
 ]
 
 
-def folder(name: str) -> str | None:
-    """Return the folder of the sample `name`, made on first use, or None when there is no such sample.
+def folder(name: str, cache: Path) -> str | None:
+    """Return the folder of the sample `name` in `cache`, made on first use, or None when there is no such sample.
 
-    One process makes it, the others wait on a file lock, never on a collective; the marker is written last."""
+    One process makes it, the others wait on a file lock, never on a collective; the marker is written last. The name of
+    the folder holds the version: two checkouts that share a cache do not remove each other's rows."""
     if name not in SAMPLES:
         return None
-    target = REPOSITORY / "data" / name
+    target = cache.absolute() / "samples" / f"{name}-{VERSION}"
     marker = target / "DONE"
-    if not (marker.exists() and marker.read_text() == VERSION):
-        target.parent.mkdir(exist_ok=True)
+    if not marker.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):
-            if not (marker.exists() and marker.read_text() == VERSION):
+            if not marker.exists():
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
                 print(f"making the sample {name} from Python's standard library in {target}", flush=True)
                 (_code if name == "stdlib_code" else _functions)(target)
-                marker.write_text(VERSION)
+                marker.touch()
     return str(target)
 
 
-def tokenizer(name: str) -> str | None:
+def tokenizer(name: str, cache: Path) -> str | None:
     """Return the folder of the tokenizer of the sample `name`, or None when there is no such sample."""
-    return f"{folder(name)}/tokenizer" if name in SAMPLES else None
+    return f"{folder(name, cache)}/tokenizer" if name in SAMPLES else None
 
 
 def sources() -> list[tuple[str, str]]:

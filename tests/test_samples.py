@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
@@ -22,13 +23,16 @@ def few():
 
 @pytest.fixture
 def root(few, tmp_path, monkeypatch):
-    monkeypatch.setattr(samples, "REPOSITORY", tmp_path)
     monkeypatch.setattr(samples, "sources", lambda: few)
     return tmp_path
 
 
+def folder(root, name) -> Path:
+    return root / "samples" / f"{name}-{samples.VERSION}"
+
+
 def rows(root, name, split):
-    return [json.loads(line) for line in (root / "data" / name / f"{split}.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder(root, name) / f"{split}.jsonl").read_text().splitlines()]
 
 
 def test_sources_are_the_modules_of_the_standard_library():
@@ -40,7 +44,7 @@ def test_sources_are_the_modules_of_the_standard_library():
 
 
 def test_code_is_split_by_file_without_overlap(root, few):
-    assert samples.folder("stdlib_code") == str(root / "data" / "stdlib_code")
+    assert samples.folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
     train, validation = rows(root, "stdlib_code", "train"), rows(root, "stdlib_code", "validation")
     assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
     assert not {row["path"] for row in train} & {row["path"] for row in validation}
@@ -48,7 +52,7 @@ def test_code_is_split_by_file_without_overlap(root, few):
 
 
 def test_functions_are_split_without_overlap(root, few):
-    samples.folder("stdlib_functions")
+    samples.folder("stdlib_functions", root)
     train, validation = rows(root, "stdlib_functions", "train"), rows(root, "stdlib_functions", "validation")
     assert not {row["text"] for row in train} & {row["text"] for row in validation}  # nor the same function twice
     assert len(train) > 5 * len(validation) > 0
@@ -63,7 +67,7 @@ def test_functions_are_split_without_overlap(root, few):
 
 @pytest.mark.parametrize("name", samples.SAMPLES)
 def test_the_tokenizer_gives_every_text_back(root, name):
-    tokenizer = AutoTokenizer.from_pretrained(samples.tokenizer(name))
+    tokenizer = AutoTokenizer.from_pretrained(samples.tokenizer(name, root))
     texts = [row["text"] for row in rows(root, name, "validation")]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     strange = "für 漢字 🙂\t\r\n\x00"
@@ -76,16 +80,16 @@ def test_the_name_is_a_dataset_and_a_tokenizer(root):
     """As the run file uses it: `dataset_name: stdlib_code` and `tokenizer_name: stdlib_code`."""
     kit.write_yaml(root / "llama.yaml", {k: v for k, v in kit.LLAMA.items() if k != "vocab_size"})
     fields = {"dataset_name": "stdlib_code", "tokenizer_name": "stdlib_code", "model_config": root / "llama.yaml"}
-    task, splits = kit.open_data(**fields, cache_dir=root / "cache", max_length=64)
+    task, splits = kit.open_data(**fields, cache_dir=root, max_length=64)
     assert task.config.vocab_size == len(task.tokenizer)
     assert splits["train"].facts["source_rows"] == len(rows(root, "stdlib_code", "train"))
     assert splits["validation"].facts["source_rows"] == len(rows(root, "stdlib_code", "validation"))
 
 
 def test_other_names_are_no_samples(root):
-    assert samples.folder("stdlib") is samples.tokenizer("gpt2") is None
-    assert named.find(RunConfig(dataset_name="someone/something"), "train").name == "someone/something"
-    assert not (root / "data").exists()
+    assert samples.folder("stdlib", root) is samples.tokenizer("gpt2", root) is None
+    assert named.find(RunConfig(dataset_name="someone/something"), "train", root).name == "someone/something"
+    assert not (root / "samples").exists()
 
 
 def _make(root):
@@ -99,7 +103,7 @@ def _make(root):
         original(target)
 
     samples._code = slow
-    return samples.folder("stdlib_code"), len(rows(root, "stdlib_code", "train"))
+    return samples.folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
 
 
 def test_processes_that_start_together_make_it_once(root):
@@ -121,20 +125,20 @@ def _killed(root):
         os.kill(os.getpid(), signal.SIGKILL)  # the rows are written, the tokenizer is not
 
     samples._train_tokenizer = dies
-    samples.folder("stdlib_code")
+    samples.folder("stdlib_code", root)
 
 
 def test_an_interrupted_making_starts_again(root):
     with pytest.raises(kit.RankFailed):
         kit.spawn(1, _killed, root, out=root / "out")
-    target = root / "data" / "stdlib_code"
+    target = folder(root, "stdlib_code")
     assert (target / "train.jsonl").exists()
     assert not (target / "DONE").exists()
-    (target / "DONE").write_text(samples.VERSION)  # the mutant: a marker that is written first
-    assert not os.path.exists(f"{samples.tokenizer('stdlib_code')}/tokenizer.json")
+    (target / "DONE").touch()  # the mutant: a marker that is written first
+    assert not os.path.exists(f"{samples.tokenizer('stdlib_code', root)}/tokenizer.json")
     (target / "DONE").unlink()
     (target / "left over").touch()
-    assert AutoTokenizer.from_pretrained(samples.tokenizer("stdlib_code"))("def")["input_ids"]
+    assert AutoTokenizer.from_pretrained(samples.tokenizer("stdlib_code", root))("def")["input_ids"]
     assert (target / "DONE").exists()
     assert not (target / "left over").exists()
 
@@ -143,9 +147,9 @@ def test_what_an_older_version_made_is_made_again_and_what_is_made_is_kept(root,
     calls = []
     monkeypatch.setattr(samples, "_code", lambda target: calls.append(target))
     for expected in (1, 1):
-        samples.folder("stdlib_code")
+        samples.folder("stdlib_code", root)
         assert len(calls) == expected
     monkeypatch.setattr(samples, "VERSION", samples.VERSION + "+")
     for expected in (2, 2):
-        samples.folder("stdlib_code")
+        samples.folder("stdlib_code", root)
         assert len(calls) == expected
