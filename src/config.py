@@ -16,6 +16,7 @@ import yaml
 from src import mixture, push
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, nearest, read_yaml
+from src.redact import redact_all, was_redacted
 
 Fault = str
 
@@ -217,6 +218,11 @@ _DESCRIPTION = (
 def check(run: RunConfig, options, training: bool = True) -> None:
     """Raise UsageError with every fault that the values have by themselves, before anything is read or written."""
     faults = check_run(run, training) + options.check()
+    faults += [
+        f"{name}: {value}: its credentials were removed when the run was saved: give it again, --{name} …"
+        for name, value in (vars(run) | vars(options)).items()
+        if was_redacted(value)
+    ]
     if faults:
         raise UsageError(_listed(faults))
 
@@ -262,7 +268,7 @@ def _word(value) -> str:
 
 
 def to_yaml(run: RunConfig, options) -> str:
-    """Return the resolved configuration as YAML that is itself a valid --config."""
+    """Return the resolved configuration, without credentials, as YAML that is itself a valid --config."""
     values = dataclasses.asdict(run) | dataclasses.asdict(options)
     values.pop("dry_run")
     for name in ("model_name_or_path", "model_config", "tokenizer_name", "dataset_name", "init_from"):
@@ -270,5 +276,5 @@ def to_yaml(run: RunConfig, options) -> str:
     for name in ("train_file", "validation_file"):
         values[name] = [locate(file) for file in values[name]]
     values["mixture"] = mixture.resolved(run.mixture)
-    values = {name: value for name, value in values.items() if value != []}
+    values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
