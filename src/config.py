@@ -194,8 +194,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
             )
             faults.append(f"{source}{name}: {hint}")
             continue
-        argument = _argument(name, value)
         try:
+            argument = _argument(name, value)
             if _last(value) == "":
                 raise ValueError("nothing is given: leave it out, or give a value")
             parser.parse_args(argument)
@@ -258,6 +258,8 @@ def _argument(name: str, value) -> list[str]:
     if isinstance(value, dict):
         return [f"--{name}={json.dumps(value, default=str)}"]
     values = [_word(v) for v in (value if isinstance(value, list) else [value])]
+    if len(values) > 1 and (flag := next((v for v in values if re.match(r"-\D", v)), None)):
+        raise ValueError(f"{flag!r} would be read as a flag: write ./{flag} if it is a file")
     return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
 
 
