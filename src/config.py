@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from src import mixture, push
-from src.fields import RunConfig
+from src.fields import RunConfig, plain_name
 from src.inputs import UsageError, locate, nearest, read_yaml
 from src.redact import redact_all, was_redacted
 
@@ -97,6 +97,10 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     if not run.model_name_or_path and not run.model_config:
         faults.append(
             "no model: give --model_name_or_path, or --model_config for random weights (try --config configs/stdlib_lm.yaml)"
+        )
+    if run.attn_implementation and not plain_name(run.attn_implementation) and not run.trust_remote_code:
+        faults.append(
+            f"attn_implementation is {run.attn_implementation}, code from the Hub: give --trust_remote_code true if you trust it"
         )
     if run.dataset_name and run.train_file:
         faults.append("dataset_name and train_file are both given: keep one")

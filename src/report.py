@@ -11,6 +11,7 @@ from pathlib import Path
 
 from src.inputs import UsageError
 from src.redact import redact, redact_all
+from src.store import rewrite
 
 FIGURES = [  # title, unit of the left axis, kind of line -> its numbers
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),
@@ -48,7 +49,7 @@ def write(folder: Path) -> Path:
     )
     report = folder / "report.html"
     try:
-        report.write_text(page, encoding="utf-8")
+        rewrite(report, page)
     except OSError as error:
         raise UsageError(f"{report} cannot be written: {error}") from error
     return report
