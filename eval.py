@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from src import config, launch, placing, status, weights
+from src import config, launch, placing, status, store, weights
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
@@ -64,7 +64,7 @@ def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> 
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
         folder = Path(run.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "eval.json").write_text(json.dumps(values, allow_nan=False) + "\n")
+        store.rewrite(folder / "eval.json", json.dumps(values, allow_nan=False) + "\n")
         print(f"\nwritten to {(folder / 'eval.json').resolve()}")
     accelerator.wait_for_everyone()
 

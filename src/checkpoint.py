@@ -8,8 +8,10 @@ import json
 import re
 import shutil
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
+import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -17,10 +19,12 @@ from src import store
 from src.fields import RunConfig
 from src.inputs import UsageError
 from src.progress import Progress
+from src.redact import publishable, redact_all
 from src.shards import Piece, Reader, file_name, partial, plain_name, whole
 from src.step import Objective
 
 Tensors = dict[str, torch.Tensor]
+RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, without credentials
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -157,17 +161,35 @@ def write_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
 
 
-def export(folder: Path, run: RunConfig, objective: Objective, tensors=None, rank: int = 0, world: int = 1) -> None:
-    """Write a final model: weights, tokenizer and a model card; or one rank's part of it."""
+def export(folder: Path, run: RunConfig, objective: Objective, tensors, rank: int, world: int, config: dict) -> None:
+    """Write a final model: weights, tokenizer, a model card and the run's configuration; or one rank's part of it."""
     write_model(objective, folder, tensors, rank, world)
-    if rank:
-        return
-    data = run.dataset_name or ", ".join(Path(file).name for file in run.train_file)
-    start = f"Fine-tuned from {run.model_name_or_path}" if run.model_name_or_path else "Trained from random weights"
+    if rank == 0:
+        write_card(folder, run, objective.model, config)
+
+
+def write_card(folder: Path, run: RunConfig, model: torch.nn.Module, config: dict) -> None:
+    """Write what is published beside the weights: README.md and, for eval.py, the run's configuration."""
+    from transformers import PreTrainedModel
+
+    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    sources = [run.dataset_name, *run.train_file] if not run.mixture else list(run.mixture)
+    data = ", ".join(_public_name(source) for source in sources if source)
+    base = run.model_name_or_path
+    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
     (folder / "README.md").write_text(
-        f"---\nlibrary_name: transformers\ntags: [{run.task}]\n---\n# {Path(run.output_dir).name}\n\n{start} on {data}; task "
-        f"`{run.task}`, seed {run.seed}, global batch {run.global_batch_size}. The run's config.yaml and metrics.jsonl say the rest.\n"
+        f"---\n{library}tags: [{run.task}]\n---\n# {Path(run.output_dir).name}\n\n{start} on {data}; task `{run.task}`, seed "
+        f"{run.seed}, global batch {run.global_batch_size}. {RUN_CONFIG} holds its configuration.\n"
     )
+    text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _public_name(source: str) -> str:
+    """Return a Hub name as it is; of a URL or a path on this machine the last part only."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
 
 def expendable(run: RunConfig) -> list[Path]:

@@ -14,8 +14,9 @@ from pathlib import Path
 import yaml
 
 from src import mixture, push
-from src.fields import NAMES_ELSEWHERE, RunConfig
+from src.fields import NAMES_ELSEWHERE, RunConfig, plain_name
 from src.inputs import UsageError, locate, nearest, read_yaml
+from src.redact import redact_all, was_redacted
 
 Fault = str
 
@@ -94,6 +95,10 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
     if not run.model_name_or_path and not run.model_config:
         faults.append(
             "no model: give --model_name_or_path, or --model_config for random weights (try --config configs/stdlib_lm.yaml)"
+        )
+    if run.attn_implementation and not plain_name(run.attn_implementation) and not run.trust_remote_code:
+        faults.append(
+            f"attn_implementation is {run.attn_implementation}, code from the Hub: give --trust_remote_code true if you trust it"
         )
     if run.dataset_name and run.train_file:
         faults.append("dataset_name and train_file are both given: keep one")
@@ -213,8 +218,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
             )
             faults.append(f"{source}{name}: {hint}")
             continue
-        argument = _argument(name, value)
         try:
+            argument = _argument(name, value)
             if _last(value) == "":
                 raise ValueError("nothing is given: leave it out, or give a value")
             parser.parse_args(argument)
@@ -238,6 +243,11 @@ _DESCRIPTION = (
 def check(run: RunConfig, options, training: bool = True) -> None:
     """Raise UsageError with every fault that the values have by themselves, before anything is read or written."""
     faults = check_run(run, training) + options.check()
+    faults += [
+        f"{name}: {value}: its credentials were removed when the run was saved: give it again, --{name} …"
+        for name, value in (vars(run) | vars(options)).items()
+        if was_redacted(value)
+    ]
     if faults:
         raise UsageError(_listed(faults))
 
@@ -274,6 +284,8 @@ def _argument(name: str, value) -> list[str]:
     if isinstance(value, dict):
         return [f"--{name}={json.dumps(value, default=str)}"]
     values = [_word(v) for v in (value if isinstance(value, list) else [value])]
+    if len(values) > 1 and (flag := next((v for v in values if re.match(r"-\D", v)), None)):
+        raise ValueError(f"{flag!r} would be read as a flag: write ./{flag} if it is a file")
     return [f"--{name}={values[0]}"] if len(values) == 1 else [f"--{name}", *values]
 
 
@@ -284,7 +296,7 @@ def _word(value) -> str:
 
 
 def to_yaml(run: RunConfig, options) -> str:
-    """Return the resolved configuration as YAML that is itself a valid --config."""
+    """Return the resolved configuration, without credentials, as YAML that is itself a valid --config."""
     values = dataclasses.asdict(run) | dataclasses.asdict(options)
     values.pop("dry_run")
     for name in ("model_name_or_path", "model_config", "tokenizer_name", "dataset_name", "init_from"):
@@ -292,5 +304,5 @@ def to_yaml(run: RunConfig, options) -> str:
     for name in ("train_file", "validation_file"):
         values[name] = [locate(file) for file in values[name]]
     values["mixture"] = mixture.resolved(run.mixture)
-    values = {name: value for name, value in values.items() if value != []}
+    values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

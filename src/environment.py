@@ -7,29 +7,68 @@ import platform
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
-from src import fetch, strategy
+from src import fetch, store, strategy
 from src.fields import RunConfig
 from src.inputs import REPOSITORY
 from src.launch import nodes
+from src.redact import redact, redact_all
 from src.tensor_parallel import place
+
+LARGEST_DIFF = 5_000_000  # characters
 
 
 def environment(accelerator, run: RunConfig) -> dict:
     """Return versions, git commit, topology and batch arithmetic of this process group."""
     packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=REPOSITORY, check=False)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: metadata.version(name) for name in packages},
-        "git_commit": git.stdout.strip() or None,
-        "command": sys.argv,
-        "fetched": fetch.record,
+        "git_commit": git_commit(),
+        "git_dirty": None if (diff := uncommitted()) is None else bool(diff),
+        "command": redact_all(sys.argv),
+        "fetched": redact_all(fetch.record),
         **topology(accelerator, run),
     }
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints about this repository, without running what its configuration names; None where that fails."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.decode(errors="replace")
+
+
+def git_commit() -> str | None:
+    """Return the commit of this code; None where git does not know it, though a folder above may be a repository."""
+    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "train.py") else None
+    return commit and commit.strip()
+
+
+def uncommitted() -> str | None:
+    """Return what differs from the commit: a diff, and the names of new files of code or configuration; None without one."""
+    if git_commit() is None:
+        return None
+    diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
+    new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml", "*.yml")
+    return (diff or "") + "".join(f"# not in git: {name}\n" for name in (new or "").splitlines())
+
+
+def save_diff(folder: Path) -> None:
+    """Leave code.diff in the run folder if the code differs from its commit."""
+    file, diff = folder / "code.diff", redact(uncommitted() or "")
+    if diff:
+        cut = f"\n# cut off here: {len(diff):,} characters\n" if len(diff) > LARGEST_DIFF else ""
+        store.rewrite(file, diff[:LARGEST_DIFF] + cut)
+    else:
+        file.unlink(missing_ok=True)
 
 
 def topology(accelerator, run: RunConfig) -> dict:

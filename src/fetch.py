@@ -16,6 +16,7 @@ from urllib.parse import unquote, urlparse
 
 from src import store
 from src.inputs import UsageError, warn
+from src.redact import redact
 from src.together import Crew, leave
 
 SILENCE = (10, 120)  # seconds to wait for a connection, and for the next byte
@@ -53,7 +54,7 @@ def stamp(file: str) -> list | None:
     if Path(file).parent.parent.name != "downloads" or not known.exists():
         return None
     told = json.loads(known.read_text())
-    return [told["url"], told["bytes"], told["etag"] or told["modified"] or os.stat(file).st_mtime_ns]
+    return [Path(file).parent.name, told["bytes"], told["etag"] or told["modified"] or os.stat(file).st_mtime_ns]
 
 
 def file(url: str, field: str, root: Path, crew: Crew, origins: dict[str, str]) -> str:
@@ -143,7 +144,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                 store.flush(part)
                 part.replace(folder / name)
                 about.unlink(missing_ok=True)
-                return {"url": url, "file": name, "bytes": begun + came, "etag": etag, "modified": modified}
+                return {"url": redact(url), "file": name, "bytes": begun + came, "etag": etag, "modified": modified}
             reason = f"the connection ended after {begun + came:,} of {total:,} bytes"
         except requests.RequestException as error:
             if told and not came and isinstance(error, requests.ConnectionError | requests.Timeout):
@@ -169,7 +170,7 @@ def _other(url: str, folder: Path) -> dict:
     (folder / "part").replace(folder / _name(url))
     size = (folder / _name(url)).stat().st_size
     return {
-        "url": url,
+        "url": redact(url),
         "file": _name(url),
         "bytes": size,
         "etag": told.get("ETag") or told.get("etag"),

@@ -19,16 +19,47 @@ def json_object(text: str | dict) -> dict:
     return value
 
 
-class Free(str):
+class Help(str):
+    """The help text of a field, and what else is declared of it: argparse takes no other metadata."""
+
+    from_checkpoint = None
+
+
+class Free(Help):
     """The help text of a field that is free."""
 
 
-def say(text: str, default=None, choices=None, free: bool = False):
+STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # others of fsspec may run code
+
+
+def plain_data(value) -> bool:
+    """Return whether names of data, in lists and dicts, are of files, folders, the Hub or a plain store."""
+    if isinstance(value, dict | list):
+        return all(map(plain_data, value.values() if isinstance(value, dict) else value))
+    scheme, separator, _ = str(value).partition("://")
+    return "::" not in str(value) and (not separator or scheme.lower() in STORES)
+
+
+def plain_name(value) -> bool:
+    """Return whether an attention implementation is one of transformers, not a repository of the Hub, which is code."""
+    return isinstance(value, str) and value.replace("_", "").isalnum()
+
+
+ASK = "ask"
+
+
+def say(text: str, default=None, choices=None, free: bool = False, from_checkpoint=None):
     """Return a dataclass field with its help text; a list as default is copied for each instance.
+
+    `from_checkpoint` says whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that
+    accepts the value. A checkpoint is data from anywhere, so never for what runs code or chooses where files are written.
+    With ASK it is not used, and eval.py names the flag that gives it. By default it is not used: an option of a task is asked
+    for, a field of the run has to do with training only.
 
     A run that goes on may change a field that is free, because the numbers do not depend on it (or are checked for
     themselves: data and model by content, the length by its schedule); any other change is refused."""
-    metadata = {"help": Free(text) if free else text} | ({"choices": choices} if choices else {})
+    metadata = {"help": (Free if free else Help)(text)} | ({"choices": choices} if choices else {})
+    metadata["help"].from_checkpoint = from_checkpoint
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -77,9 +108,9 @@ class RunConfig:
 
     _argument_group_name = "the run"
 
-    task: str = say("what kind of model is trained: a file of src/tasks/", "causal_lm")
+    task: str = say("what kind of model is trained: a file of src/tasks/", "causal_lm", from_checkpoint=True)
     output_dir: str | None = say("where the run lives (default: runs/NAME_OF_THE_YAML)", free=True)
-    seed: int = say("the one seed: weights, data order, dropout, augmentation", 42)
+    seed: int = say("the one seed: weights, data order, dropout, augmentation", 42, from_checkpoint=True)
     resume: str = say(
         "auto (newest intact checkpoint of output_dir, else start), never, or a checkpoint folder",
         "auto",
@@ -95,30 +126,36 @@ class RunConfig:
     )
     tokenizer_name: str | None = say("Hub id or folder of the tokenizer (default: the model's)", free=True)
     init_from: str | None = say("run, checkpoint or final folder whose weights a new run begins with")
-    dtype: str = say("dtype of the weights", "float32", ["float32", "float64", "bfloat16"])
+    dtype: str = say("dtype of the weights", "float32", ["float32", "float64", "bfloat16"], from_checkpoint=True)
     attn_implementation: str | None = say(
-        "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True
+        "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True, from_checkpoint=plain_name
     )
-    trust_remote_code: bool = say("run code that a Hub repository brings", False, free=True)
+    trust_remote_code: bool = say("run code that a Hub repository brings", False, free=True, from_checkpoint=ASK)
 
     dataset_name: str | None = say(
         "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions",
         free=True,
+        from_checkpoint=plain_data,
     )
-    dataset_config_name: str | None = say("configuration of the Hub dataset", free=True)
-    dataset_revision: str | None = say("branch, tag or commit of the Hub dataset", free=True)
-    train_file: list[str] = say("local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True)
-    validation_file: list[str] = say("likewise, for evaluation", [], free=True)
+    dataset_config_name: str | None = say("configuration of the Hub dataset", free=True, from_checkpoint=True)
+    dataset_revision: str | None = say("branch, tag or commit of the Hub dataset", free=True, from_checkpoint=True)
+    train_file: list[str] = say(
+        "local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True, from_checkpoint=plain_data
+    )
+    validation_file: list[str] = say("likewise, for evaluation", [], free=True, from_checkpoint=plain_data)
     mixture: json_object = say(
         "several sources of data by name, each with train_file or dataset_name and, if you like, validation_file, and the "
         "weight of its share of the examples (default: its size); evaluation is by source, too",
         None,
         free=True,
+        from_checkpoint=plain_data,
     )
     max_eval_examples: int | None = say(
-        "evaluate on the first so many rows only (of each source of a mixture)", free=True
+        "evaluate on the first so many rows only (of each source of a mixture)", free=True, from_checkpoint=True
     )
-    streaming: bool = say("read training data as it is needed, without preparing it first; needs max_steps", False)
+    streaming: bool = say(
+        "read training data as it is needed, without preparing it first; needs max_steps", False, from_checkpoint=True
+    )
     stream_lanes: int | None = say(
         "shards of a stream that are read side by side, by at most as many processes (default: 8, or as many as there are)"
     )
@@ -126,7 +163,9 @@ class RunConfig:
     dataloader_timeout: int = say("seconds that a loader process may take for one micro-batch", 600, free=True)
     preprocessing_num_workers: int = say("processes per rank that prepare data", 1, free=True)
     cache_dir: str | None = say(
-        "where downloads and prepared data are kept (default: beside the datasets cache)", free=True
+        "where downloads and prepared data are kept (default: beside the datasets cache)",
+        free=True,
+        from_checkpoint=ASK,
     )
     cache_per_node: bool = say(
         "a folder of its own in there for each node (default: nodes that see the same folder share the work)",
@@ -143,7 +182,7 @@ class RunConfig:
     per_device_batch_tokens: int | None = say(
         "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
     )
-    per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True)
+    per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True, from_checkpoint=True)
     sync_each_batch: bool | None = say(
         "add gradients up over processes after every micro-batch: more traffic, but gradients stay sharded (default: only "
         "under FSDP; DeepSpeed's ZeRO-2 and 3 always do)",
@@ -153,9 +192,14 @@ class RunConfig:
         "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
     )
     compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
-    pad_to_multiple_of: int | None = say("pad micro-batches to a multiple of so many tokens, for compile", free=True)
+    pad_to_multiple_of: int | None = say(
+        "pad micro-batches to a multiple of so many tokens, for compile", free=True, from_checkpoint=True
+    )
     tf32: bool = say(
-        "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa", False, free=True
+        "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa",
+        False,
+        free=True,
+        from_checkpoint=True,
     )
 
     max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs", free=True)

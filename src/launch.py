@@ -22,6 +22,7 @@ import torch.distributed as dist
 from src import status, strategy, tensor_parallel, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
+from src.redact import redact, redact_all
 
 log = logging.getLogger("run")
 CONNECTION = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in what a broken collective says
@@ -186,8 +187,9 @@ def main(work: Callable[[list[str]], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
         _forgive(stream)
+    argv, sys.argv[1:] = sys.argv[1:], redact_all(sys.argv[1:])  # trackers upload it
     try:
-        work(sys.argv[1:])
+        work(argv)
     except SystemExit as error:
         if not _folder:  # --help
             raise
@@ -207,12 +209,13 @@ def main(work: Callable[[list[str]], None]) -> None:
 
 
 def _forgive(stream) -> None:
-    """Let what cannot be printed be lost: a pipe without a reader, or a log on a full disk, is no reason to end a run."""
+    """Redact what is printed, by libraries too. What cannot be printed is lost: a pipe without a reader, or a log on a
+    full disk, is no reason to end a run."""
 
     def forgiving(original):
         def call(*args):
             with suppress(OSError):
-                return original(*args)
+                return original(*map(redact, args))
             return len(args[0]) if args else None
 
         return call
@@ -268,7 +271,7 @@ def _fail(error: BaseException) -> None:
 def _note(code: int, message: str) -> None:
     """Tell the launcher, which prints it last whatever other ranks print, and whoever reads status.json."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": message, "timestamp": int(time.time())}))
+        Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
     if _folder:
         with suppress(OSError):
             kind = "stopped" if code == status.EXIT_STOPPED else "failed"

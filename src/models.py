@@ -3,12 +3,13 @@
 Leave alone. Guarded by tests/test_bad_input.py and tests/test_models.py.
 """
 
+import json
 from pathlib import Path
 
 import torch
 
 from src import hub, samples
-from src.fields import RunConfig
+from src.fields import RunConfig, plain_name
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
 from src.sources import cache_root
 from src.text import masks_known
@@ -71,15 +72,19 @@ def load_config(run: RunConfig, tokenizer):
     logging.disable_progress_bar()  # of reading and writing weights, which would tear the bar of training
     if run.model_name_or_path:
         try:
-            return AutoConfig.from_pretrained(
-                _folder(run, run.model_name_or_path), trust_remote_code=run.trust_remote_code
-            )
+            folder = _folder(run, run.model_name_or_path)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
         except Exception as error:
             raise UsageError(
                 f"model_name_or_path: no model could be read from {run.model_name_or_path}: "
                 f"{absent(run.model_name_or_path)}{_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
             ) from error
+        _refuse_kernels(
+            run, f"{folder}/config.json", json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+        )
+        return config
     values = read_yaml(run.model_config)
+    _refuse_kernels(run, run.model_config, values)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise UsageError(
@@ -112,6 +117,22 @@ def load_config(run: RunConfig, tokenizer):
     if faults := _impossible(config, values):
         raise UsageError(f"{run.model_config}: {'; '.join(faults)}")
     return config
+
+
+def _refuse_kernels(run: RunConfig, file: str, values: dict) -> None:
+    """Raise UsageError if a model's configuration names a kernel of the Hub, whose code transformers would download and run."""
+    if run.attn_implementation or run.trust_remote_code:  # the user has chosen
+        return
+    parts = [values]
+    while parts:
+        for name, value in parts.pop().items():
+            if isinstance(value, dict):
+                parts.append(value)
+            if name.endswith("attn_implementation") and isinstance(value, str) and not plain_name(value):
+                raise UsageError(
+                    f"{file}: {name} is {value}, code from the Hub: give --attn_implementation sdpa, or --trust_remote_code "
+                    "true if you trust it"
+                )
 
 
 def _impossible(config, values: dict) -> list[str]:

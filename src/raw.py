@@ -117,6 +117,11 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
                 leave(record, json.dumps({"files": None}))
                 return
             parts = [str(file) for file in (builder.config.data_files or {}).get(chosen, [])] if source.files else []
+            if parts and (outside := [f for f in parts if "::" in f or not _inside(f, source.name)]):
+                raise UsageError(
+                    f"{source.field}: {source.name}: its README.md names {outside[0]}, which is not in this folder: move it there, "
+                    "or give it as --train_file"
+                )
             if run.streaming and not source.files:  # its other splits are not to be downloaded
                 if builder.config.data_files:  # or the files of other splits would be opened, too
                     builder.config.data_files = {chosen: builder.config.data_files[chosen]}
@@ -139,6 +144,11 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
     sizes = [os.path.getsize(file) for file in files]
     leave(record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts}))
     lost.unlink(missing_ok=True)
+
+
+def _inside(file: str, folder: str) -> bool:
+    """Return whether a file is in a folder by its path (a symlink there is the user's), or on a server."""
+    return "://" in file or Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
 
 
 def _whole(record: Path) -> bool:

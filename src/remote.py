@@ -11,6 +11,7 @@ from pathlib import Path
 
 from src import fetch
 from src.inputs import UsageError, warn
+from src.redact import redact
 from src.together import Crew
 
 PATIENCE = 120.0  # seconds without anything new, after which a server is given up
@@ -75,12 +76,13 @@ def look_up(urls: list[str], field: str, root: Path, crew: Crew) -> dict[str, di
     def find() -> dict:
         with ThreadPoolExecutor(ASKED) as pool:
             try:
-                return dict(zip(urls, pool.map(lambda url: _said_of(url, field), urls), strict=True))
+                return {"answers": list(pool.map(lambda url: _said_of(url, field), urls))}  # in a file, so without URLs
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    told = fetch.ask(key := json.dumps([field, urls]), root, crew, find, f"looking up {len(urls)} files")
+    found = fetch.ask(key := json.dumps([field, urls]), root, crew, find, f"looking up {len(urls)} files")
+    told = dict(zip(urls, found["answers"], strict=True))
     fetch.record.pop(key)
     fetch.record.update(told)  # one by one, for environment.json
     return told
@@ -94,7 +96,7 @@ def _said_of(url: str, field: str) -> dict:
 
                 system, path = fsspec.core.url_to_fs(url)
                 told = system.info(path)
-                return {"url": url, "bytes": told.get("size"), "etag": told.get("ETag") or told.get("etag")}
+                return {"url": redact(url), "bytes": told.get("size"), "etag": told.get("ETag") or told.get("etag")}
             return _head(url)
         except (ValueError, ImportError, FileNotFoundError) as error:
             raise UsageError(f"{field}: {url}: {str(error) or 'no such file'}") from error
@@ -122,4 +124,4 @@ def _head(url: str) -> dict:
     size = answer.headers.get("Content-Range", "").rpartition("/")[2] or answer.headers.get("Content-Length", "")
     plain = answer.headers.get("Content-Encoding", "identity") == "identity" and size.isdigit()
     etag = answer.headers.get("ETag", "W/")
-    return {"url": url, "bytes": int(size) if plain else None, "etag": None if etag.startswith("W/") else etag}
+    return {"url": redact(url), "bytes": int(size) if plain else None, "etag": None if etag.startswith("W/") else etag}

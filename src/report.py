@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 from src.inputs import UsageError
+from src.redact import redact, redact_all
+from src.store import rewrite
 
 FIGURES = [  # title, unit of the left axis, kind of line -> its numbers
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),
@@ -34,10 +36,11 @@ def write(folder: Path) -> Path:
     """Write report.html to a run folder, of a run that is finished, going on or was killed; return its path."""
     lines, spoilt = read_metrics(folder)
     kinds = {kind: [line for line in lines if line.get("kind") == kind] for kind in ("train", "eval")}
-    environment = decoded(read(folder / "environment.json")) or {"environment.json": "missing or unreadable"}
+    environment = redact_all(decoded(read(folder / "environment.json")))  # of earlier versions, too
+    environment = environment or {"environment.json": "missing or unreadable"}
     last = "".join(f"<div><h2>Last {kind} line</h2>{table(found[-1])}</div>" for kind, found in kinds.items() if found)
     note = f"<p>{spoilt} unreadable line(s) of metrics.jsonl left out.</p>" if spoilt else ""
-    name, config = html.escape(folder.resolve().name), read(folder / "config.yaml") or "config.yaml is missing"
+    name, config = html.escape(folder.resolve().name), redact(read(folder / "config.yaml")) or "config.yaml is missing"
     page = (
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
         f"<h1>{name}</h1>{note}{''.join(figures(kinds))}<div class=pair>{last}</div>"
@@ -46,7 +49,7 @@ def write(folder: Path) -> Path:
     )
     report = folder / "report.html"
     try:
-        report.write_text(page, encoding="utf-8")
+        rewrite(report, page)
     except OSError as error:
         raise UsageError(f"{report} cannot be written: {error}") from error
     return report
@@ -78,6 +81,7 @@ def figures(kinds: dict[str, list[dict]]) -> list[str]:
     import matplotlib
     from matplotlib.figure import Figure
 
+    matplotlib.rcdefaults()  # not what a matplotlibrc in the working directory says
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the page's font
     made = []
     for title, unit, wanted in FIGURES:

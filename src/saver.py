@@ -201,10 +201,10 @@ class Saver:
         if done or not (self.main or self.together):
             return
         self.wait()
-        share = (self.rank, self.world) if self.together else ()
+        share = (self.rank, self.world) if self.together else (0, 1)
         if self.sharded:
             tensors = self._host({"model": checkpoint.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
-        write = lambda temporary: checkpoint.export(temporary, self.run, self.objective, tensors, *share)  # noqa: E731
+        write = lambda f: checkpoint.export(f, self.run, self.objective, tensors, *share, self.about["config"])  # noqa: E731
         self.thread = threading.Thread(target=self._caught, args=(self._publish, folder, write, step))
         self.thread.start()
 

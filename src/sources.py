@@ -14,6 +14,7 @@ from src import fetch, hub, remote
 from src.faults import fault
 from src.fields import RunConfig
 from src.inputs import UsageError, absent
+from src.redact import redact
 from src.together import Crew
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -85,7 +86,7 @@ class Source:
     def versions(self) -> list[tuple]:
         """Return (name below the folder that all have in common, bytes, ETag) of each file, None where that is not known: what
         stays as it is where files are moved, and where a node has copies of its own."""
-        names = [url.split("?")[0] if "://" in (url := self.origins.get(f, f)) else url for f in self.files]
+        names = [redact(url).split("?")[0] if "://" in (url := self.origins.get(f, f)) else url for f in self.files]
         start = len(os.path.commonprefix(names).rpartition("/")[0])  # noqa: RUF071 (of URLs, too, and cut at a /)
         return [(name[start:].lstrip("/"), *self._size(file)) for name, file in zip(names, self.files, strict=True)]
 

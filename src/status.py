@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from src.inputs import UsageError, warn
+from src.redact import redact
 from src.store import rewrite
 
 EXIT_STOPPED = 75
@@ -25,7 +26,7 @@ SAVING = 120  # seconds that a run may take to save after its launcher is gone
 
 def write(folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "") -> None:
     """Say in status.json how the run stands: running, complete, stopped or failed."""
-    value = {"status": status, "step": step, "exit_code": code, "reason": reason, "launcher": os.getppid()}
+    value = {"status": status, "step": step, "exit_code": code, "reason": redact(reason), "launcher": os.getppid()}
     rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
 
 
@@ -52,7 +53,7 @@ def claim_failure(folder: Path, rank: int, message: str) -> bool:
     file = folder / FAILED
     try:
         temporary = file.with_name(f".failed_{rank}.tmp")
-        temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": message}))
+        temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
         os.link(temporary, file)  # fails where there is one, and is never seen half written
     except FileExistsError:
         return False

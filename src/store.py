@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import xxhash
@@ -38,6 +39,7 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None
         temporary.mkdir(parents=True)
         known = write(temporary) or {}
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
+        _follow_umask(files, temporary)
         found = {name: known.get(name) or entry(path) for path in files if (name := str(path.relative_to(temporary)))}
         files = [path for path in files if path.name not in known]
         body = {"hash": "xxh3_128", "about": about, "files": found}
@@ -55,6 +57,16 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None
         shutil.rmtree(temporary, ignore_errors=True)  # gives the space back that ran out
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _follow_umask(files: list[Path], folder: Path) -> None:
+    """Give `files` the permissions of any new file: safetensors creates its own with 0600. The mode of the new `folder` tells
+    the umask, which cannot be read without changing it for all threads."""
+    mode = folder.stat().st_mode & 0o666
+    for path in files:
+        if path.stat().st_mode & 0o777 != mode:
+            with suppress(PermissionError):  # a file system without modes
+                path.chmod(mode)
 
 
 def tidy(parent: Path) -> None:
@@ -81,7 +93,7 @@ def faults(folder: Path) -> list[str]:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
-    found = [fault for name, written in body["files"].items() if (fault := _fault(folder / name, name, written))]
+    found = [fault for name, written in body["files"].items() if (fault := _fault(folder, name, written))]
     stray = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
     return found + [f"{name} is of no part of it: remove it" for name in stray]
 
@@ -94,7 +106,10 @@ def about(folder: Path) -> dict:
         return {}
 
 
-def _fault(path: Path, name: str, written: dict) -> str | None:
+def _fault(folder: Path, name: str, written: dict) -> str | None:
+    path = folder / name
+    if Path(name).is_absolute() or ".." in Path(name).parts or (path.exists() and not path.is_file()):
+        return f"{name} is not a file of this folder"
     try:
         size = path.stat().st_size
         if size != written["size"]:
@@ -132,6 +147,7 @@ def flush(path: Path) -> None:
 def rewrite(path: Path, text: str) -> None:
     """Replace a file's contents all at once: who reads it, or is killed, finds the old text or the new."""
     temporary = path.with_name(f".{path.name}.tmp")
+    temporary.unlink(missing_ok=True)  # a symlink there would lead elsewhere
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     temporary.replace(path)

@@ -20,6 +20,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from src.inputs import Failure, UsageError
+from src.redact import redact
 from src.store import flush
 
 STARTED = time.time()
@@ -69,7 +70,7 @@ class Crew:
         """Tell the others of the launch what this process failed with, unless it was told so by one of them."""
         if isinstance(error, KeyboardInterrupt) or getattr(error, "heard", False) or getattr(error, "told", False):
             return
-        text = str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}"
+        text = redact(str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}")
         word = {"kind": type(error).__name__, "text": text, "time": time.time()}
         error.told = self._first_to_say(text)
         error.heard = not error.told

@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from src import status, store
-from src.environment import environment
+from src.environment import environment, save_diff
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
 from src.launch import owns
 from src.progress import Progress
+from src.redact import redact, redact_all
 
 log = logging.getLogger("run")
 
@@ -67,6 +68,7 @@ class Tracker:
         known = environment(self.accelerator, self.run)
         known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
         store.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
+        save_diff(self.folder)
         # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
         done = evaluated == step
         store.cut_back(
@@ -225,13 +227,19 @@ def _best_effort(what: str, call, *args, **kwargs) -> None:
 
 
 def _flat(run: RunConfig) -> dict:
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(run).items()}
+    values = redact_all(vars(run))
+    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
+
+
+class _Formatter(logging.Formatter):
+    def format(self, record) -> str:
+        return redact(super().format(record))
 
 
 def _log_to(file: Path) -> None:
     handler = logging.FileHandler(file)
     handler.handleError = lambda record: None  # a full disk: the same line was printed, too
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     log.setLevel(logging.INFO)

@@ -3,12 +3,17 @@
 Leave alone. Guarded by tests/test_resume.py, tests/test_evaluation.py.
 """
 
+import dataclasses
+import os
+import re
+import shlex
 from pathlib import Path
 
 from src import store
-from src.checkpoint import checkpoints, newest, read_state
-from src.fields import RunConfig
-from src.inputs import UsageError, locate, read_yaml
+from src.checkpoint import RUN_CONFIG, checkpoints, newest, read_state
+from src.fields import ASK, RunConfig
+from src.inputs import REPOSITORY, UsageError, locate, read_yaml, warn
+from src.tasks import OPTIONS
 
 
 def begin_with(run: RunConfig) -> Path | None:
@@ -35,7 +40,10 @@ def weights_in(name: str, field: str) -> Path:
 
 
 def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
-    """Return (flags without --checkpoint, the run's configuration below them, the step of its weights)."""
+    """Return (flags without --checkpoint, what its configuration says of the evaluation, the step of its weights).
+
+    A checkpoint is data, from anywhere: only its own configuration is read, none of a folder above, and of that only fields
+    that declare themselves harmless (`from_checkpoint`). Where eval.json is written follows from the path that was typed."""
     argv, name = list(argv), None
     for i, word in enumerate(argv):
         if word == "--checkpoint" or word.startswith("--checkpoint="):
@@ -46,22 +54,67 @@ def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
             break
     if name is None:
         return argv, None, None
-    weights = weights_in(name, "checkpoint")
-    inside = (weights, weights.parent, weights.parent.parent)
-    where = next((f for f in inside if (f / "config.yaml").exists()), None)
-    if where is None and not (weights / "state.json").exists():
-        raise UsageError(f"checkpoint: {name} has no config.yaml; for others than our runs give --model_name_or_path")
-    config = read_yaml(where / "config.yaml") if where else read_state(weights)["config"]
-    output = where or Path(config["output_dir"])
-    base = config | {"model_name_or_path": str(weights), "output_dir": str(output)}
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
-    dropped = {"model_config", "tokenizer_name", "resume", "init_from"}
-    dropped |= {"train_file", "validation_file"} if "dataset_name" in given else set()
+    if both := given & {"model_name_or_path", "model_config"}:
+        raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
+    weights = weights_in(name, "checkpoint")
+    base = _harmless(_config_of(Path(locate(name)), weights, name), given)
+    dropped = {"train_file", "validation_file"} if "dataset_name" in given else set()
     dropped |= {"dataset_name", "dataset_config_name"} if given & {"train_file", "validation_file"} else set()
-    dropped |= {"train_file"} if "validation_file" in given else set()
-    step = (
-        read_state(weights)["progress"]["step"]
-        if (weights / "state.json").exists()
-        else store.about(weights).get("step")
+    # Training data is not read where there is validation data; it may be a URL whose credentials were removed.
+    dropped |= {"train_file"} if "validation_file" in given | base.keys() else set()
+    state = (weights / "state.json").exists()
+    step = read_state(weights)["progress"]["step"] if state else store.about(weights).get("step")
+    base = {k: v for k, v in base.items() if k not in dropped}
+    return argv, base | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
+
+
+def _config_of(folder: Path, weights: Path, name: str) -> dict:
+    """Return the configuration that a run, a checkpoint or a final model holds itself."""
+    if folder != weights and (folder / "config.yaml").exists():
+        return read_yaml(folder / "config.yaml")
+    if (weights / "state.json").exists():
+        config = read_state(weights).get("config")
+        if not isinstance(config, dict):
+            raise UsageError(f"checkpoint: {weights / 'state.json'} holds no configuration: was it saved by train.py?")
+        return config
+    if (weights / RUN_CONFIG).exists():
+        return read_yaml(weights / RUN_CONFIG)
+    raise UsageError(
+        f"checkpoint: {name} does not hold the configuration of its run ({RUN_CONFIG}): give the folder of the run, or "
+        "--model_name_or_path with --validation_file or --dataset_name"
     )
-    return argv, {k: v for k, v in base.items() if k not in dropped}, step
+
+
+def _harmless(config: dict, given: set[str]) -> dict:
+    """Return the values that an evaluation takes from a checkpoint; say which it does not take, and how to give them."""
+    task, taken = config.get("task", RunConfig.task), {}
+    if not isinstance(task, str) or task not in OPTIONS:
+        raise UsageError(f"checkpoint: task: unknown value {task!r}; there is {', '.join(OPTIONS)}")
+    for kind, default_rule in ((RunConfig, False), (OPTIONS[task](), ASK)):
+        for field in dataclasses.fields(kind):
+            value, rule = config.get(field.name), getattr(field.metadata.get("help"), "from_checkpoint", None)
+            rule = default_rule if rule is None else rule
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if field.name in given or value is None or value == default:
+                continue
+            if rule is True or (callable(rule) and rule(value)):
+                taken[field.name] = value
+            elif rule is not False:
+                warn(f"{field.name} of the run is not taken from a checkpoint: give --{field.name} {_shown(value)}")
+    return taken
+
+
+def _shown(value) -> str:
+    values = value if isinstance(value, list) else [value]
+    return " ".join(shlex.quote(str(v).lower() if isinstance(v, bool) else str(v)) for v in values)
+
+
+def _output_dir(name: str) -> Path:
+    """Return the folder of the run by the path that was typed, whatever is in it; the named folder where it is no part of one."""
+    here = Path(name) if Path(name).exists() else REPOSITORY / name
+    folder = Path(os.path.abspath(here))
+    if folder.name == "final":
+        return folder.parent
+    inside = folder.parent.name == "checkpoints" and re.fullmatch(r"step_\d+", folder.name)
+    return folder.parent.parent if inside else folder

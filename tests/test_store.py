@@ -541,3 +541,60 @@ def test_rewrite_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
 def _rewrite_with(path: Path, fsync) -> None:
     os.fsync = fsync
     store.rewrite(path, "new, and longer than the old one")
+
+
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
+def test_file_modes_follow_the_umask_shards_too(tmp_path, umask, mode):
+    import torch
+    from safetensors.torch import save_file
+
+    from src.shards import Team
+
+    def write(folder, name="model-00001-of-00002"):
+        save_file({"weight": torch.ones(3)}, folder / f"{name}.safetensors")
+        (folder / "state.json").write_text("{}") if name.endswith("1-of-00002") else None
+
+    before = os.umask(umask)
+    try:
+        parts = tmp_path / "parts"
+        Team(1, 2, 5).deliver(parts, lambda folder: write(folder, "model-00002-of-00002"))
+
+        def gathered(folder):
+            write(folder)
+            assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
+            return Team(0, 2, 5).collect(parts, folder)
+
+        store.publish(tmp_path / "step", gathered)
+    finally:
+        os.umask(before)
+    found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step").iterdir()}
+    assert len(found) == 4
+    assert set(found.values()) == {mode}
+    assert store.faults(tmp_path / "step") == []
+
+
+@pytest.mark.parametrize("name", ["../outside", "{absolute}", "pipe", "inner"])
+def test_manifest_naming_no_file_of_its_folder(folder, tmp_path, name):
+    """A hash of /dev/zero has no end, and a pipe waits for a writer."""
+    (tmp_path / "outside").write_bytes(b"")
+    os.mkfifo(folder / "pipe")
+    name = name.format(absolute=tmp_path / "outside")
+    body = json.loads((folder / store.MANIFEST).read_text())
+    del body["manifest"]
+    body["files"][name] = {
+        "size": (folder / name).stat().st_size,
+        "xxh3_128": store.entry(tmp_path / "outside")["xxh3_128"],
+    }
+    (folder / store.MANIFEST).write_text(json.dumps(body | {"manifest": store._digest(body)}))
+    assert store.faults(folder) == [f"{name} is not a file of this folder"]
+
+
+def test_rewrite_does_not_follow_symlinks(tmp_path):
+    (tmp_path / "outside").write_text("kept")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("eval.json", ".eval.json.tmp"):
+        (folder / name).symlink_to(tmp_path / "outside")
+    store.rewrite(folder / "eval.json", "new")
+    assert (folder / "eval.json").read_text() == "new"
+    assert (tmp_path / "outside").read_text() == "kept"

@@ -24,13 +24,16 @@ from src.text import masks_known, pack
 class Options:
     _argument_group_name = "task causal_lm"
 
-    max_length: int | None = say("tokens per row; longer rows are cut (default: 1024, or what the model can)")
-    packing: bool = say("pack documents into full rows; attention never crosses documents", False)
-    text_column: str = say("column that holds the text", "text")
-    append_eos: bool = say("end every document with the tokenizer's end-of-text token", True)
-    chat_template: str | None = say("file with a Jinja chat template (default: the tokenizer's)")
-    sample_prompt: str | None = say("after training, continue this text and print it", free=True)
-    sample_tokens: int = say("tokens of that sample", 120, free=True)
+    max_length: int | None = say(
+        "tokens per row; longer rows are cut (default: 1024, or what the model can)", from_checkpoint=True
+    )
+    packing: bool = say("pack documents into full rows; attention never crosses documents", False, from_checkpoint=True)
+    text_column: str = say("column that holds the text", "text", from_checkpoint=True)
+    append_eos: bool = say("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
+    # A checkpoint's tokenizer has the template.
+    chat_template: str | None = say("file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False)
+    sample_prompt: str | None = say("after training, continue this text and print it", free=True, from_checkpoint=False)
+    sample_tokens: int = say("tokens of that sample", 120, free=True, from_checkpoint=False)
 
     def check(self) -> list[str]:
         short = self.max_length is not None and self.max_length < 2

@@ -4,6 +4,7 @@ A row holds text (or a pair of texts) and a label, a name or a number. Guarded b
 """
 
 from dataclasses import dataclass
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +18,34 @@ from src.models import build_model, check_fit, load_config, load_tokenizer, toke
 from src.tasks import Batch, width
 from src.text import masks_known, require_text
 
+METRICS = REPOSITORY / "src" / "metrics"  # a fork adds files here
+
+
+def all_shipped(names) -> bool:
+    return isinstance(names, list) and set(names) <= {"none", *shipped()}
+
+
+def shipped() -> dict[str, Path]:
+    """Return the files of src/metrics/ by name; a name is looked up, never made a path."""
+    return {path.stem: path for path in METRICS.glob("*.py")}
+
 
 @dataclass
 class Options:
     _argument_group_name = "task text_classification"
 
-    max_length: int | None = say("tokens per row; longer texts are cut (default: what the model can, at most 1024)")
-    text_column: str = say("column of the text", "text")
-    text_pair_column: str | None = say("column of a second text")
-    label_column: str = say("column of the label", "label")
+    max_length: int | None = say(
+        "tokens per row; longer texts are cut (default: what the model can, at most 1024)", from_checkpoint=True
+    )
+    text_column: str = say("column of the text", "text", from_checkpoint=True)
+    text_pair_column: str | None = say("column of a second text", from_checkpoint=True)
+    label_column: str = say("column of the label", "label", from_checkpoint=True)
     metrics: list[str] = say(
-        "metrics of `evaluate` besides accuracy: f1 is shipped, others come from the Hub; or none", ["f1"], free=True
+        "metrics of `evaluate` besides accuracy: those of src/metrics/, such as f1; others, of the Hub or by the path of a script, "
+        "are code and need trust_remote_code; or none",
+        ["f1"],
+        free=True,
+        from_checkpoint=all_shipped,
     )
 
     def check(self) -> list[str]:
@@ -58,8 +76,8 @@ class Task:
         if self.config.pad_token_id is None:
             self.config.pad_token_id = self.tokenizer.pad_token_id  # a decoder reads its answer at the last other token
         for name in self.options.metrics:
-            if name != "none" and not _shipped(name).exists():
-                _metric(name)  # from the Hub: found missing now rather than at the first evaluation
+            if name != "none":
+                load_metric(name, self.run.trust_remote_code)  # refused now rather than at the first evaluation
         # Which text of a pair a token belongs to, for a model that was made to know.
         typed = "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
         self.columns = ["input_ids", *(["token_type_ids"] if typed and self.options.text_pair_column else [])]
@@ -190,24 +208,38 @@ class Task:
         for name in self.options.metrics:
             values = {"predictions": rows["prediction"].tolist(), "references": rows["label"].tolist()}
             averaged = {"average": "macro"} if name in ("f1", "precision", "recall") else {}
-            results |= _metric(name).compute(**values, **averaged)
+            results |= load_metric(name, self.run.trust_remote_code).compute(**values, **averaged)
         return {name: float(value) for name, value in results.items()}
 
     def sample(self, model: torch.nn.Module) -> str | None:
         return None
 
 
-def _shipped(metric: str) -> Path:
-    return REPOSITORY / "src" / "metrics" / f"{metric}.py"
-
-
-def _metric(name: str):
-    """Return a metric of `evaluate`: the one that is shipped, else the Hub's."""
+def load_metric(name: str, trusted: bool):
+    """Return a metric of `evaluate`: one that is shipped, or, where the user allows it, a script of the Hub or of this machine."""
+    if name in shipped():
+        return _own_metric(name)
+    if not trusted:
+        raise UsageError(
+            f"metrics: {name} is not in src/metrics/ ({', '.join(sorted(shipped()))}), so it is a script that would be run: "
+            "give --trust_remote_code true if you trust it"
+        )
+    local = Path(name, f"{name}.py")
+    if Path(name).name == name and local.exists():
+        raise UsageError(f"metrics: {name} could mean the Hub's or {local} in this folder: give ./{local} for that one")
     import evaluate  # takes seconds, so only here
 
     try:
-        return evaluate.load(str(_shipped(name)) if _shipped(name).exists() else name)
+        return evaluate.load(name)
     except Exception as error:
-        raise UsageError(
-            f"metrics: {name} is neither shipped in src/metrics/ nor to be had from the Hub: {error}"
-        ) from error
+        raise UsageError(f"metrics: {name} could not be loaded: {error}") from error
+
+
+def _own_metric(name: str):
+    """Return a shipped metric. Not by evaluate.load, which runs a copy of the file in a cache that others may write to."""
+    import evaluate
+
+    spec = spec_from_file_location(f"src.metrics.{name}", shipped()[name])
+    spec.loader.exec_module(module := module_from_spec(spec))
+    found = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, evaluate.Metric)]
+    return next(kind for kind in found if kind.__module__ == module.__name__)()

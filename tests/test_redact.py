@@ -1,0 +1,152 @@
+"""Credentials of URLs and tokens are in no file of a run and in no line that it prints."""
+
+import base64
+import json
+import re
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import yaml
+
+from src import config
+from src.inputs import UsageError
+from src.redact import publishable, redact, redact_all, was_redacted
+from tests import kit
+
+PASSWORD, SIGNATURE, USER = "pa55word", "5ignature", "al1ce"
+
+
+@pytest.mark.parametrize(
+    "text, clean",
+    [
+        ("http://user:pass@host/x.jsonl", "http://***@host/x.jsonl"),
+        ("http://user:p@ss/w?r#d@host/x.jsonl", "http://***@host/x.jsonl"),
+        ("https://token@host/x", "https://***@host/x"),
+        ("s3://key:secret@bucket/x", "s3://***@bucket/x"),
+        (
+            "http://h/x?X-Amz-Signature=a&download=true&v=3: no such file",
+            "http://h/x?X-Amz-Signature=***&download=true&v=3: no such file",
+        ),
+        ("http://h/x?se=2030-01-01&sig=a%2Fb", "http://h/x?se=***&sig=***"),
+        ("http://h/x?whatever=unknown", "http://h/x?whatever=***"),
+        ("http://h/x?barevalue", "http://h/x?***"),
+        ("http://h/x#access_token=a", "http://h/x#access_token=***"),
+        ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?Signature=*** (Caused by"),
+        ("['--train_file=http://u:p@a/x', 'http://u:p@b/y']", "['--train_file=http://***@a/x', 'http://***@b/y']"),
+        ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
+        ("hf_AbCdEfGh12345678", "***"),
+    ],
+)
+def test_redact_removes_credentials_and_nothing_else(text, clean):
+    assert redact(text) == clean
+    assert redact(clean) == clean
+    assert redact_all({"a": [text]}) == {"a": [clean]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hf://datasets/org/name@main/x.jsonl",
+        "abfs://container@account.dfs.core.windows.net/x",
+        "http://host:8080/a@b.jsonl",
+        "http://host/x.jsonl?download=true",
+        "Is it true? a=b, I ask hf_hub_download",
+        "data/?.jsonl",
+    ],
+)
+def test_redact_keeps_what_holds_no_credentials(text):
+    assert redact(text) == publishable(text) == text
+    assert not was_redacted(text)
+
+
+def test_published_urls_lose_a_query_with_credentials():
+    assert publishable("http://u:p@h/x?download=true&sig=a") == "http://***@h/x?***"
+
+
+@pytest.mark.parametrize("value", ["http://u:p@h/x.jsonl", "http://h/x.jsonl?sig=a", "http://h/x.jsonl?a"])
+def test_redacted_value_is_refused_when_read_back(value, files, tmp_path):
+    given = kit.flags(model_config=files / "llama.yaml", train_file=value)
+    run, options = config.parse(given)
+    config.check(run, options)
+    saved = tmp_path / "config.yaml"
+    saved.write_text(config.to_yaml(run, options))
+    with pytest.raises(UsageError, match=r"train_file.*--train_file"):
+        config.check(*config.parse(["--config", str(saved)]))
+    config.check(*config.parse(["--config", str(saved), "--train_file", value]))
+
+
+class _Guarded(SimpleHTTPRequestHandler):
+    """Serves files to who knows the password."""
+
+    def do_GET(self):
+        known = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        if self.headers.get("Authorization") != f"Basic {known}":
+            return self.send_error(401)
+        return super().do_GET()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    """The fields of a tiny run whose data needs a password and a signature."""
+    folder = tmp_path_factory.mktemp("guarded")
+    fields = kit.tiny_files(folder)
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Guarded, directory=str(folder))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://{USER}:{PASSWORD}@127.0.0.1:{server.server_port}"
+        for name in ("train_file", "validation_file"):
+            fields[name] = f"{base}/{fields[name].name}?X-Amz-Signature={SIGNATURE}"
+        yield fields | {"max_steps": 3, "logging_steps": 1, "cache_dir": str(folder / "cache")}
+        server.shutdown()
+
+
+def leaks(folder) -> list[str]:
+    secrets = re.compile("|".join((PASSWORD, SIGNATURE, USER)).encode())
+    return [str(path) for path in folder.rglob("*") if path.is_file() and secrets.search(path.read_bytes())]
+
+
+def test_credentials_are_in_no_file_and_no_output(guarded, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    from src import report
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # inherited by what is forked
+
+    run, work = tmp_path / "run", tmp_path / "work"
+    work.mkdir()
+    flags = kit.flags(**guarded, output_dir=run)
+    codes, texts = kit.run_command("train.py", *flags, folder=work)
+    assert codes == [0], texts
+    report.write(run)
+    # Resuming and a failure: a server that is gone is named in the error.
+    codes, again = kit.run_command("train.py", *flags, "--max_steps", 4, "--lr_scheduler_type", "constant", folder=work)
+    assert codes == [2]  # another schedule; says what changed
+    absent = guarded | {"train_file": guarded["train_file"].replace("train", "absent")}
+    codes, failed = kit.run_command("train.py", *kit.flags(**absent, output_dir=run), folder=work)
+    assert codes == [2]
+    assert "absent.jsonl" in failed[0]
+    for text in (*texts, *again, *failed):
+        assert not re.search("|".join((PASSWORD, SIGNATURE, USER)), text)
+    assert leaks(run) == []
+    assert leaks(tmp_path) == []
+    assert leaks(Path(guarded["cache_dir"])) == []
+    # The evaluation asks for what was removed, and takes it from the command line.
+    known = ["--checkpoint", run, "--cache_dir", guarded["cache_dir"]]
+    codes, texts = kit.run_command("eval.py", *known, folder=work)
+    assert codes == [2]
+    assert "--validation_file" in texts[0]
+    codes, texts = kit.run_command(
+        "eval.py", *known, *kit.flags(validation_file=guarded["validation_file"]), folder=work
+    )
+    assert codes == [0], texts
+    reported = [
+        line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "eval"
+    ]
+    assert json.loads((run / "eval.json").read_text()) == reported[-1]
+    assert leaks(run) == []
+    assert "***@127.0.0.1" in yaml.safe_load((run / "config.yaml").read_text())["train_file"][0]
