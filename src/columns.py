@@ -6,7 +6,29 @@ Leave alone. Guarded by tests/test_data.py and tests/test_bad_rows.py.
 import pyarrow as pa
 
 from src.faults import fault
-from src.inputs import UsageError
+from src.inputs import UsageError, warn
+
+# Columns that mean something in other trainers, and nothing here unless a task names them.
+MEANINGFUL = (
+    "attention_mask",
+    "labels",
+    "loss_mask",
+    "assistant_mask",
+    "assistant_masks",
+    "completion_mask",
+    "prompt_mask",
+)
+MEANINGFUL += (
+    "position_ids",
+    "token_type_ids",
+    "seq_lengths",
+    "cu_seqlens",
+    "weight",
+    "weights",
+    "sample_weight",
+    "tools",
+)
+_warned: set[str] = set()
 
 COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
 
@@ -29,6 +51,15 @@ def _taker(column):
 
 def _plain(kind) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def warn_of_ignored(names: list[str], needed: list[str], split: str) -> None:
+    """Warn once of columns that look as if they had a meaning, and are not used."""
+    if ignored := [name for name in MEANINGFUL if name in names and name not in needed]:
+        text = f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}"
+        if text not in _warned:
+            warn(text)
+        _warned.add(text)
 
 
 # ---- columns of several kinds ------------------------------------------------------------------------------------------

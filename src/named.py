@@ -5,6 +5,7 @@ Leave alone. Guarded by tests/test_data.py and tests/test_bad_input.py.
 
 import glob
 import os
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,19 +48,52 @@ def find(named: Named | RunConfig, split: str, cache: Path) -> Source | None:
     folder = samples.folder(named.dataset_name, cache) or locate(named.dataset_name)
     if not os.path.isdir(folder):
         return Source(field, [], None, named.dataset_name, (named.dataset_config_name, named.dataset_revision, split))
-    files = sorted(str(path) for path in Path(folder).rglob("*") if path.is_file() and not path.name.startswith("."))
-    return Source(field, files, None, folder, (named.dataset_config_name, None, split))
+    return Source(field, _files_below(folder, field), None, folder, (named.dataset_config_name, None, split))
 
 
 def _expand(pattern: str, field: str) -> list[str]:
     if "://" in pattern:
         return [pattern]
-    found = locate(pattern)
-    files = [found] if os.path.isfile(found) else sorted(filter(os.path.isfile, glob.glob(found, recursive=True)))
+    found, files = locate(pattern), []
+    for path in [found] if os.path.lexists(found) else sorted(glob.glob(found, recursive=True)):
+        if not os.path.isdir(path):
+            files.append(_readable(os.path.abspath(path), field))
+        elif path == found or "**" not in pattern or Path(path).suffix in BUILDERS:
+            advice = "give it as --dataset_name, or a glob of its files"
+            raise UsageError(f"{field}: {pattern}: {'' if path == found else f'{path} '}is a folder: {advice}")
     if not files:
-        folder = "is a folder: give it as --dataset_name, or a glob of its files"
-        raise UsageError(f"{field}: {pattern}: {folder if os.path.isdir(found) else 'no such file'}")
-    return [os.path.abspath(file) for file in files]
+        raise UsageError(f"{field}: {pattern}: no such file")
+    return files
+
+
+def _readable(file: str, field: str) -> str:
+    """Return `file`; UsageError where it is none that can be read, such as a symbolic link to nothing."""
+    try:
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise UsageError(f"{field}: {file} is not a regular file")
+        open(file, "rb").close()
+    except OSError as error:
+        link = f" (a symbolic link to {os.readlink(file)})" if os.path.islink(file) else ""
+        raise UsageError(f"{field}: {file}{link} cannot be read: {error.strerror}") from error
+    return file
+
+
+def _files_below(folder: str, field: str) -> list[str]:
+    """Return the files in a folder that are not hidden; UsageError names one that `datasets` would skip without a word."""
+
+    def unreadable(error: OSError):
+        raise UsageError(f"{field}: {error.filename} cannot be read: {error.strerror}") from error
+
+    files = []
+    for place, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for link in (path for name in folders if os.path.islink(path := os.path.join(place, name))):
+            raise UsageError(
+                f"{field}: {link} is a symbolic link to a folder, which is not followed: give its files with "
+                f"{field.removesuffix('dataset_name')}train_file"
+            )
+        files += [_readable(os.path.join(place, name), field) for name in names if not name.startswith(".")]
+    return sorted(files)
 
 
 def _is_empty(file: str) -> bool:
@@ -80,8 +114,7 @@ def _is_empty(file: str) -> bool:
 
 
 def _lines(file: str) -> int:
-    with open(file, "rb") as lines:
-        return sum(1 for line in lines if line.strip())
+    return sum(1 for line in Path(file).read_bytes().splitlines() if line.strip())
 
 
 def drop_empty(source: Source) -> None:

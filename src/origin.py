@@ -104,7 +104,7 @@ def _find(file: str, row: int) -> tuple[int | None, str | None]:
                     count += 1
             return count, None
     elif kind == ".json" and is_array(file):
-        count = len(json.loads(Path(file).read_text(encoding="utf-8")))
+        count = len(json.loads(Path(file).read_text(encoding="utf-8-sig")))
     elif kind in (".jsonl", ".json") and spreads(file):
         for count, (line, _) in enumerate(objects(file)):
             if count == row:
@@ -112,7 +112,9 @@ def _find(file: str, row: int) -> tuple[int | None, str | None]:
         return count + 1, None
     elif kind in (".jsonl", ".json", ".txt"):
         count = 0
-        with open(file, "rb") as lines:
+        with open(
+            file, encoding="utf-8", errors="replace"
+        ) as lines:  # as `datasets` does, which knows three ends of a line
             for number, text in enumerate(lines, 1):
                 if kind == ".txt" or text.strip():
                     if count == row:
@@ -126,7 +128,7 @@ def _find(file: str, row: int) -> tuple[int | None, str | None]:
 
 def is_array(file: str) -> bool:
     with open(file, "rb") as start:
-        return start.read(64).lstrip().startswith(b"[")
+        return start.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
 class _Last:
@@ -158,7 +160,7 @@ def spreads(file: str) -> bool:
 
 def objects(file: str) -> Iterator[tuple[int, object]]:
     """Yield (its first line, a value) of JSON values one after the other, wherever lines end."""
-    text, decoder, at, line = Path(file).read_text(encoding="utf-8"), json.JSONDecoder(), 0, 1
+    text, decoder, at, line = Path(file).read_text(encoding="utf-8-sig"), json.JSONDecoder(), 0, 1
     while len(rest := text[at : at + 1]):
         if rest.isspace():
             at, line = at + 1, line + (rest == "\n")

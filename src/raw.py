@@ -9,6 +9,7 @@ import os
 from itertools import combinations
 from pathlib import Path
 
+from src import readers
 from src.columns import quoted
 from src.faults import fault
 from src.fields import RunConfig
@@ -33,10 +34,9 @@ def raw_rows(source: Source, run: RunConfig, split: str, crew: Crew):
         loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
         return loaded.get(_chosen(split, loaded))
     groups = _groups(source)
-    keys = [
-        repr((source.stamps(group), source.builder, source.name, source.hub, split, datasets.__version__))
-        for group in groups
-    ]
+    readers.install()
+    about = (source.builder, source.name, source.hub, split, datasets.__version__, Path(readers.__file__).read_text())
+    keys = [repr((source.stamps(group), *about)) for group in groups]
     folder = cache_root(run) / "raw"
     records = [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
     for record in records:
@@ -100,18 +100,20 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
     import datasets
 
     cache = str(cache_root(run)) if run.cache_dir else None
-    lost, parts = record.with_suffix(".lost"), []
+    lost, parts, stamps = record.with_suffix(".lost"), [], source.stamps(group)
+    # `datasets` knows a file by its path and time alone, and not by how it was read: so its cache gets our name for the data.
+    ours = {"description": record.stem} if group else {}
     mode = "reuse_cache_if_exists" if lost.exists() else None  # or `datasets` would take what is there, whole or not
     try:
         if source.builder:
             rows = datasets.load_dataset(
-                source.builder, data_files={split: group}, split=split, cache_dir=cache, download_mode=mode
+                source.builder, data_files={split: group}, split=split, cache_dir=cache, download_mode=mode, **ours
             )
             if source.builder == "json" and quoted(rows) and (found := next(filter(None, map(fault, group)), None)):
                 raise UsageError(found)
         else:
             config, revision, _ = source.hub
-            builder = datasets.load_dataset_builder(source.name, config, revision=revision, cache_dir=cache)
+            builder = datasets.load_dataset_builder(source.name, config, revision=revision, cache_dir=cache, **ours)
             chosen = _chosen(split, list(builder.info.splits or builder.config.data_files or []))
             if not chosen:
                 leave(record, json.dumps({"files": None}))
@@ -140,6 +142,8 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
         if isinstance(cause, OSError) and cause.errno in NO_ROOM:
             raise cause from error  # the disk's fault, not that of the files
         raise UsageError(source.explain(error, group)) from error
+    if changed := [file for file, was, now in zip(group, stamps, source.stamps(group), strict=True) if was != now]:
+        raise UsageError(f"{source.field}: {changed[0]} changed while it was read: start again when it is complete")
     files = [file["filename"] for file in rows.cache_files]
     sizes = [os.path.getsize(file) for file in files]
     leave(record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts}))

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from src.columns import warn_of_ignored
 from src.inputs import UsageError
-from src.text import batches, render_chat, require_text, token_bytes
+from src.text import batches, checked_chat, render_chat, require_text, token_bytes
 
 IGNORED = -100
+OPTIONAL = ("labels", "attention_mask")  # columns beside `input_ids`
 
 
 @dataclass
@@ -30,7 +32,8 @@ class Encoder:
         """Take the generator for rows of these columns; return (which of them it needs, the columns that it makes)."""
         if "input_ids" in columns:
             self.encode = self._encode_ids
-            chosen = [name for name in ("input_ids", "labels") if name in columns], "labels" in columns
+            chosen = [name for name in ("input_ids", *OPTIONAL) if name in columns], "labels" in columns
+            warn_of_ignored(columns, chosen[0], split)
             return self._returning(*chosen)
         if "messages" in columns:
             self.encode, chosen = self._encode_messages, (["messages"], True)
@@ -45,6 +48,7 @@ class Encoder:
             )
         if self.tokenizer is None:
             raise UsageError(f"{split} data: the rows hold text, so give --tokenizer_name")
+        warn_of_ignored(columns, chosen[0], split)
         return self._returning(*chosen)
 
     def _returning(self, needed: list[str], labelled: bool) -> tuple[list[str], list[str]]:
@@ -98,24 +102,28 @@ class Encoder:
 
     def _encode_ids(self, batch: dict, where):
         vocabulary = self.vocabulary
-        for ids, labels, place in zip(
-            batch["input_ids"], batch.get("labels") or [None] * len(where), where, strict=True
-        ):
+        absent = [None] * len(where)
+        columns = (batch["input_ids"], *(batch.get(name) or absent for name in OPTIONAL), where)
+        for ids, labels, mask, place in zip(*columns, strict=True):
             for name, values in (("input_ids", ids), ("labels", labels)):
                 if values is None and name == "labels":
                     continue
                 if not isinstance(values, list) or not all(type(value) is int for value in values):
                     raise UsageError(f"{place}: `{name}` must be a list of integers")
+            if labels is not None and len(labels) != len(ids):
+                raise UsageError(
+                    f"{place}: {len(labels)} labels for {len(ids)} input_ids: give one label per token, -100 to ignore it"
+                )
+            if mask is not None:
+                kept = _unmasked(mask, len(ids), place)
+                ids, labels = ids[kept], labels and labels[kept]
+            for name, values in (("input_ids", ids), ("labels", labels or [])):
                 for value in {v for v in (min(values, default=0), max(values, default=0)) if not 0 <= v < vocabulary}:
                     if name == "labels" and value == IGNORED and all(v >= 0 or v == IGNORED for v in values):
                         continue
                     raise UsageError(
                         f"{place}: `{name}` holds {value}, outside the vocabulary of {vocabulary}: 0 to {vocabulary - 1}"
                     )
-            if labels is not None and len(labels) != len(ids):
-                raise UsageError(
-                    f"{place}: {len(labels)} labels for {len(ids)} input_ids: give one label per token, -100 to ignore it"
-                )
             if "labels" in batch and labels is None:
                 labels = list(ids)  # other rows of the batch have some
             yield ids, labels, None
@@ -153,7 +161,10 @@ class Encoder:
         """Return ids and labels of a chat whose template marks the assistant's words with {% generation %}."""
         try:
             chat = self.tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                checked_chat(self.tokenizer, messages),
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
             )
         except Exception as error:
             raise UsageError(
@@ -161,3 +172,15 @@ class Encoder:
             ) from error
         ids = list(chat["input_ids"])
         return ids, [token if keep else IGNORED for token, keep in zip(ids, chat["assistant_masks"], strict=True)]
+
+
+def _unmasked(mask: list, length: int, place) -> slice:
+    """Return which part of a padded row of `length` tokens its attention_mask keeps; UsageError where that is not one part."""
+    if not isinstance(mask, list) or not all(value in (0, 1) for value in mask):
+        raise UsageError(f"{place}: `attention_mask` must be a list of 0 and 1")
+    if len(mask) != length:
+        raise UsageError(f"{place}: `attention_mask` has {len(mask)} values for {length} input_ids")
+    kept = [i for i, value in enumerate(mask) if value] or [0, -1]
+    if kept[-1] - kept[0] + 1 != sum(mask):
+        raise UsageError(f"{place}: `attention_mask` has zeros among its ones: only padding, at an end, may be masked")
+    return slice(kept[0], kept[-1] + 1)

@@ -10,7 +10,7 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from src import fetch, hub, remote
+from src import fetch, hub, readers, remote
 from src.faults import fault
 from src.fields import RunConfig
 from src.inputs import UsageError, absent
@@ -80,7 +80,8 @@ class Source:
 
     def stamps(self, files: list[str]) -> list:
         return [
-            fetch.stamp(f) or ([f] if "://" in f else [f, os.stat(f).st_size, os.stat(f).st_mtime_ns]) for f in files
+            fetch.stamp(f) or ([f] if "://" in f else [f, (s := os.stat(f)).st_size, s.st_mtime_ns, s.st_ctime_ns])
+            for f in files
         ]
 
     def versions(self) -> list[tuple]:
@@ -103,6 +104,7 @@ class Source:
         """Return the raw rows of the training data, or of one of its files, as a `datasets.IterableDataset`."""
         import datasets
 
+        readers.install()
         datasets.config.STREAMING_READ_MAX_RETRIES = 3  # of 20, each of which waits for as long as all of these do
         if file is None:
             config, revision, split = self.hub
@@ -122,13 +124,15 @@ class Source:
 
     def explain(self, error: Exception, files: list[str] | None = None) -> str:
         """Return one sentence that names the file, and the line where there is one."""
-        name = ", ".join((files or [])[:3]) or str(self)
-        for file in files or self.files:
-            if found := fault(file):
-                return found.replace(file, self.origins.get(file, file))
+        name = ", ".join(self.origins.get(file, file) for file in (files or [])[:3]) or str(self)
         while (below := error.__cause__) is not None:
             # To explain a fault behind a URL, datasets opens it anew, with an argument that fsspec refuses.
             error = error.__context__ if isinstance(below, TypeError) and error.__context__ is not None else below
+        for file in files or self.files:
+            if found := str(error) if isinstance(error, UsageError) and file in str(error) else fault(file):
+                return found.replace(file, self.origins.get(file, file))
+        if isinstance(error, UsageError):
+            return str(error)
         if absent_column := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
             return f"{self.field}: {name}: there is no column `{absent_column[1]}`, as in other files"
         reason = " ".join(str(error).split())[:400] or type(error).__name__

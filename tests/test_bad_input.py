@@ -177,7 +177,7 @@ CASES = {
         "b.jsonl, line 1|`input_ids`", {"train_file": ["train.jsonl", "b.jsonl"]}, {"b.jsonl": [{"other": 1}]}
     ),
     "CSV unclosed": Case(
-        "a.csv could not be read", TEXT | {"train_file": "a.csv"}, {"a.csv": 'text,b\nx,1\n"unclosed'}
+        "a.csv, line 3: not valid CSV", TEXT | {"train_file": "a.csv"}, {"a.csv": 'text,b\nx,1\n"unclosed'}
     ),
     "CSV of a header": Case("a.csv is empty", TEXT | {"train_file": "a.csv"}, {"a.csv": "text\n"}),
     "parquet garbage": Case(

@@ -290,6 +290,52 @@ def test_mutant_counting_before_the_shift_is_caught(folder):
     assert not check(sum(len(row["input_ids"]) for row in rows))  # the mutant
 
 
+PADDED = [
+    {"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
+    {"input_ids": [499, 499, 4, 5, 6], "attention_mask": [0, 0, 1, 1, 1], "labels": [-100, -100, -100, 5, 6]},
+    {"input_ids": [600, 11, 12, 600], "attention_mask": [0, 1, 1, 0]},  # padding outside the vocabulary
+    {"input_ids": [13, 14], "attention_mask": None},
+    {"input_ids": [0, 0], "attention_mask": [0, 0]},
+]
+
+
+@pytest.mark.parametrize("mode", ["rows", "packing", "stream"])
+def test_padding_of_given_rows_is_not_trained_on(folder, mode):
+    kit.write_jsonl(folder / "padded.jsonl", PADDED)
+    fields = {"rows": {}, "packing": {"packing": True}, "stream": {"streaming": True, "max_steps": 1}}[mode]
+    task, splits = open_data(folder, "padded.jsonl", **fields)
+    split = splits["train"]
+    if mode == "stream":
+        rows = [row for table in split.blocks(0) for _, row, _ in split.prepared(table, 0, 0, 0)]
+    else:
+        rows = everything(split)
+    assert flat(row["input_ids"].tolist() for row in rows) == sorted([7, 8, 9, 4, 5, 6, 11, 12, 13, 14])
+    assert flat(target_rows(task.collate(rows))) == [5, 6, 8, 9, 12, 14]
+
+
+@pytest.mark.parametrize(
+    "mask, said",
+    [([1, 0, 1], "zeros among its ones"), ([1, 1], "2 values for 3"), ([1, 2, 2], "0 and 1"), ("111", "0 and 1")],
+)
+def test_a_mask_that_is_no_padding_is_refused(folder, mask, said):
+    good = {"input_ids": [1, 2, 3], "attention_mask": "1" if mask == "111" else [1, 1, 1]}
+    kit.write_jsonl(folder / "mask.jsonl", [good | {"attention_mask": mask}])
+    for fields in ({}, {"streaming": True, "max_steps": 1}):
+        with pytest.raises(UsageError) as caught:
+            open_data(folder, "mask.jsonl", **fields)
+        assert "mask.jsonl, " in str(caught.value)
+        assert "`attention_mask`" in str(caught.value)
+        assert said in str(caught.value)
+
+
+def test_columns_that_look_meaningful_are_named_once(folder, capfd):
+    row = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "position_ids": [0, 1, 0], "other": 1}
+    kit.write_jsonl(folder / "masked.jsonl", [row])
+    open_data(folder, "masked.jsonl")
+    open_data(folder, "masked.jsonl", streaming=True, max_steps=1)
+    assert capfd.readouterr().err.count("the columns loss_mask, position_ids are not used: only input_ids") == 1
+
+
 def test_rows_without_any_target(folder):
     rows = [
         {"input_ids": [3]},

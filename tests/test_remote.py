@@ -37,10 +37,10 @@ def facts_of(stream: Stream) -> dict:
     return stream.facts
 
 
-def opened(hub, folder, files, then=facts_of, before=lambda: None, streaming=True):
+def opened(hub, folder, files, then=facts_of, before=lambda: None, streaming=True, **more):
     """Return what `then` says of a stream of `files` in a process of its own, or why there is none."""
     fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "streaming": streaming, "max_steps": 3}
-    fields |= {"cache_dir": folder / "cache", "global_batch_size": 8}
+    fields |= {"cache_dir": folder / "cache", "global_batch_size": 8} | more
     (found,) = kit.spawn(1, _opened, hub.environment(folder), fields, before, then, out=folder / "out", timeout=40)
     return found
 

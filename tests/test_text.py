@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from src import text as text_module
 from src.inputs import UsageError
 from src.text import pack, render_chat, require_text, token_bytes
 from tests import kit
@@ -161,6 +162,92 @@ def test_turns_of_the_assistant(tokenizer):
 def test_a_chat_may_begin_with_the_assistant(tokenizer):
     text, turns = render_chat(tokenizer, CHAT[1:], "row 0")
     assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+TEMPLATES = {  # and what each writes around an assistant's words
+    "chatml": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "default system": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are an assistant.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n",
+    ),
+    "llama 3": (
+        "<|begin|>{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "gemma": (
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+        "<end_of_turn>\n{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<start_of_turn>model\n",
+        "<end_of_turn>\n",
+    ),
+    "mistral": (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>{% else %}[INST] {{ m.content }} [/INST]"
+        "{% endif %}{% endfor %}",
+        "",
+        "</s>",
+    ),
+    "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
+}
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model", "system\nYou are an assistant."]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_loss_never_covers_a_header_of_the_template(tokenizer, monkeypatch, name):
+    template, header, end = TEMPLATES[name]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    for words in WORDS:
+        say = {"role": "assistant", "content": words}
+        for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
+            text, turns = render_chat(tokenizer, chat, "row 0")
+            assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
+            for a, b in turns:
+                assert text[:a].endswith(header)
+                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (words, chat)
+
+
+def test_mutant_that_looks_for_the_words_covers_the_header():
+    """The way it was: where the assistant says "assistant", its words were found in the header."""
+    after = "<|im_start|>assistant\nassistant<|im_end|>\n"
+    assert after.partition("assistant")[0] == "<|im_start|>"
+
+
+CALL = [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]
+CALLS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n"
+CALLS += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def test_what_a_template_would_leave_out_is_refused(tokenizer, monkeypatch):
+    with pytest.raises(UsageError, match=r"row 3: `messages`.*does not write the tool_calls of turn 1"):
+        render_chat(tokenizer, CHAT[:1] + CALL, "row 3")
+    with pytest.raises(UsageError, match=r"row 3: `messages`.*turn 1 has no content"):
+        render_chat(tokenizer, [*CHAT[:1], {"role": "assistant", "content": None}], "row 3")
+    monkeypatch.setattr(tokenizer, "chat_template", CALLS)
+    text, [(a, b)] = render_chat(tokenizer, CHAT[:1] + CALL, "row 3")
+    assert text[a:b].startswith('[{"function"')
+    assert "None" not in text
+
+
+def test_a_template_that_hides_where_words_begin_is_refused(tokenizer, monkeypatch):
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content | upper }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UsageError, match=r"row 3: `messages`.*generation %}"):
+        render_chat(tokenizer, CHAT[1:2], "row 3")
+
+
+def test_a_template_that_drops_words_is_warned_about(tokenizer, monkeypatch, capsys):
+    monkeypatch.setattr(text_module, "_warned", [])
+    template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    for _ in range(2):
+        render_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+    assert capsys.readouterr().err.count("warning: row 3: ") == 1
 
 
 def test_a_chat_without_assistant_has_no_turns(tokenizer):
