@@ -133,8 +133,11 @@ def check_trackers(names: list[str]) -> None:
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
 
-    known, ready = [*LOGGER_TYPE_TO_CLASS, "all", "none"], [*map(str, get_available_trackers()), "all", "none"]
+    own = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}  # registered by a fork
+    known = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
+    ready = [*map(str, get_available_trackers()), *own, "all", "none"]
     for name in names:
         if name not in known:
             raise UsageError(f"report_to: unknown tracker {name!r}{nearest(name, known)}; there is {', '.join(known)}")

@@ -191,14 +191,14 @@ def _flat(run: RunConfig) -> dict:
     return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in vars(run).items()}
 
 
-def close(seconds: float = CLOSE) -> bool:
-    """Return whether every tracker is closed, after so many seconds at the latest: called before each end of a process.
+def close(seconds: float | None = None) -> bool:
+    """Return whether every tracker is closed, after so many seconds (CLOSE) at the latest; called before a process ends.
 
     From any thread, and more than once: later calls wait no longer than the first one does."""
-    now = time.monotonic()
+    until = time.monotonic() + (CLOSE if seconds is None else seconds)
     if _senders and not _closing:
-        _closing.append(now + seconds)
-    until = min([now + seconds, *_closing])
+        _closing.append(until)
+    until = min([until, *_closing])
     for sender in _senders:
         sender.lines.put(None)
     closed = [sender.close(until) for sender in _senders]  # each of them, though one may not have closed

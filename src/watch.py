@@ -95,7 +95,7 @@ class Watch:
             self.reason = self.reason or "the launcher is gone"
         if self.begun and (other := failure_of_another(self.folder, self.rank)):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
-            _leave(1, "", f"rank {other} failed", trackers.CLOSE)
+            _leave(1, "", f"rank {other} failed", patience=None)
         if not self.main or not self.begun:
             return
         if self.limit and time.monotonic() + self._needed() > self.limit:
@@ -144,7 +144,7 @@ def deaf(*_) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(code: int, text: str, logged: str = "", patience: float = AT_ONCE) -> None:
+def _leave(code: int, text: str, logged: str = "", patience: float | None = AT_ONCE) -> None:
     import logging
 
     logging.getLogger("run").info("%s", text or logged)
