@@ -8,13 +8,14 @@ import os
 from pathlib import Path
 
 from src import config, launch, placing, status, store, weights
+from src.console import exact, table
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
 from src.inputs import UsageError
 from src.step import Objective
 from src.tasks import make_task
-from src.tracking import exact, strict, table
+from src.tracking import strict
 
 
 def main(argv: list[str]) -> None:

@@ -5,6 +5,7 @@ The table of contents of the project: read it top to bottom in a minute, then ed
 
 from src import checkpoint, config, drift, launch, local_sgd, placing, resume, speed, strategy, watch
 from src.batch_size import largest_that_fits
+from src.console import table
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
@@ -20,7 +21,7 @@ from src.step import Objective, counts, gradient, update
 from src.summary import describe, notes, total_steps
 from src.tasks import make_task
 from src.tensor_parallel import place
-from src.tracking import Meter, Tracker, table
+from src.tracking import Meter, Tracker
 from src.weights import begin_with
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from src import console
 from src.fields import RunConfig
 from src.plan import MicroBatch, evaluation_order
 from src.reader import read, seed_everything
@@ -58,10 +59,12 @@ def evaluate(
     module.eval()
     with _one_thread(accelerator.device), _uncompiled(run):
         pin = accelerator.device.type == "cuda"
+        bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
         batches = iter(read(split, task, iter(mine), run, pin))
         for turn in range(rounds):
             if stopping and turn % ASK == 0 and agree([stopping()])[0]:
                 module.train(training)
+                bar.close()
                 return None
             micro, batch = next(batches, (None, None))
             if micro is None:
@@ -71,9 +74,11 @@ def evaluate(
             out = module(inputs)
             if not micro.filler:
                 pending.append((micro, batch, out))
+            bar.update()
             if len(pending) == FLUSH:
                 flush()
         flush()
+    bar.close()
     module.train(training)
     return _combine(accelerator, agree, task, names, table, rows, len(order), parts)
 

@@ -7,14 +7,13 @@ when its record is there, which is written last. With HF_HUB_OFFLINE=1, or witho
 import hashlib
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from src import store
+from src import console, store
 from src.inputs import UsageError, warn
 from src.redact import redact
 from src.together import Crew, leave
@@ -185,11 +184,10 @@ def _name(url: str) -> str:
 
 def _shown(chunks, url: str, begun: int, total: int | None):
     """Yield `chunks` under a progress bar in bytes."""
-    from tqdm import tqdm
-
-    interval = 0.2 if sys.stderr.isatty() else 10.0
-    options = {"unit": "B", "unit_scale": True, "mininterval": interval, "delay": 1, "leave": False}
-    with tqdm(total=total, initial=begun, desc=f"downloading {_name(url)}", **options) as bar:
+    bar = console.bar(f"downloading {_name(url)}", total, "B", begun, scale=True, delay=1)
+    try:
         for chunk in chunks:
             yield chunk
             bar.update(len(chunk))
+    finally:
+        bar.close()

@@ -242,6 +242,10 @@ class RunConfig:
     report_to: list[str] = say(
         "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], free=True
     )
+    project: str | None = say(
+        "project of the trackers (default: WANDB_PROJECT, else the name of the repository folder)", free=True
+    )
+    run_name: str | None = say("name of the run in the trackers (default: the run folder's)", free=True)
     push_to_hub: bool = say("put the final model into a Hub repository, a private one if it is new", False, free=True)
     hub_model_id: str | None = say(
         "that repository (default: the name of the run folder, under your account)", free=True

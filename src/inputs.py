@@ -29,7 +29,7 @@ class Stopped(Exception):
 def warn(text: str, alone: bool = False) -> None:
     """Say on each node once what somebody asked for and does not get; `alone`: no other process knows."""
     if alone or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"warning: {text}", file=sys.stderr, flush=True)
+        print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: threads warn, too
 
 
 def nearest(name: str, names) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from src import status, strategy, tensor_parallel, watch
+from src import console, status, strategy, tensor_parallel, trackers, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
 from src.redact import redact, redact_all
@@ -134,8 +134,11 @@ def check_trackers(names: list[str]) -> None:
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+    from accelerate.utils import LoggerType
 
-    known, ready = [*LOGGER_TYPE_TO_CLASS, "all", "none"], [*map(str, get_available_trackers()), "all", "none"]
+    own = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}  # registered by a fork
+    known = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
+    ready = [*map(str, get_available_trackers()), *own, "all", "none"]
     for name in names:
         if name not in known:
             raise UsageError(f"report_to: unknown tracker {name!r}{nearest(name, known)}; there is {', '.join(known)}")
@@ -179,17 +182,22 @@ def finish(accelerator) -> None:
     """
     accelerator.free_memory()
     gc.collect()
+    trackers.close()
+    accelerator.trackers.clear()  # or it would close them once more
     accelerator.end_training()
 
 
 def main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
+    console.prepare()
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
         _forgive(stream)
     argv, sys.argv[1:] = sys.argv[1:], redact_all(sys.argv[1:])  # trackers upload it
     try:
         work(argv)
+        if not trackers.close():  # what hangs in there could hang the interpreter's own end as well
+            _exit(0)
     except SystemExit as error:
         if not _folder:  # --help
             raise
@@ -236,8 +244,7 @@ def _end(code: int, message: str, prefix: str = "", error: Exception | None = No
         _say(prefix + message)
     else:
         time.sleep(1)  # let rank 0 be the first to end, and the launcher quote it
-    # Destructors of a group in which others still wait could wait themselves.
-    os._exit(code)
+    _exit(code)
 
 
 def _fail(error: BaseException) -> None:
@@ -257,7 +264,7 @@ def _fail(error: BaseException) -> None:
             time.sleep(0.1)
         if first or not status.claim_failure(_folder[0], rank, text):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
-            os._exit(1)
+            _exit(1)
         if lost:
             text += f"\nrank {rank} lost the connection to another rank, which ended without a word (killed?)"
     elif lost:  # before there is a folder where ranks leave their word
@@ -265,7 +272,14 @@ def _fail(error: BaseException) -> None:
         text = f"the connection to another rank was lost before the first step; that one says why ({error})"
     _note(1, text)
     _say(f"rank {rank} failed:\n{text}")
-    os._exit(1)
+    _exit(1)
+
+
+def _exit(code: int) -> None:
+    """Close the trackers and end at once: destructors of a group in which others still wait could wait themselves."""
+    trackers.close()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _note(code: int, message: str) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import time
 from contextlib import suppress
 from itertools import pairwise
@@ -19,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from src import store
+from src import console, store
 from src.columns import check_kinds
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError
@@ -75,7 +74,6 @@ def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, fo
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
     block = max(1, min(BLOCK_ROWS, BLOCK * len(raw) // max(1, raw.data.nbytes)))
     raw = raw.with_format(None).select_columns(columns)
-    # A terminal shows how far it is; a log file gets a line now and then.
     bar = _Bar(f"preparing {split}", len(targets), crew)
 
     def make(i: int) -> None:
@@ -245,15 +243,12 @@ class _Bar:
     """Shows on one process of a machine how many pieces are done."""
 
     def __init__(self, what: str, pieces: int, crew: Crew):
-        from tqdm import tqdm
-
-        shown = os.environ.get("LOCAL_RANK", "0") == "0" and pieces > 1
-        interval = 0.2 if sys.stderr.isatty() else 10.0
-        self.bar = tqdm(total=pieces, desc=what, unit="piece", mininterval=interval, disable=not shown, leave=False)
+        self.shown = os.environ.get("LOCAL_RANK", "0") == "0" and pieces > 1
+        self.bar = console.bar(what, pieces, "piece", shown=self.shown)
         self.owner = os.getpid()
 
     def move(self, targets: list[Path]) -> None:
-        if not self.bar.disable and os.getpid() == self.owner:
+        if self.shown and os.getpid() == self.owner:
             self.bar.update(sum(target.exists() for target in targets) - self.bar.n)
 
     def close(self) -> None:

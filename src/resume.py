@@ -191,6 +191,7 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
     stale = [folder / "final"]
     if start is None:
         stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]
+        stale += [folder / "trackers.json"] if run.resume == "never" else []  # another run for wandb, too
     else:
         step = read_state(start)["progress"]["step"]  # its folder may have any name
         stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from src import checkpoint, status, store
+from src import checkpoint, console, status, store
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, warn
 from src.launch import nodes
@@ -149,6 +149,7 @@ class Saver:
                 f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
                 f"the host; written, hashed and published beside training in {seconds:.3f} s"
             )
+            console.stamped(f"step {step} saved in {folder}; training paused {stall:.3f} s for it")
         except (OSError, SafetensorError) as error:
             if isinstance(error, SafetensorError) and "os error" not in str(error):
                 self.fault = error

@@ -1,4 +1,4 @@
-"""What a run says: the table at its start, the progress bar, metrics.jsonl, log files, trackers, environment.json.
+"""What a run writes while it trains: metrics.jsonl, log files, environment.json, status.json, and the sums of a train line.
 
 A fork adds numbers to the lines here. Guarded by tests/test_tracking.py.
 """
@@ -6,20 +6,20 @@ A fork adds numbers to the lines here. Guarded by tests/test_tracking.py.
 import json
 import logging
 import math
-import sys
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
-from src import status, store
+from src import console, status, store, trackers
+from src.console import Console, exact, table
 from src.environment import environment, save_diff
 from src.fields import RunConfig
-from src.inputs import UsageError, warn
+from src.inputs import UsageError
 from src.launch import owns
 from src.progress import Progress
-from src.redact import redact, redact_all
+from src.redact import redact
 
 log = logging.getLogger("run")
 
@@ -34,11 +34,11 @@ def strict(value):
 
 
 class Tracker:
-    """Writes metrics.jsonl and the progress bar on the main process, and nothing on the others."""
+    """Writes metrics.jsonl, and shows its lines and sends them to the trackers, on the main process alone."""
 
     def __init__(self, accelerator, run: RunConfig, total: int):
         self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
-        self.folder, self.total, self.bar = Path(run.output_dir), total, None
+        self.folder, self.console = Path(run.output_dir), Console(self.main, total)
         self.metrics = store.Lines(self.folder / "metrics.jsonl")
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class Tracker:
             raise UsageError(f"output_dir: {run.output_dir} cannot be written: {error}") from error
 
     def begin(self, config: str, progress: Progress) -> None:
-        """Write what is known before the first step, cut metrics.jsonl back to `progress`, and show the progress bar."""
+        """Write what is known before the first step, cut metrics.jsonl back to `progress`, start trackers and the bar."""
         owns(self.folder)
         if not self.main:
             return
@@ -55,13 +55,9 @@ class Tracker:
             self._open(config, progress.step, progress.evaluated)
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        if self.run.report_to:
-            _best_effort("init", self.accelerator.init_trackers, self.folder.name, config=_flat(self.run))
-        from tqdm import tqdm
-
-        interval = 0.2 if sys.stderr.isatty() else 10.0  # a log file gets a line now and then
-        options = {"unit": "step", "mininterval": interval, "dynamic_ncols": True, "desc": "training"}
-        self.bar = tqdm(total=self.total, initial=progress.step, **options)
+        lines = store.objects(self.metrics.path)
+        trackers.start(self.accelerator, self.run, config, progress.step, lines)
+        self.console.begin(progress.step)
 
     def _open(self, config: str, step: int, evaluated: int) -> None:
         store.rewrite(self.folder / "config.yaml", config)
@@ -84,8 +80,7 @@ class Tracker:
 
     def step(self) -> None:
         """Move the bar by one step; costs no device sync."""
-        if self.bar is not None:
-            self.bar.update()
+        self.console.step()
 
     def line(self, kind: str, step: int, values: dict) -> None:
         """Append one line to metrics.jsonl, show it, and send it to the trackers."""
@@ -95,33 +90,18 @@ class Tracker:
         values = strict({"kind": kind, "step": step} | plain)
         self.metrics.add(values)
         self.metrics.offer()
-        numbers = {k: v for k, v in values.items() if isinstance(v, int | float) and k not in ("step", "kind")}
-        if self.run.report_to:
-            _best_effort("log", self.accelerator.log, {f"{kind}/{k}": v for k, v in numbers.items()}, step=step)
+        trackers.add(values)
         log.info("%s", json.dumps(values))
-        if self.bar is not None and kind == "train":
-            shown = {
-                "loss": number(values["loss"]),
-                "lr": number(values["learning_rate"]),
-                "tok/s": f"{values['tokens_per_second']:,.0f}",
-            }
-            self.bar.set_postfix(shown, refresh=False)
-        elif kind != "train":
-            self.say(
-                f"step {step} {kind}: " + " · ".join(f"{k} {number(v)}" for k, v in numbers.items() if k != "epoch")
-            )
+        self.console.line(values)
 
     def say(self, text: str) -> None:
         """Print on the main process without tearing the bar."""
-        if self.main:
-            log.info("%s", text)
-            print(text, flush=True) if self.bar is None else self.bar.write(text, file=sys.stdout)
+        if self.main and text:
+            console.say(text)
 
     def end(self, sample: str | None) -> None:
         """Close the bar; print the last numbers, the task's sample and where the run lives."""
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
+        self.console.end()
         if not self.main:
             return
         if sample:
@@ -200,37 +180,6 @@ class Meter:
         return values
 
 
-def number(value) -> str:
-    """Return a number as a person reads it."""
-    if value is None:
-        return "none"
-    return (
-        f"{value:,}"
-        if isinstance(value, int) or float(value).is_integer()
-        else f"{value:.4f}"
-        if abs(value) >= 1e-3
-        else f"{value:.3e}"
-    )
-
-
-def exact(value) -> str:
-    """Return a number to the last digit."""
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def _best_effort(what: str, call, *args, **kwargs) -> None:
-    """Call a tracker; its failure is a warning, never the end of a run."""
-    try:
-        call(*args, **kwargs)
-    except Exception as error:
-        warn(f"tracker {what} failed, training goes on: {error}")
-
-
-def _flat(run: RunConfig) -> dict:
-    values = redact_all(vars(run))
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
-
-
 class _Formatter(logging.Formatter):
     def format(self, record) -> str:
         return redact(super().format(record))
@@ -244,9 +193,3 @@ def _log_to(file: Path) -> None:
     root.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     logging.captureWarnings(False)
-
-
-def table(rows: dict) -> str:
-    """Return two aligned columns."""
-    width = max(len(name) for name in rows)
-    return "\n".join(f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items())

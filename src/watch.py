@@ -14,6 +14,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from src import trackers
 from src.fields import RunConfig
 from src.inputs import Stopped
 from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
@@ -21,6 +22,7 @@ from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {"SIGINT": "Ctrl-C"}  # what people call it
 SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
+AT_ONCE = 2.0  # seconds that trackers get where somebody wants the process to end at once
 LOOK = 0.5  # seconds between two looks at files and clocks
 PARENT = os.getppid()  # the launcher, if there is one: read before anything slow, in which it may end
 STARTED = time.monotonic()  # when this process imported its first file of src/
@@ -84,6 +86,8 @@ class Watch:
             _leave(EXIT_STOPPED, early(name))
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
+            if trackers.closing():  # the process has ended but for these
+                return
             rank = f"rank {self.rank}: " if self.world > 1 else ""
             print(
                 f"\n{rank}{name}: saving after this step, then stopping; once more stops without saving",
@@ -97,7 +101,7 @@ class Watch:
             self.reason = self.reason or "the end of the launcher"
         if self.begun and (other := failure_of_another(self.folder, self.rank)):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
-            _leave(1, "", f"rank {other} failed")
+            _leave(1, "", f"rank {other} failed", patience=None)
         if not self.main or not self.begun:
             return
         if self.limit and time.monotonic() + self._needed() > self.limit:
@@ -150,10 +154,11 @@ def deaf(*_) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(code: int, text: str, logged: str = "") -> None:
+def _leave(code: int, text: str, logged: str = "", patience: float | None = AT_ONCE) -> None:
     import logging
 
     logging.getLogger("run").info("%s", text or logged)
     if text:
         print(f"\n{text}", file=sys.stderr, flush=True)
+    trackers.close(patience)
     os._exit(code)
