@@ -9,6 +9,7 @@ from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
 from src.fields import RunConfig
+from src.inputs import optional
 from src.ledger import Ledger
 from src.optim import make_optimizer, make_schedule
 from src.plan import training_order
@@ -163,7 +164,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     if when.complete() and run.push_to_hub:
         tracker.say(push(run, accelerator.is_main_process))
     whole = accelerator.is_main_process and not strategy.sharded(accelerator)
-    tracker.end(task.sample(objective.model) if whole else None)
+    tracker.end(optional("the sample", task.sample, objective.model) if whole else None)
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:

@@ -114,7 +114,8 @@ class RunConfig:
 
     global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
     per_device_batch_size: int_or_auto = say(
-        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed",
+        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed (with dropout, "
+        "another size draws other masks)",
         8,
         free=True,
     )
@@ -131,7 +132,9 @@ class RunConfig:
         "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
     )
     compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
-    pad_to_multiple_of: int | None = say("pad micro-batches to a multiple of so many tokens, for compile", free=True)
+    pad_to_multiple_of: int | None = say(
+        "pad micro-batches to a multiple of so many tokens, for compile; another padding draws other dropout masks"
+    )
     tf32: bool = say(
         "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa", False, free=True
     )

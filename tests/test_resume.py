@@ -281,7 +281,6 @@ FREE = {
     "gradient_checkpointing": True,
     "compile": True,
     "tf32": True,
-    "pad_to_multiple_of": 8,
     "ddp_comm_hook": "fp16",
     "max_steps": None,  # by its schedule, below
     "num_train_epochs": 2.5,  # max_steps wins
@@ -307,6 +306,7 @@ FREE = {
 }
 # ... and for every one that would make another run of it.
 MATHEMATICS = {
+    "pad_to_multiple_of": 8,
     "task": "text_classification",
     "seed": 7,
     "streaming": True,
