@@ -163,8 +163,13 @@ class RunConfig:
     save_steps: int = say("steps between checkpoints; one is always saved at the end", 500, free=True)
     save_total_limit: int = say("newest checkpoints to keep", 2, free=True)
     save_keep_every: int | None = say("keep for ever the checkpoints of every so many steps", free=True)
-    metric_for_best_model: str | None = say("number of an eval line; the checkpoint best by it is kept, too", free=True)
-    greater_is_better: bool = say("whether a greater value of that metric is better", False, free=True)
+    metric_for_best_model: str | None = say(
+        "number of an eval line; each new best is saved and kept, and final/ is the best one (default: the last step)",
+        free=True,
+    )
+    greater_is_better: bool | None = say(
+        "whether a greater value of that metric is better (default: true unless its name ends in loss)", free=True
+    )
     early_stopping_patience: int | None = say(
         "end after so many evaluations in a row that are no better by that metric (default metric: loss)", free=True
     )

@@ -24,9 +24,11 @@ FAILED = "logs/failed.json"
 SAVING = 120  # seconds that a run may take to save after its launcher is gone
 
 
-def write(folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "") -> None:
-    """Say in status.json how the run stands: running, complete, stopped or failed."""
-    value = {"status": status, "step": step, "exit_code": code, "reason": reason, "launcher": os.getppid()}
+def write(
+    folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
+) -> None:
+    """Say in status.json how the run stands: running, complete, stopped or failed; `more` is added to it."""
+    value = {"status": status, "step": step, "exit_code": code, "reason": reason, "launcher": os.getppid()} | more
     rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
 
 

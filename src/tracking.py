@@ -115,7 +115,7 @@ class Tracker:
             log.info("%s", text)
             print(text, flush=True) if self.bar is None else self.bar.write(text, file=sys.stdout)
 
-    def end(self, sample: str | None) -> None:
+    def end(self, sample: str | None, outcome: dict) -> None:
         """Close the bar; print the last numbers, the task's sample and where the run lives."""
         if self.bar is not None:
             self.bar.close()
@@ -131,7 +131,9 @@ class Tracker:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
         with suppress(OSError):
-            status.write(self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0)
+            status.write(
+                self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0, **outcome
+            )
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 
