@@ -128,6 +128,7 @@ class Saver:
     def _room_for(self, tensors: dict[str, checkpoint.Tensors]) -> None:
         """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
         needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
+        store.check_held(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / "checkpoints"  # which may be another disk
         free = shutil.disk_usage(place if place.exists() else self.folder).free
@@ -164,6 +165,7 @@ class Saver:
 
     def _publish(self, folder: Path, write, step: int) -> bool:
         """Publish what all ranks write, on the main process; on others leave this rank's files for it."""
+        store.check_held(folder)
         if not self.together:
             store.publish(folder, write, step=step, mixed_precision=self.precision)
             return True
@@ -183,12 +185,15 @@ class Saver:
 
     def _prune(self, best_step: int) -> None:
         try:
+            store.check_held(self.folder)
             store.tidy(self.folder / "checkpoints")
             checkpoint.prune(self.run, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
     def _failed(self, step: int, error: Exception) -> None:
+        if store.lost(self.folder):
+            return  # Watch ends this process at its next look, and says why
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
         warn(
