@@ -6,7 +6,7 @@ The loss of a run is the number that train.py reported, to the last digit, on an
 import json
 from pathlib import Path
 
-from src import config, launch, placing, weights
+from src import config, identity, launch, placing, weights
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
@@ -27,6 +27,7 @@ def main(argv: list[str]) -> None:
     splits = load(run, task, wanted=("validation",))
     accelerator = launch.start(run)
     same_everywhere(accelerator, splits)
+    identity.warn_of_precision(run, accelerator)
     score(run, task, splits["validation"], accelerator, step)
     launch.finish(accelerator)
 

@@ -65,7 +65,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
 
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
-    about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
+    about, lines = resume.about(accelerator, run, resolved, splits, start), [tracker.metrics, ledger.lines]
     saver = Saver(accelerator, agree, run, objective, parts, about, outside, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in remarks + notes(run, splits, start, progress, when.complete()):

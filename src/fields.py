@@ -93,9 +93,7 @@ class RunConfig:
         None,
         free=True,
     )
-    max_eval_examples: int | None = say(
-        "evaluate on the first so many rows only (of each source of a mixture)", free=True
-    )
+    max_eval_examples: int | None = say("evaluate on the first so many rows only (of each source of a mixture)")
     streaming: bool = say("read training data as it is needed, without preparing it first; needs max_steps", False)
     stream_lanes: int | None = say(
         "shards of a stream that are read side by side, by at most as many processes (default: 8, or as many as there are)"
