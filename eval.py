@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from src import config, launch, placing, status, store, weights
+from src import config, identity, launch, placing, status, store, weights
 from src.console import exact, table
 from src.data import load, same_everywhere
 from src.environment import topology
@@ -33,6 +33,7 @@ def main(argv: list[str]) -> None:
     accelerator = launch.start(run)
     same_everywhere(accelerator, splits)
     same_weights(accelerator, run.model_name_or_path)
+    identity.warn_of_precision(run, accelerator)
     score(run, task, splits["validation"], accelerator, step)
     launch.finish(accelerator)
 

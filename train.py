@@ -10,6 +10,7 @@ from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
 from src.fields import RunConfig
+from src.inputs import UsageError
 from src.ledger import Ledger
 from src.optim import make_optimizer, make_schedule
 from src.plan import training_order
@@ -65,7 +66,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
 
     resolved = config.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
-    about, lines = resume.about(run, resolved, examples.facts), [tracker.metrics, ledger.lines]
+    about, lines = resume.about(accelerator, run, resolved, splits, start), [tracker.metrics, ledger.lines]
     saver = Saver(accelerator, agree, run, objective, parts, about, outside, lines, start)
     tracker.say(table(describe(run, splits, objective, schedule, total) | topology(accelerator, run)))
     for note in remarks + notes(run, splits, start, progress, when.complete()):
@@ -90,7 +91,10 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         with meter.paused():
             if line := evaluate(accelerator, agree, module, task, validation, run, outside.stopping):
                 tracker.line("eval", progress.step, line)
-                progress.judge(line, run)
+                try:
+                    progress.judge(line, run)
+                except UsageError as error:  # only now is it known which metrics there are
+                    saver.leave(agree, save, error)
         if when.over() and meter.weight:  # an early end, between two train lines
             log()
 
@@ -102,15 +106,15 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
             drift.check(accelerator, agree, objective, progress.step)
             if run.streaming:
                 progress.stream = examples.position(progress.step, agree)
-            if when.over():
-                saver.catch_up(agree)  # or the last save could be left out while the disk still writes the one before
+            if when.over() or when.best():
+                saver.catch_up(agree)  # or this save could be skipped while the disk still writes the one before
             saver.save(progress, meter.state(agree), agree)
 
     module.train()
     outside.begin()
     if progress.step and when.unevaluated():  # a stop came in the middle of it
         score()
-        if when.over():
+        if when.saved():
             save()
     first, last = progress.step, progress.step if when.over() else total
     pin, each = accelerator.device.type == "cuda", strategy.syncs_each(accelerator, run)
@@ -151,20 +155,19 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
             score()
         if run.drift_check_steps and when.due(run.drift_check_steps):
             drift.check(accelerator, agree, objective, progress.step)
-        if wanted or when.due(run.save_steps):
+        if wanted or when.saved():
             save()
         if when.over():
             break
 
     if not when.complete():  # asked to stop, or the disk does not take checkpoints any more
         saver.leave(agree, save, outside.why())
-    saver.export(progress.step, agree)
+    saver.export(progress, agree)
     saver.finish(agree)
-    tracker.say(saver.report() or "")
+    tracker.say(saver.report(when))
     if when.complete() and run.push_to_hub:
         tracker.say(push(run, accelerator.is_main_process))
-    whole = accelerator.is_main_process and not strategy.sharded(accelerator)
-    tracker.end(task.sample(objective.model) if whole else None)
+    tracker.end(saver.sample(task), when.outcome())
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:

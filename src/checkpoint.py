@@ -29,12 +29,30 @@ RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, witho
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the checkpoint folders of a run, intact or not, oldest first."""
-    found = {path: re.fullmatch(r"step_(\d+)", path.name) for path in Path(output_dir, "checkpoints").glob("step_*")}
-    return sorted((path for path, match in found.items() if match), key=step_of)
+    found = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
+    return [path for _, path in sorted(item for item in found if item[0] is not None)]
 
 
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step_"))
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step of a checkpoint folder, which a user may have given another name; None for other folders."""
+    if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
+        return int(match[1])
+    if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
+        return None
+    try:
+        return read_state(checkpoint)["progress"]["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def of_step(output_dir: str | Path, step: int) -> Path | None:
+    """Return the checkpoint of a step, if the run has one."""
+    return next((path for path in checkpoints(output_dir) if step_of(path) == step), None)
+
+
+def inside(checkpoint: Path, output_dir: Path) -> bool:
+    """Return whether a checkpoint is one of the run in `output_dir`."""
+    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
 
 
 def newest(output_dir: str | Path) -> Path | None:
@@ -192,31 +210,20 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
 
-def expendable(run: RunConfig) -> list[Path]:
-    """Return the checkpoints to delete: all but the last `save_total_limit`, every `save_keep_every`-th, the best one."""
-    found = checkpoints(run.output_dir)
+def expendable(run: RunConfig, best_step: int = 0) -> list[Path]:
+    """Return the checkpoints to delete: all but the last `save_total_limit`, every `save_keep_every`-th, and the best one
+    where a metric is named. What a user has renamed or linked there is never deleted."""
+    found = [path for path in checkpoints(run.output_dir) if path.name.startswith("step_") and not path.is_symlink()]
     kept = set(found[-run.save_total_limit :])
     if run.save_keep_every:
         kept |= {path for path in found if step_of(path) % run.save_keep_every == 0}
-    if best := best_checkpoint(run):
-        kept.add(best)
+    if run.metric_for_best_model:
+        kept |= {path for path in found if step_of(path) == best_step}
     return [path for path in found if path not in kept]
 
 
-def best_checkpoint(run: RunConfig) -> Path | None:
-    """Return the checkpoint whose evaluation was best by `metric_for_best_model`, the earliest of equals; or None."""
-    metrics = Path(run.output_dir, "metrics.jsonl")
-    if not run.metric_for_best_model or not metrics.exists():
-        return None
-    lines = [line for line in store.objects(metrics) if line["kind"] == "eval"]
-    values = {line["step"]: line.get(run.metric_for_best_model) for line in lines}
-    found = [path for path in checkpoints(run.output_dir) if values.get(step_of(path)) is not None]
-    sign = -1 if run.greater_is_better else 1
-    return min(found, key=lambda path: sign * values[step_of(path)], default=None)
-
-
-def prune(run: RunConfig) -> None:
-    for path in expendable(run):
+def prune(run: RunConfig, best_step: int = 0) -> None:
+    for path in expendable(run, best_step):
         shutil.rmtree(path)
 
 
@@ -239,7 +246,14 @@ def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> 
     if scaler is not None and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
-    return Progress(**state["progress"])
+    progress = Progress(**state["progress"])
+    if progress.best_metric is None:  # saved by a version that did not keep it
+        config = state.get("config", {})
+        progress.best_metric, progress.best_greater = (
+            config.get("metric_for_best_model") or "loss",
+            bool(config.get("greater_is_better")),
+        )
+    return progress
 
 
 def _names(model: torch.nn.Module, optimizer) -> list[str]:

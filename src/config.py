@@ -14,8 +14,9 @@ from pathlib import Path
 import yaml
 
 from src import mixture, push
+from src.best import doubts
 from src.fields import NAMES_ELSEWHERE, RunConfig, plain_name
-from src.inputs import UsageError, locate, nearest, read_yaml
+from src.inputs import UsageError, locate, nearest, read_yaml, warn
 from src.redact import redact_all, was_redacted
 
 Fault = str
@@ -121,11 +122,6 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
     if run.dataset_config_name and not run.dataset_name:
         faults.append("dataset_config_name is given without dataset_name: give both, or neither")
-    if run.metric_for_best_model and run.save_steps % (run.eval_steps or run.save_steps + 1):
-        faults.append(
-            f"metric_for_best_model is given, but save_steps ({run.save_steps}) is no multiple of eval_steps "
-            f"({run.eval_steps}): only what is evaluated can be told to be best"
-        )
     if training and (every := run.local_sgd_steps or 0) > 0:
         faults += [
             f"{name} is {value}, no multiple of local_sgd_steps, which is {every}: between two averages each process has "
@@ -250,6 +246,8 @@ def check(run: RunConfig, options, training: bool = True) -> None:
     ]
     if faults:
         raise UsageError(_listed(faults))
+    for doubt in doubts(run) if training else []:
+        warn(doubt)
 
 
 def _listed(faults: list[Fault]) -> str:

@@ -151,6 +151,8 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
     if wanted[0] not in splits:
         raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split")
     _check_budget(run, splits)
+    if "train" in wanted:
+        _check_evaluation(run, splits)
     return splits
 
 
@@ -194,6 +196,16 @@ def _check_budget(run: RunConfig, splits: dict) -> None:
             f"per_device_batch_tokens is {run.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
             "least that, or a smaller --max_length"
         )
+
+
+def _check_evaluation(run: RunConfig, splits: dict) -> None:
+    """Raise UsageError for what can only be decided by evaluations, if there is nothing to evaluate on."""
+    for name in ("metric_for_best_model", "early_stopping_patience"):
+        if (value := getattr(run, name)) and "validation" not in splits:
+            raise UsageError(
+                f"{name} is {value}, but there is no evaluation data: give --validation_file (or a dataset with a validation "
+                "split), or leave it out"
+            )
 
 
 def _overlap(found: dict[str, dict[str, sources.Source]]) -> None:

@@ -151,7 +151,7 @@ class RunConfig:
         from_checkpoint=plain_data,
     )
     max_eval_examples: int | None = say(
-        "evaluate on the first so many rows only (of each source of a mixture)", free=True, from_checkpoint=True
+        "evaluate on the first so many rows only (of each source of a mixture)", from_checkpoint=True
     )
     streaming: bool = say(
         "read training data as it is needed, without preparing it first; needs max_steps", False, from_checkpoint=True
@@ -175,7 +175,8 @@ class RunConfig:
 
     global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
     per_device_batch_size: int_or_auto = say(
-        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed",
+        "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed (with dropout, "
+        "another size draws other masks)",
         8,
         free=True,
     )
@@ -193,7 +194,8 @@ class RunConfig:
     )
     compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
     pad_to_multiple_of: int | None = say(
-        "pad micro-batches to a multiple of so many tokens, for compile", free=True, from_checkpoint=True
+        "pad micro-batches to a multiple of so many tokens, for compile; another padding draws other dropout masks",
+        from_checkpoint=True,
     )
     tf32: bool = say(
         "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa",
@@ -226,8 +228,13 @@ class RunConfig:
     save_steps: int = say("steps between checkpoints; one is always saved at the end", 500, free=True)
     save_total_limit: int = say("newest checkpoints to keep", 2, free=True)
     save_keep_every: int | None = say("keep for ever the checkpoints of every so many steps", free=True)
-    metric_for_best_model: str | None = say("number of an eval line; the checkpoint best by it is kept, too", free=True)
-    greater_is_better: bool = say("whether a greater value of that metric is better", False, free=True)
+    metric_for_best_model: str | None = say(
+        "number of an eval line; each new best is saved and kept, and final/ is the best one (default: the last step)",
+        free=True,
+    )
+    greater_is_better: bool | None = say(
+        "whether a greater value of that metric is better (default: true unless its name ends in loss)", free=True
+    )
     early_stopping_patience: int | None = say(
         "end after so many evaluations in a row that are no better by that metric (default metric: loss)", free=True
     )

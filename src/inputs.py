@@ -32,6 +32,16 @@ def warn(text: str, alone: bool = False) -> None:
         print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: threads warn, too
 
 
+def optional(what: str, call, *args):
+    """Return what `call(*args)` returns; its failure is a warning, for output that no run may fail for."""
+    try:
+        return call(*args)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        warn(f"{what} failed, the run is not affected: {type(error).__name__}: {reason}", alone=True)
+        return None
+
+
 def nearest(name: str, names) -> str:
     """Return '; did you mean X?' for the nearest of `names`, or nothing."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from src import hub, samples
+from src import fetch, hub, samples
 from src.fields import RunConfig, plain_name
 from src.inputs import UsageError, absent, locate, nearest, read_yaml, warn
 from src.sources import cache_root
@@ -26,6 +26,13 @@ def _reason(error: Exception) -> str:
 def _folder(run: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
     revision = run.model_revision if name == run.model_name_or_path else "main"
     return hub.model_folder(name, revision, field, cache_root(run), weights, run.trust_remote_code)
+
+
+def source(run: RunConfig) -> tuple[Path, str | None]:
+    """Return the folder of the pretrained model and, from the Hub, its commit."""
+    folder = _folder(run, run.model_name_or_path)
+    fetched = fetch.record.get(f"model {run.model_name_or_path}@{run.model_revision}", {})
+    return Path(folder), fetched.get("commit")
 
 
 def load_tokenizer(run: RunConfig):

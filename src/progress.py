@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from src.best import best_by
 from src.fields import RunConfig
 from src.inputs import Failure, UsageError, nearest
 from src.plan import MicroBatch
@@ -54,7 +55,10 @@ class Progress:
     updates: int = 0  # those that changed the weights; the schedule goes by them
     left_out: int = 0  # updates in a row, up to now, that did not, because something was not finite
     evaluated: int = 0  # step of the last evaluation that was finished
-    best: float | None = None  # value of the metric that early stopping goes by
+    best: float | None = None  # best value so far of the metric that early stopping and the best model go by
+    best_step: int = 0  # step of that evaluation; 0: none, or not known
+    best_metric: str | None = None  # name of that metric
+    best_greater: bool = False  # whether a greater value of it is better
     stale: int = 0  # evaluations since that did not improve on it
     stream: dict | None = None  # where the lanes of a stream are
 
@@ -89,18 +93,26 @@ class Progress:
                 "and in logs/; the same command goes on from the last checkpoint"
             )
 
+    def follow(self, run: RunConfig) -> None:
+        """Start the comparison of evaluations anew if another metric, or direction, decides from now on."""
+        name, greater = best_by(run)
+        if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
+            self.best, self.best_step, self.stale = None, 0, 0
+        self.best_metric, self.best_greater = name, greater
+
     def judge(self, line: dict, run: RunConfig) -> None:
         """Note that this step is evaluated, and whether that improved on the best evaluation so far."""
-        self.evaluated = self.step
-        name = run.metric_for_best_model or "loss"
+        self.follow(run)
+        name = self.best_metric
         if name not in line:
             raise UsageError(
                 f"metric_for_best_model: an evaluation has no {name!r}{nearest(name, line)}; it has {', '.join(line)}"
             )
+        self.evaluated = self.step
         value = line[name]
-        sign = -1 if run.greater_is_better else 1
+        sign = -1 if self.best_greater else 1
         if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
-            self.best, self.stale = value, 0
+            self.best, self.best_step, self.stale = value, self.step, 0
         else:
             self.stale += 1
 
@@ -110,6 +122,7 @@ class Rhythm:
 
     def __init__(self, run: RunConfig, progress: Progress, total: int, evaluates: bool):
         self.run, self.progress, self.total, self.evaluates = run, progress, total, evaluates
+        progress.follow(run)
 
     def over(self) -> bool:
         """Return whether the last step is done: of the run's length, or by early stopping."""
@@ -125,9 +138,33 @@ class Rhythm:
         progress = self.progress
         return self.evaluates and progress.evaluated < progress.step and self.due(self.run.eval_steps)
 
+    def best(self) -> bool:
+        """Return whether this step is the best evaluated one so far, by a metric that is named."""
+        return bool(self.run.metric_for_best_model) and 0 < self.progress.best_step == self.progress.step
+
+    def saved(self) -> bool:
+        """Return whether this step is to be saved: by the interval, at the end, and where it is a new best."""
+        return self.due(self.run.save_steps) or self.best()
+
     def complete(self) -> bool:
         """Return whether nothing is left to do but to write the final model."""
         return self.over() and not self.unevaluated()
+
+    def outcome(self) -> dict:
+        """Return for status.json whether the run ended early, and which evaluation was the best by the metric that is named."""
+        progress, named = self.progress, self.run.metric_for_best_model and self.progress.best_step
+        best = (progress.best_step, progress.best_metric, progress.best) if named else (None, None, None)
+        early = self.over() and progress.step < self.total
+        return {"stopped_early": early} | dict(zip(("best_step", "best_metric", "best_value"), best, strict=True))
+
+    def early(self) -> str:
+        """Return why the run ended before its last step, or nothing."""
+        if not self.outcome()["stopped_early"]:
+            return ""
+        return (
+            f"stopped early at step {self.progress.step:,} of {self.total:,}: {self.progress.best_metric} has not improved for "
+            f"{self.progress.stale} evaluation{'s' * (self.progress.stale > 1)} (early_stopping_patience)"
+        )
 
 
 def explain(outcome: Outcome, alone: bool = False) -> None:

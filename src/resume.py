@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import yaml
 
-from src import status, store
+from src import identity, status, store
 from src.checkpoint import checkpoints, read_state, step_of
 from src.config import to_yaml
 from src.fields import RunConfig, free_fields
-from src.inputs import Failure, Stopped, UsageError, read_yaml
+from src.inputs import Failure, Stopped, UsageError
 from src.optim import make_schedule
 from src.summary import total_steps
 
@@ -40,7 +40,8 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
                 status.lock(folder)
                 for place in (folder, folder / "checkpoints"):  # final/ is written as checkpoints are
                     store.tidy(place)
-            outcome[0] = find(run, splits["train"].facts, yaml.safe_load(to_yaml(run, options)), type(options))
+            also, config = identity.of_launch(accelerator, splits), yaml.safe_load(to_yaml(run, options))
+            outcome[0] = find(run, splits["train"].facts, config, type(options), also)
             status.forget_failure(folder)
         except (UsageError, Failure, Stopped, OSError) as error:
             outcome[1] = error if not isinstance(error, OSError) else UsageError(f"resume: {error}")
@@ -53,27 +54,34 @@ def agreed(accelerator, run: RunConfig, options, splits: dict) -> Start:
     return start
 
 
-def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
+def find(run: RunConfig, facts: dict, config: dict, options: type, also: dict | None = None) -> Start:
     """Return the newest intact checkpoint that `run.resume` asks for, checked to be of the same run.
 
-    UsageError when there are checkpoints and none is intact, or when they are of another run."""
+    UsageError when there are checkpoints and none is intact, when they are of another run, or when the run that is in
+    `output_dir` has not begun from the checkpoint that is asked for."""
     if stopped := _restarted_after_stop(run):
         raise Stopped(stopped)
     asked = "auto" if _heals(run) and checkpoints(run.output_dir) else run.resume
     if asked == "never":
         return Start(None, [])
-    folder = Path(run.output_dir if asked == "auto" else asked)
+    own, notes = Path(run.output_dir), []
+    if asked != "auto" and not belongs_to(Path(asked), own):
+        if not identity.began_from(own, Path(asked)):
+            identity.check_alone(own, Path(asked))
+        elif checkpoints(own):
+            notes = [f"{own} holds the run that began from {asked}: it is resumed from its newest checkpoint"]
+            asked = "auto"
+    folder = own if asked == "auto" else Path(asked)
     if asked != "auto" and any((folder / name).exists() for name in ("state.json", store.MANIFEST)):
         if faults := store.faults(folder):
             raise UsageError(f"resume: {folder} is damaged: {'; '.join(faults)}")
-        return Start(folder, same_run(folder, run, facts, config, options))
+        return Start(folder, same_run(folder, run, facts, config, options, also))
     found = checkpoints(folder)
-    notes = []
     for checkpoint in reversed(found):
         if faults := store.faults(checkpoint):
             notes.append(f"{checkpoint} is damaged and not used: {'; '.join(faults)}")
             continue
-        return Start(checkpoint, notes + same_run(checkpoint, run, facts, config, options))
+        return Start(checkpoint, notes + same_run(checkpoint, run, facts, config, options, also))
     if found:
         raise UsageError(
             "none of the checkpoints is intact: "
@@ -85,6 +93,11 @@ def find(run: RunConfig, facts: dict, config: dict, options: type) -> Start:
             f"resume: {run.resume} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
         )
     return Start(None, [])
+
+
+def belongs_to(asked: Path, own: Path) -> bool:
+    """Return whether `asked`, a checkpoint or a run, is of the run in the folder `own`, or that folder itself."""
+    return asked.resolve() == own.resolve() or identity.belongs(asked, own)
 
 
 def _restarted_after_stop(run: RunConfig) -> str | None:
@@ -105,18 +118,13 @@ def _heals(run: RunConfig) -> bool:
 # ---- the same run ----------------------------------------------------------------------------------------------------
 
 
-def about(run: RunConfig, resolved: str, facts: dict) -> dict:
-    """Return what a checkpoint says of its run: the configuration, and what data and model hold."""
-    return {"config": yaml.safe_load(resolved), "identity": identity(run, facts)}
+def about(accelerator, run: RunConfig, resolved: str, splits: dict, start: Path | None) -> dict:
+    """Return what a checkpoint says of its run: the configuration, what data and model hold, and where the run began."""
+    known = identity.identity(run, splits["train"].facts, identity.of_launch(accelerator, splits))
+    return {"config": yaml.safe_load(resolved), "identity": known, "lineage": identity.lineage(run, start)}
 
 
-def identity(run: RunConfig, facts: dict) -> dict:
-    """Return what a run is besides its fields: the contents of its data and of its model configuration."""
-    model = read_yaml(run.model_config) if run.model_config else None
-    return {"data": {name: facts[name] for name in ("examples", "rows", "files", "tokenizer")}, "model": model}
-
-
-def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, options: type) -> list[str]:
+def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, options: type, also=None) -> list[str]:
     """Return remarks about what changed and does no harm; UsageError lists what changes the mathematics, old → new.
 
     Every field counts as mathematics unless it is declared free (`say(..., free=True)`)."""
@@ -126,35 +134,20 @@ def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, option
     names = [name for name in config | old if name in defaults]
     differs = [n for n in names if old.get(n, defaults[n]) != config.get(n, defaults[n])]
     said = {name: f"{name}: {old.get(name)} → {config.get(name)}" for name in differs}
+    known = identity.identity(run, facts, also)
+    if (commit := known.get("model_commit")) and commit == state["identity"].get("model_commit"):
+        free = free | {"model_revision"}  # another name of the same commit
     wrong = [text for name, text in said.items() if name not in free]
-    wrong += _content(state["identity"], identity(run, facts)) + _schedule(run, old, facts, state)
+    contents, remarks = identity.differences(state["identity"], known)
+    wrong += contents + _schedule(run, old, facts, state)
     if wrong:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(wrong)}): give another --output_dir (with --init_from "
             "to begin from its weights), or start it anew with --resume never"
         )
     quiet = {"output_dir", "resume"} | {name for name in differs if config.get(name) == "auto"}
-    return [f"changed since {checkpoint.name}: {text}" for name, text in said.items() if name not in quiet]
-
-
-def _content(old: dict, new: dict) -> list[str]:
-    """Return how data and model differ in content."""
-    faults, then, now = [], old["data"], new["data"]
-    if (then["examples"], then["rows"]) != (now["examples"], now["rows"]):
-        files = [
-            f"{name}: {then['files'].get(name, 'absent')} → {now['files'].get(name, 'absent')} bytes"
-            for name in sorted(then["files"].keys() | now["files"].keys())
-            if then["files"].get(name) != now["files"].get(name)
-        ]
-        same = "same sizes, other contents" if then["tokenizer"] == now["tokenizer"] else "another tokenizer or options"
-        faults.append(f"training data: {then['examples']} rows → {now['examples']} ({', '.join(files[:5]) or same})")
-    before, after = old["model"] or {}, new["model"] or {}
-    faults += [
-        f"model_config {name}: {before.get(name)} → {after.get(name)}"
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name) != after.get(name)
-    ]
-    return faults
+    remarks = [text for name, text in said.items() if name not in quiet] + remarks
+    return [f"changed since {checkpoint.name}: {text}" for text in remarks]
 
 
 def _schedule(run: RunConfig, old: dict, facts: dict, state: dict) -> list[str]:
@@ -188,14 +181,18 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
         raise UsageError(
             f"output_dir: another process has trained in {folder} meanwhile: the same command goes on from there"
         )
-    stale = [folder / "final"]
+    stale, own = [folder / "final"], start is not None and identity.belongs(start, folder)
+    if not own:
+        stale += [folder / "metrics.jsonl", folder / "ledger.jsonl"]
     if start is None:
-        stale += [folder / "checkpoints", folder / "metrics.jsonl", folder / "ledger.jsonl"]
+        stale.append(folder / "checkpoints")
         stale += [folder / "trackers.json"] if run.resume == "never" else []  # another run for wandb, too
     else:
         step = read_state(start)["progress"]["step"]  # its folder may have any name
         stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step]
     for path in filter(Path.exists, stale):
-        base = path.with_name(f"old_{path.name}") if start else path
+        base = path.with_name(f"old_{path.name}") if own else path
         n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
         path.rename(base.with_name(f"{base.name}.old{n}"))
+    if start and not own and run.metric_for_best_model:
+        identity.bring_best(start, folder)

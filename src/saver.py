@@ -15,11 +15,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from src import checkpoint, console, status, store
+from src import checkpoint, console, final, status, store
 from src.fields import RunConfig
-from src.inputs import Failure, Stopped, warn
+from src.inputs import Failure, Stopped, UsageError, optional, warn
 from src.launch import nodes
-from src.progress import Progress
+from src.progress import Progress, Rhythm
 from src.shards import Team, check_disk, owners
 from src.step import Objective
 from src.strategy import sharded
@@ -52,9 +52,13 @@ class Saver:
         self.memory, self.thread = checkpoint.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
-        mine = start is not None and start.parent.parent.resolve() == self.folder.resolve()
-        self.saved: int | None = checkpoint.step_of(start) if mine else None  # the step of the newest checkpoint
-        self.evaluated = checkpoint.read_state(start)["progress"]["evaluated"] if mine else None  # what that one knows
+        mine = start is not None and checkpoint.inside(start, self.folder)
+        known = checkpoint.read_state(start)["progress"] if mine else {"step": None, "evaluated": None}
+        self.saved: int | None = known["step"]  # the step of the newest checkpoint
+        self.evaluated: int | None = known["evaluated"]  # what that one knows
+        self.precision = accelerator.mixed_precision
+        self.device = accelerator.device
+        self.final: int | None = None  # step of the weights in final/
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
     def save(self, progress: Progress, meter: dict, agree) -> None:
@@ -124,6 +128,7 @@ class Saver:
     def _room_for(self, tensors: dict[str, checkpoint.Tensors]) -> None:
         """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
         needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
+        store.check_held(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / "checkpoints"  # which may be another disk
         free = shutil.disk_usage(place if place.exists() else self.folder).free
@@ -143,7 +148,7 @@ class Saver:
                 self.failures = 0  # to leave its part or why not is all that this rank can fail at
                 return
             self.saved, self.failures = step, 0
-            self._prune()
+            self._prune(state["progress"]["best_step"])
             seconds, (stall, copy) = time.perf_counter() - began, self.stalls[-1]
             log.info(
                 f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
@@ -161,8 +166,9 @@ class Saver:
 
     def _publish(self, folder: Path, write, step: int) -> bool:
         """Publish what all ranks write, on the main process; on others leave this rank's files for it."""
+        store.check_held(folder)
         if not self.together:
-            store.publish(folder, write, step=step)
+            store.publish(folder, write, step=step, mixed_precision=self.precision)
             return True
         parts = folder.with_name(f".{folder.name}.{self.turn}.parts")
         if not self.main:
@@ -175,17 +181,20 @@ class Saver:
             checkpoint.write_index(temporary)
             return entries
 
-        store.publish(folder, gathered, step=step)
+        store.publish(folder, gathered, step=step, mixed_precision=self.precision)
         return True
 
-    def _prune(self) -> None:
+    def _prune(self, best_step: int) -> None:
         try:
+            store.check_held(self.folder)
             store.tidy(self.folder / "checkpoints")
-            checkpoint.prune(self.run)
+            checkpoint.prune(self.run, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
     def _failed(self, step: int, error: Exception) -> None:
+        if store.lost(self.folder):
+            return  # Watch ends this process at its next look, and says why
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
         warn(
@@ -193,21 +202,52 @@ class Saver:
             f"on; failure {self.failures} of {self.run.max_failed_saves} in a row, after which the run ends"
         )
 
-    def export(self, step: int, agree) -> None:
-        """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays."""
-        folder, tensors = self.folder / "final", None
-        done = self.main and store.about(folder).get("step") == step and not store.faults(folder)
+    def export(self, progress: Progress, agree) -> None:
+        """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays.
+
+        It is the best checkpoint where a metric is named; with the weights of the last step, if that one is gone."""
+        folder, tensors, step, best = self.folder / "final", None, progress.step, None
+        self.catch_up(agree)
+        if self.main and self.run.metric_for_best_model and progress.best_step not in (0, step):
+            best = checkpoint.of_step(self.folder, progress.best_step)
+        self.final = progress.best_step if best else step
+        done = self.main and store.about(folder).get("step") == self.final and not store.faults(folder)
         if self.together:
-            done = bool(agree([float(done)])[0])
+            done, copied = agree([float(done), float(best is not None)]).tolist()
+            if copied and not self.main:
+                return
         if done or not (self.main or self.together):
             return
-        self.wait()
-        share = (self.rank, self.world) if self.together else (0, 1)
-        if self.sharded:
-            tensors = self._host({"model": checkpoint.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
-        write = lambda f: checkpoint.export(f, self.run, self.objective, tensors, *share, self.about["config"])  # noqa: E731
-        self.thread = threading.Thread(target=self._caught, args=(self._publish, folder, write, step))
+        share = (self.rank, self.world) if self.together else ()
+        if best:
+            work = self._copy, folder, [best, checkpoint.of_step(self.folder, step)], progress
+        else:
+            if self.sharded:
+                tensors = self._host({"model": checkpoint.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
+            work = self._export, folder, tensors, share, progress
+        self.thread = threading.Thread(target=self._caught, args=work)
         self.thread.start()
+
+    def _export(self, folder: Path, tensors, share: tuple, progress: Progress) -> None:
+        def write(temporary: Path) -> None:
+            checkpoint.export(temporary, self.run, self.objective, tensors, *(share or (0, 1)), self.about["config"])
+            final.complete_card(temporary, self.run, progress, progress.step)
+
+        self._publish(folder, write, progress.step)
+
+    def _copy(self, folder: Path, candidates: list[Path | None], progress: Progress) -> None:
+        def card(temporary: Path, step: int) -> None:
+            checkpoint.write_card(temporary, self.run, self.objective.model, self.about["config"])
+            final.complete_card(temporary, self.run, progress, step)
+
+        self.final = final.publish_copy(folder, candidates, card, self.precision)
+
+    def sample(self, task) -> str | None:
+        """Return the task's sample of the model in final/; a sample that fails is a warning."""
+        if not self.main or self.sharded:
+            return None
+        last = self.objective.model if self.final == self.saved else None
+        return optional("the sample", final.sample, task, last, self.folder / "final", self.device)
 
     def _caught(self, work, *args) -> None:
         try:
@@ -233,19 +273,21 @@ class Saver:
         while agree([0.0 if self.wait(1.0) else 1.0])[0]:
             pass
 
-    def report(self) -> str | None:
-        """Return what saving has cost training, in the middle of all saves."""
+    def report(self, when: Rhythm) -> str:
+        """Return how the run ended, which model is the best, and what saving has cost training, in the middle of all saves."""
+        lines = [when.early(), final.best(self.run, when.progress, self.final)]
         if self.failures:
-            return f"warning: the last checkpoint could not be saved ({self.reason}); the final model is whole"
-        if not self.stalls:
-            return None
-        stall, copy = (statistics.median(column) for column in zip(*self.stalls, strict=True))
-        return (
-            f"{len(self.stalls)} checkpoints; for each, training stood still {stall:.3f} s, {copy:.3f} s of it to copy"
-        )
+            lines.append(f"warning: the last checkpoint could not be saved ({self.reason}); the final model is whole")
+        elif self.stalls:
+            stall, copy = (statistics.median(column) for column in zip(*self.stalls, strict=True))
+            lines.append(
+                f"{len(self.stalls)} checkpoints; for each, training stood still {stall:.3f} s, {copy:.3f} s of it to copy"
+            )
+        return "\n".join(filter(None, lines))
 
-    def leave(self, agree, save, reason: str) -> None:
-        """End the run on all ranks before it is complete: Stopped when its state is saved, else Failure."""
+    def leave(self, agree, save, reason: str | UsageError) -> None:
+        """End the run on all ranks before it is complete: Stopped (or `reason`, if it is an error) when its state is saved,
+        else Failure."""
         if self.failures >= self.run.max_failed_saves:
             reason = f"{self.failures} failed saves in a row, before one that worked"
         self.catch_up(agree)
@@ -254,6 +296,8 @@ class Saver:
         if self.main and self.saved is not None:
             with suppress(OSError):
                 status.write(self.folder, "running", self.saved)
+        if saved and isinstance(reason, UsageError):
+            raise reason
         if saved:
             step = "" if self.saved is None else f" at step {self.saved:,}"
             raise Stopped(f"Stopped by {reason}{step}. Saved to {self.folder}; run the same command to resume.")

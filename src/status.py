@@ -14,20 +14,29 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from src import store
 from src.inputs import UsageError, warn
 from src.redact import redact
-from src.store import rewrite
 
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # files that a run writes as it goes
 FAILED = "logs/failed.json"
+SETTLING = 0.5  # seconds after which a folder that is being deleted should be gone
 SAVING = 120  # seconds that a run may take to save after its launcher is gone
 
 
-def write(folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "") -> None:
-    """Say in status.json how the run stands: running, complete, stopped or failed."""
-    value = {"status": status, "step": step, "exit_code": code, "reason": redact(reason), "launcher": os.getppid()}
-    rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
+def write(
+    folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
+) -> None:
+    """Say in status.json how the run stands: running, complete, stopped or failed; `more` is added to it."""
+    value = {
+        "status": status,
+        "step": step,
+        "exit_code": code,
+        "reason": redact(reason),
+        "launcher": os.getppid(),
+    } | more
+    store.rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
 
 
 def read(folder: Path) -> dict:
@@ -51,8 +60,9 @@ def newest_run(parent: Path, weights: bool = True) -> Path | None:
 def claim_failure(folder: Path, rank: int, message: str) -> bool:
     """Return whether this rank is the first of its run to fail; then its message stands in logs/ for the others to see."""
     file = folder / FAILED
+    temporary = file.with_name(f".failed_{rank}.tmp")
     try:
-        temporary = file.with_name(f".failed_{rank}.tmp")
+        store.check_held(file)
         temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
         os.link(temporary, file)  # fails where there is one, and is never seen half written
     except FileExistsError:
@@ -60,7 +70,8 @@ def claim_failure(folder: Path, rank: int, message: str) -> bool:
     except OSError:
         return True  # a folder that cannot be written is no reason to say nothing
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
     return True
 
 
@@ -87,14 +98,20 @@ def lock(folder: Path, patience: float = 60) -> None:
     import fcntl
 
     if _lock:
+        if reason := store.lost(folder):
+            raise UsageError(f"output_dir: {reason} while this process started: give the command again")
         return
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    file = (folder / "logs" / "rank_0.log").open("a")
+    file = _file(folder).open("a")
     began = time.monotonic()
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not _is_at(file, folder):  # deleted while this process waited for it
+                file.close()
+                return lock(folder, patience)
             _lock.append(file)
+            store.hold(folder)
             return
         except BlockingIOError:
             if time.monotonic() - began > patience:
@@ -106,7 +123,47 @@ def lock(folder: Path, patience: float = 60) -> None:
             time.sleep(0.5)
         except OSError as error:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
+            store.hold(folder)
             return
+
+
+def lost(folder: Path) -> str:
+    """Return why the run folder is not this process's any more, or nothing: it was deleted, moved or replaced, or another
+    process has locked it after the lock file was deleted. A lock file that is only deleted is made again."""
+    import fcntl
+
+    if (reason := store.lost()) or not _lock or _is_at(_lock[0], folder):
+        return reason
+    time.sleep(SETTLING)  # somebody may be deleting the whole folder
+    if reason := store.lost():
+        return reason
+    try:
+        file = _file(folder).open("a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"another process has locked {folder}"
+    except FileNotFoundError:
+        return f"{_file(folder).parent} was deleted"
+    except OSError:  # looked at again
+        return ""
+    _lock.append(file)
+    _lock.pop(0).close()
+    warn(f"{_file(folder)} was deleted: the run folder is locked again", alone=True)
+    return ""
+
+
+def _file(folder: Path) -> Path:
+    return folder / "logs" / "rank_0.log"
+
+
+def _is_at(file, folder: Path) -> bool:
+    """Return whether an open lock file is still the one in the folder; also where the file system does not answer."""
+    try:
+        return os.path.samestat(os.stat(_file(folder)), os.fstat(file.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
 
 
 def unlock() -> None:

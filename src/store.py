@@ -19,6 +19,37 @@ MANIFEST = "manifest.json"
 CHUNK = 1 << 22
 
 
+_held: dict[Path, int] = {}  # the run folder -> a descriptor of it, which keeps its inode number from being used again
+
+
+def hold(folder: Path) -> None:
+    """Remember which folder this path means now; from here on nothing of ours is written to another one in its place."""
+    if folder.absolute() not in _held:
+        with suppress(OSError):
+            _held[folder.absolute()] = os.open(folder, os.O_RDONLY)
+
+
+def lost(path: Path | None = None) -> str:
+    """Return why the folder that this process holds (one with `path` in it, if given) is not there any more, or nothing."""
+    for folder, descriptor in _held.items():
+        if path is not None and not path.absolute().is_relative_to(folder):
+            continue
+        try:
+            if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+                return f"{folder} was deleted or moved, and another folder is in its place"
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{folder} was deleted or moved"
+        except OSError:  # a file system that does not answer now says nothing about the folder
+            continue
+    return ""
+
+
+def check_held(path: Path) -> None:
+    """Raise OSError if `path` is in a folder that was deleted, moved or replaced since `hold`."""
+    if reason := lost(path):
+        raise OSError(errno.ESTALE, f"{reason}; nothing is written there")
+
+
 def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None:
     """Leave `folder` with what `write(temporary folder)` wrote and a manifest of it, or as it was.
 
@@ -28,6 +59,7 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None
     files are on the disk before that, the manifest last. OSError leaves nothing behind; a kill leaves a folder whose
     name begins with a dot, which nobody reads and the next call removes."""
     temporary, old = (folder.with_name(f".{folder.name}.{end}") for end in ("tmp", "old"))
+    check_held(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)  # a kill between the two renames below
     for left in (temporary, old):
@@ -46,6 +78,7 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None
         (temporary / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
         for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
             flush(path)
+        check_held(folder)
         if folder.exists():
             folder.rename(old)
         temporary.rename(folder)
@@ -146,6 +179,7 @@ def flush(path: Path) -> None:
 
 def rewrite(path: Path, text: str) -> None:
     """Replace a file's contents all at once: who reads it, or is killed, finds the old text or the new."""
+    check_held(path)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a symlink there would lead elsewhere
     temporary.write_text(text, encoding="utf-8")
@@ -167,6 +201,7 @@ class Lines:
         """Write what is waiting, all of it or, with an OSError, nothing."""
         if not self.waiting:
             return
+        check_held(self.path)
         data = "".join(self.waiting).encode()
         with self.path.open("ab", buffering=0) as file:
             end = file.tell()
@@ -183,6 +218,8 @@ class Lines:
         try:
             self.flush()
         except OSError as error:
+            if error.errno == errno.ESTALE and lost(self.path):
+                return  # Watch ends this process at its next look, and says why
             warn(
                 f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
             )

@@ -29,7 +29,9 @@ def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, tot
     parameters, trainable = counted.parameters, counted.trained
     width = torch.finfo(getattr(torch, run.dtype)).bits // 8
     disk = (
-        width * (parameters + footprint.moments(run) * trainable) * min(run.save_total_limit + 1, saves(run, total) + 1)
+        width
+        * (parameters + footprint.moments(run) * trainable)
+        * min(run.save_total_limit + 1 + bool(run.metric_for_best_model), saves(run, total) + 1)
         + width * parameters
     )
     warmup = warmup_updates(run, total)

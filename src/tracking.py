@@ -99,7 +99,7 @@ class Tracker:
         if self.main and text:
             console.say(text)
 
-    def end(self, sample: str | None) -> None:
+    def end(self, sample: str | None, outcome: dict) -> None:
         """Close the bar; print the last numbers, the task's sample and where the run lives."""
         self.console.end()
         if not self.main:
@@ -113,7 +113,9 @@ class Tracker:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
         with suppress(OSError):
-            status.write(self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0)
+            status.write(
+                self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0, **outcome
+            )
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 

@@ -14,10 +14,10 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from src import trackers
+from src import store, trackers
 from src.fields import RunConfig
 from src.inputs import Stopped
-from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
+from src.status import EXIT_STOPPED, failure_of_another, lost, read, unlock, write
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {"SIGINT": "Ctrl-C"}  # what people call it
@@ -51,7 +51,8 @@ class Watch:
         threading.Thread(target=self._listen, name="watch", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on there is something to save."""
+        """From now on there is something to save, on every rank in the folder that is there now."""
+        store.hold(self.folder)
         self.begun, self.last = True, time.monotonic()
 
     def requests(self) -> list[float]:
@@ -82,7 +83,9 @@ class Watch:
         if not self.begun:
             told = read(self.folder)
             if self.main and told.get("status") == "running" and told.get("launcher") == os.getppid():
-                write(self.folder, "stopped", told["step"], EXIT_STOPPED, f"Stopped by {name} before the first step.")
+                with suppress(OSError):
+                    reason = f"Stopped by {name} before the first step."
+                    write(self.folder, "stopped", told["step"], EXIT_STOPPED, reason)
             _leave(EXIT_STOPPED, early(name))
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
@@ -97,6 +100,8 @@ class Watch:
             _leave(128 + signal.Signals[signal_name], f"Stopped by a second {name} without saving (rank {self.rank}).")
 
     def _look(self) -> None:
+        if reason := lost(self.folder):  # before anything there is read, which may be another run's
+            self._abandon(reason)
         if self.parent is not None and os.getppid() != self.parent:
             self.reason = self.reason or "the end of the launcher"
         if self.begun and (other := failure_of_another(self.folder, self.rank)):
@@ -114,6 +119,14 @@ class Watch:
                     self.save = True
                 else:
                     self.reason = self.reason or "the file stop"
+
+    def _abandon(self, reason: str) -> None:
+        """End this process, which has no run folder any more, without writing to the one that may be in its place."""
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if not first:
+            time.sleep(1)  # the launcher is to notice the first rank of its node, and quote it
+        text = f"failed: output_dir: {reason} while this run trained in it: ended without saving"
+        _leave(1, text if first else "", text)
 
     def _needed(self) -> float:
         """Return the seconds that a step under way, and then a save, may still take."""

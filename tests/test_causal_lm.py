@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from src import losses
+from src import losses, status
 from src.fields import RunConfig
 from src.inputs import UsageError
 from src.tasks import causal_lm
@@ -615,3 +615,38 @@ def test_packing_is_refused_where_documents_would_see_each_other(kind, isolates)
     else:
         with pytest.raises(UsageError, match="see each other"):
             check_packing(model)
+
+
+@pytest.mark.parametrize("prompt, tokens", [("a" * 500, 120), (" ".join("xyz" * 60), 3), ("ab", 500)])
+def test_sample_of_a_prompt_longer_than_the_context(folder, prompt, tokens, capsys):
+    fields = {"sample_prompt": prompt, "sample_tokens": tokens, "max_length": 16}
+    task, _ = open_data(folder, **fields)
+    sample = task.sample(task.build())
+    assert len(task.tokenizer(sample)["input_ids"]) <= 64  # random weights may write bytes that are no text
+    assert ("sample_prompt has" in capsys.readouterr().err) == (len(prompt) > 2)
+    kept = task._prompt()
+    assert 1 <= len(kept) < 16
+    assert task.tokenizer(prompt)["input_ids"][-len(kept) :] == kept
+
+
+def test_sample_of_a_prompt_without_tokens(folder, monkeypatch, capsys):
+    task, _ = open_data(folder, sample_prompt="def")
+    end = task.tokenizer.eos_token_id
+    monkeypatch.setattr(type(task.tokenizer), "__call__", lambda self, text: {"input_ids": []})
+    assert task._prompt() == [end]
+    monkeypatch.setattr(task.tokenizer, "_special_tokens_map", {})
+    assert task.tokenizer.eos_token_id is None
+    assert task.sample(torch.nn.Identity()) is None
+    assert "sample_prompt" in capsys.readouterr().err
+
+
+def test_failing_sample_does_not_fail_the_run(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(causal_lm.Task, "sample", lambda self, model: 1 / 0)
+    fields = {"model_config": folder / "gpt2.yaml", "tokenizer_name": folder / "tokenizer", "max_length": 64}
+    fields |= {"train_file": folder / "train.jsonl", "max_steps": 1, "output_dir": "run", "sample_prompt": "def"}
+    (tmp_path / "here").mkdir()
+    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path / "here")
+    assert codes == [0], texts
+    assert "warning: the sample failed" in texts[0]
+    assert "ZeroDivisionError: division by zero" in texts[0]
+    assert status.read(tmp_path / "here" / "run")["status"] == "complete"

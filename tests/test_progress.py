@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src import evaluation, step
+from src import best, evaluation, step
 from src.checkpoint import read_state
 from src.config import RunConfig
 from src.inputs import Failure, UsageError
@@ -365,6 +365,7 @@ def test_an_evaluation_is_better_or_not(greater, values, stale):
     for at, value in enumerate(values, start=1):
         progress.step = at
         progress.judge({"loss": value, "weight": 1.0}, run)
+    assert progress.best_step == (values.index(progress.best) + 1 if progress.best is not None else 0)
     assert (progress.evaluated, progress.stale) == (len(values), stale)
     known = [value for value in values if value is not None]
     assert progress.best == ((max if greater else min)(known) if known else None)
@@ -373,6 +374,49 @@ def test_an_evaluation_is_better_or_not(greater, values, stale):
 def test_a_metric_that_an_evaluation_lacks_is_refused():
     with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
         Progress().judge({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
+
+
+@pytest.mark.parametrize(
+    "metric, given, expected",
+    [
+        (None, None, ("loss", False)),
+        ("eval_loss", None, ("loss", False)),
+        ("code/loss", None, ("code/loss", False)),
+        ("eval_f1", None, ("f1", True)),
+        ("perplexity", None, ("perplexity", True)),
+        ("perplexity", False, ("perplexity", False)),
+        ("loss", True, ("loss", True)),
+    ],
+)
+def test_direction_of_a_metric(metric, given, expected):
+    run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
+    assert best.best_by(run) == expected
+    warned = [text for text in best.doubts(run) if "perplexity" in text and "greater_is_better" in text]
+    assert bool(warned) == (metric == "perplexity" and given is None)
+
+
+@pytest.mark.parametrize("name", ["code/wer", "rmse", "bits_per_byte", "eval_word_error_rate", "eval_cer"])
+def test_lower_is_better_names_are_warned_about(name):
+    assert name.removeprefix("eval_") in best.doubts(RunConfig(metric_for_best_model=name))[0]
+    assert not best.doubts(RunConfig(metric_for_best_model=name, greater_is_better=False))
+
+
+def test_ignored_direction_is_warned_about():
+    assert "greater_is_better is ignored" in best.doubts(RunConfig(greater_is_better=True))[0]
+    assert not best.doubts(RunConfig(greater_is_better=True, early_stopping_patience=1))
+    assert not best.doubts(RunConfig(metric_for_best_model="f1"))
+
+
+@pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
+def test_another_metric_starts_the_comparison_over(change):
+    run, progress = RunConfig(metric_for_best_model="loss"), Progress()
+    for progress.step in (1, 2, 3):
+        progress.judge({"loss": float(progress.step)}, run)
+    assert (progress.best, progress.best_step, progress.stale) == (1.0, 1, 2)
+    progress.step = 4
+    progress.judge({"loss": 4.0, "f1": 0.5}, RunConfig(**{"metric_for_best_model": "loss"} | change))
+    assert (progress.best_step, progress.stale) == (4, 0)
+    assert progress.best == (0.5 if "metric_for_best_model" in change else 4.0)
 
 
 def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Rhythm:

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 import train
-from src import checkpoint, config, resume, store, weights
+from src import checkpoint, config, identity, resume, store, weights
 from src.config import RunConfig, to_yaml
 from src.inputs import UsageError
 from src.tasks import OPTIONS
@@ -267,7 +267,6 @@ FREE = {
     "dataset_revision": "v2",
     "train_file": "elsewhere.jsonl",
     "validation_file": "other.jsonl",
-    "max_eval_examples": 50,
     "dataloader_num_workers": 2,
     "dataloader_timeout": 60,
     "preprocessing_num_workers": 2,
@@ -281,7 +280,6 @@ FREE = {
     "gradient_checkpointing": True,
     "compile": True,
     "tf32": True,
-    "pad_to_multiple_of": 8,
     "ddp_comm_hook": "fp16",
     "max_steps": None,  # by its schedule, below
     "num_train_epochs": 2.5,  # max_steps wins
@@ -307,6 +305,8 @@ FREE = {
 }
 # ... and for every one that would make another run of it.
 MATHEMATICS = {
+    "max_eval_examples": 50,
+    "pad_to_multiple_of": 8,
     "task": "text_classification",
     "seed": 7,
     "streaming": True,
@@ -486,9 +486,9 @@ def test_mutant_fingerprint_of_names_and_sizes_only_is_caught(files, killed, tmp
         find(killed, found, recipe(files, train_file=path))
 
     def names_and_sizes(old, new):
-        return [] if old["data"]["files"] == new["data"]["files"] else ["training data"]
+        return [] if old["data"]["files"] == new["data"]["files"] else ["training data"], []
 
-    monkeypatch.setattr(resume, "_content", names_and_sizes)
+    monkeypatch.setattr(identity, "differences", names_and_sizes)
     assert find(killed, found, recipe(files, train_file=path)).folder  # without a word
 
 
@@ -496,7 +496,7 @@ def test_a_model_configuration_edited_in_place_is_refused_field_by_field(files, 
     path = kit.write_yaml(tmp_path / "model.yaml", kit.GPT2 | {"attn_pdrop": 0.1, "n_inner": 64})
     with pytest.raises(UsageError) as refused:
         find(run, opened(files), recipe(files, model_config=path))
-    assert "model_config attn_pdrop: 0.2 → 0.1; model_config n_inner: None → 64" in str(refused.value)
+    assert "model configuration: attn_pdrop: 0.2 → 0.1; model configuration: n_inner: None → 64" in str(refused.value)
     same = kit.write_yaml(tmp_path / "same.yaml", dict(reversed(kit.GPT2.items())))  # another order of lines
     assert find(run, opened(files), recipe(files, model_config=same)).folder.name == "step_00000008"
 

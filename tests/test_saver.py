@@ -440,12 +440,12 @@ def test_the_log_says_what_each_save_cost(straight):
 
 def kept(folder: Path, steps, values=None, **fields) -> list[int]:
     """Return which of the checkpoints of `steps`, evaluated to `values`, are kept."""
-    run = RunConfig(output_dir=str(folder), **fields)
+    run, progress = RunConfig(output_dir=str(folder), **fields), Progress()
     for number in steps:
         (folder / at_step(number)).mkdir(parents=True, exist_ok=True)
-    lines = [{"kind": "eval", "step": n, "loss": value} for n, value in (values or {}).items()]
-    kit.write_jsonl(folder / "metrics.jsonl", [{"kind": "train", "step": 1, "loss": 0.0}, *lines])
-    checkpoint.prune(run)
+    for progress.step, value in sorted((values or {}).items()):
+        progress.judge({"loss": value, "f1": value}, run)
+    checkpoint.prune(run, progress.best_step)
     return [checkpoint.step_of(path) for path in checkpoint.checkpoints(folder)]
 
 
@@ -465,8 +465,8 @@ VALUES = {n: abs(n - 3.5) for n in EVERY}  # 3 and 4 are best, 10 is worst
         ({"save_total_limit": 2, "metric_for_best_model": "loss", "greater_is_better": True}, VALUES, [9, 10]),
         ({"save_total_limit": 1, "metric_for_best_model": "loss", "save_keep_every": 5}, VALUES, [3, 5, 10]),
         ({"save_total_limit": 1, "metric_for_best_model": "loss"}, VALUES | {3: None, 4: None}, [2, 10]),
-        ({"save_total_limit": 1, "metric_for_best_model": "f1"}, VALUES, [10]),
-        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, {11: 0.0} | VALUES, [3, 10]),  # 11 is not there
+        ({"save_total_limit": 1, "metric_for_best_model": "f1"}, VALUES | {2: 99.0}, [2, 10]),
+        ({"save_total_limit": 1, "metric_for_best_model": "loss"}, {11: 0.0} | VALUES, [10]),  # 11 is not there
     ],
 )
 def test_the_last_the_best_and_every_so_many_are_kept(tmp_path, fields, values, expected):
@@ -490,8 +490,8 @@ def test_the_new_one_is_there_before_an_old_one_goes(data, straight, tmp_path):
         folder = tmp_path / name / "run"
         with pytest.MonkeyPatch.context() as patch:
 
-            def dying(run, name=name):
-                if doomed := checkpoint.expendable(run):
+            def dying(run, best_step, name=name):
+                if doomed := checkpoint.expendable(run, best_step):
                     if name != "before":
                         (doomed[0] / "model.safetensors").unlink()
                     os._exit(9)

@@ -598,3 +598,43 @@ def test_rewrite_does_not_follow_symlinks(tmp_path):
     store.rewrite(folder / "eval.json", "new")
     assert (folder / "eval.json").read_text() == "new"
     assert (tmp_path / "outside").read_text() == "kept"
+
+
+@pytest.mark.parametrize("recreated", [False, True])
+def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, recreated):
+    monkeypatch.setattr(store, "_held", {})
+    run, lines = tmp_path / "run", store.Lines(tmp_path / "run" / "metrics.jsonl")
+    run.mkdir()
+    store.hold(run)
+    lines.add({"step": 1})
+    lines.flush()
+    assert store.lost() == ""
+
+    def replace():
+        (run / "metrics.jsonl").unlink(missing_ok=True)
+        for path in sorted(run.rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        run.rmdir()
+        if recreated:
+            run.mkdir()
+
+    def write(folder: Path) -> None:
+        (folder / "a").write_text("a")
+        replace()
+        folder.mkdir(parents=True)  # as save_pretrained does
+        (folder / "a").write_text("a")
+
+    with pytest.raises(OSError, match="deleted or moved"):
+        store.publish(run / "checkpoints" / "step_00000001", write)
+    assert not (run / "checkpoints" / "step_00000001").exists()
+    assert store.lost()
+    lines.add({"step": 2})
+    for call in (
+        lines.flush,
+        lambda: store.rewrite(run / "status.json", ""),
+        lambda: store.publish(run / "final", write),
+    ):
+        with pytest.raises(OSError, match="deleted or moved"):
+            call()
+    assert not [path for path in run.rglob("*") if path.is_file()]
+    store.rewrite(tmp_path / "other.json", "")  # other folders are of no concern

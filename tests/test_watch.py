@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -361,6 +362,64 @@ def test_the_lock_outlives_no_process(tiny, straight, tmp_path, monkeypatch):
     ranks.signal(signal.SIGKILL)
     assert ranks.wait() == [-9, -9]
     finish(tmp_path, recipe(tiny, save_steps=10), 2, straight)
+
+
+def taken(folder: Path, how: str) -> dict[str, bytes] | None:
+    """Take the folder away from its trainer; return the contents of the folder that is put in its place, if one is."""
+    if how == "moved":
+        folder.rename(folder.with_name("elsewhere"))
+        return None
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # a trainer may write in the middle of it
+    if how == "deleted":
+        return None
+    (folder / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "status.json", "save", "logs/rank_0.log"):
+        (folder / name).write_text("")
+    return {name: (folder / name).read_bytes() for name in os.listdir(folder) if (folder / name).is_file()}
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced", "replaced while suspended"])
+def test_a_trainer_whose_folder_is_gone_ends_without_writing(tiny, tmp_path, how):
+    flags, folder = recipe(tiny, max_steps=100_000, save_steps=5), tmp_path / "run"
+    ranks = begin(tmp_path, flags)
+    if "suspended" in how:
+        ranks.signal(signal.SIGSTOP)
+    before = taken(folder, how)
+    if "suspended" in how:
+        ranks.signal(signal.SIGCONT)
+    assert ranks.wait(10) == [1, 1], ranks.text()
+    assert "output_dir" in ranks.text()
+    assert "ended without saving" in ranks.text()
+    if before is None:
+        assert not folder.exists()
+    else:
+        after = {name: (folder / name).read_bytes() for name in os.listdir(folder) if (folder / name).is_file()}
+        assert after == before
+        assert [path.name for path in (folder / "logs").iterdir()] == ["rank_0.log"]
+        assert not (folder / "checkpoints").exists()
+
+
+def test_a_new_run_in_the_place_of_one_with_an_orphan(tiny, straight, tmp_path):
+    orphan = begin(tmp_path, recipe(tiny, max_steps=100_000, save_steps=3))
+    taken(tmp_path / "run", "deleted")
+    new = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "new", world=2)
+    assert orphan.wait(20) == [1, 1], orphan.text()
+    assert new.wait() == [0, 0], new.text()
+    assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
+    assert kit.same(kit.Run(tmp_path / "run").weights, straight.weights)
+
+
+def test_a_deleted_lock_file_is_made_and_locked_again(tiny, straight, tmp_path, monkeypatch):
+    monkeypatch.setattr(status, "lock", partial(status.lock, patience=0.5))
+    ranks = begin(tmp_path, recipe(tiny, max_steps=100_000), world=1)
+    lock = tmp_path / "run" / "logs" / "rank_0.log"
+    lock.unlink()
+    kit.until(lock.exists, 5)
+    second = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "new")
+    assert second.wait(20) == [2], second.text()
+    ranks.signal(signal.SIGTERM)
+    check_stopped(ranks, tmp_path / "run")
 
 
 # ---- real launches --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from src.fields import RunConfig, say
-from src.inputs import UsageError, locate
+from src.inputs import UsageError, locate, warn
 from src.losses import linear_cross_entropy, linear_scores, scores
 from src.models import build_model, check_fit, check_packing, head_is_plain, load_config, load_tokenizer, tokenizer_text
 from src.rows import IGNORED, Encoder
@@ -177,12 +177,14 @@ class Task:
             return None
         model.eval()  # without dropout
         torch.manual_seed(self.run.seed)
-        inputs = self.tokenizer(self.options.sample_prompt, return_tensors="pt").to(model.device)
-        room = max(1, self.max_length - inputs["input_ids"].shape[1])
+        ids = self._prompt()
+        if not ids:
+            return None
+        inputs = torch.tensor([ids], device=model.device)
         tokens = model.generate(
-            input_ids=inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
-            max_new_tokens=min(self.options.sample_tokens, room),
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=min(self.options.sample_tokens, self.max_length - len(ids)),
             do_sample=True,
             temperature=0.7,
             top_k=40,
@@ -191,6 +193,23 @@ class Task:
             else self.tokenizer.eos_token_id,
         )
         return self.tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+    def _prompt(self) -> list[int]:
+        """Return the tokens of `sample_prompt`: of a long one the last ones, so that the sample fits into max_length."""
+        ids = self.tokenizer(self.options.sample_prompt)["input_ids"]
+        if len(ids) >= self.max_length:
+            keep = max(1, self.max_length - min(self.options.sample_tokens, self.max_length // 2))
+            warn(
+                f"sample_prompt has {len(ids)} tokens, max_length is {self.max_length}: the sample continues the last {keep}",
+                alone=True,
+            )
+            ids = ids[-keep:]
+        if not ids:  # a tokenizer may drop spaces
+            first = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
+            ids = [token for token in first if token is not None][:1]
+        if not ids:
+            warn(f"sample_prompt {self.options.sample_prompt!r} has no tokens: no sample is printed", alone=True)
+        return ids
 
 
 def _full(logits: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,240 @@
+"""What defines a run besides its fields, and which run a folder holds: no two runs are mixed, none goes on as another."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import train
+from src import checkpoint, config, identity, resume, status
+from src.inputs import UsageError
+from tests import kit
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("tiny")
+    fields = kit.tiny_files(folder)
+    values = dict(kit.TINY)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    model.save_pretrained(folder / "model")
+    del fields["model_config"]
+    return fields | {"model_name_or_path": folder / "model"}
+
+
+def recipe(tiny, **fields) -> list[str]:
+    values = {"global_batch_size": 8, "per_device_batch_size": 4, "learning_rate": 1e-2, "logging_steps": 1}
+    values |= {"max_steps": 6, "save_steps": 2, "eval_steps": 3, "save_total_limit": 9, "lr_scheduler_type": "constant"}
+    return kit.flags(**{name: value for name, value in (tiny | values | fields).items() if value is not None})
+
+
+@pytest.fixture(scope="module")
+def done(tiny, tmp_path_factory) -> kit.Run:
+    return kit.run_training(1, tmp_path_factory.mktemp("done") / "run", *recipe(tiny))
+
+
+def find(folder: Path, argv: list[str], also=None, **fields) -> resume.Start:
+    """Return what the main process would resume from."""
+    run, options = config.parse([*argv, "--output_dir", str(folder), *kit.flags(**fields)])
+    names = dict(zip([word[2:] for word in argv[::2]], argv[1::2], strict=True))
+    splits = kit.open_data(**names)[1]
+    known = {"validation": splits["validation"].facts, "mixed_precision": "no"} | (also or {})
+    values = yaml.safe_load(config.to_yaml(run, options))
+    return resume.find(run, splits["train"].facts, values, type(options), known)
+
+
+# ---- contents that a folder or the launch decides -----------------------------------------------------------------------
+
+
+def test_same_run_has_nothing_to_remark(tiny, done):
+    assert find(done.folder, recipe(tiny)) == (done.folder / "checkpoints" / "step_00000006", [])
+
+
+def test_changed_config_of_a_pretrained_model_is_refused(tiny, done, tmp_path, monkeypatch):
+    path = Path(tiny["model_name_or_path"], "config.json")
+    before = path.read_text()
+    try:
+        path.write_text(json.dumps(json.loads(before) | {"attn_pdrop": 0.9, "transformers_version": "99.0"}))
+        with pytest.raises(UsageError, match=r"attn_pdrop: 0.2 → 0.9") as refused:
+            find(done.folder, recipe(tiny))
+        assert "transformers_version" not in str(refused.value)
+    finally:
+        path.write_text(before)
+
+
+def test_changed_code_of_a_model_that_runs_it_is_refused(tiny, done):
+    path = Path(tiny["model_name_or_path"], "modeling.py")
+    path.write_text("x = 1")
+    try:
+        assert find(done.folder, recipe(tiny)).folder  # nothing runs it
+        with pytest.raises(UsageError, match=r"modeling.py: None → "):
+            find(done.folder, recipe(tiny, trust_remote_code=True))
+    finally:
+        path.unlink()
+
+
+def test_changed_validation_data_is_refused(tiny, done, tmp_path):
+    rows = Path(tiny["validation_file"]).read_text().splitlines(keepends=True)
+    other = tmp_path / "validation.jsonl"
+    other.write_text("".join(rows[1:]))
+    with pytest.raises(UsageError, match=r"validation data: 21 rows → 20"):
+        find(done.folder, recipe(tiny, validation_file=other))
+    other.write_text("".join(rows))  # moved, with the same contents
+    [remark] = find(done.folder, recipe(tiny, validation_file=other)).notes
+    assert "validation_file" in remark
+    [remark] = find(done.folder, recipe(tiny), also={"validation": None}).notes
+    assert "validation data: 21 rows → none" in remark
+
+
+def test_another_precision_is_refused_on_resume(tiny, done, tmp_path):
+    with pytest.raises(UsageError, match=r"mixed_precision: no → bf16") as refused:
+        find(done.folder, recipe(tiny), also={"mixed_precision": "bf16"})
+    assert "--init_from" in str(refused.value)
+    assert "mixed_precision no in the accelerate file" in str(refused.value)
+    codes, texts = kit.run_command(
+        "train.py",
+        *recipe(tiny, output_dir=done.folder),
+        folder=made(tmp_path / "here"),
+        world=2,
+        env={"ACCELERATE_MIXED_PRECISION": "bf16"},
+    )
+    assert codes == [2, 2], texts
+    assert "mixed_precision: no → bf16" in texts[0]
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("what", ["", "/final", "/checkpoints/step_00000006"])
+def test_evaluation_in_another_precision_warns(tiny, done, tmp_path, what):
+    if what == "":  # a whole evaluation
+        argv = ["--checkpoint", done.folder, "--output_dir", tmp_path / "out"]
+        env = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+        codes, texts = kit.run_command("eval.py", *argv, folder=made(tmp_path / "here"), env=env)
+        assert codes == [0], texts
+        assert "trained with mixed_precision no and is evaluated with bf16" in texts[0]
+        return
+
+    class Bf16:
+        mixed_precision = "bf16"
+
+    warned = []
+    run = config.RunConfig(model_name_or_path=str(done.folder) + what)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(identity, "warn", warned.append)
+        identity.warn_of_precision(run, Bf16)
+        Bf16.mixed_precision = "no"
+        identity.warn_of_precision(run, Bf16)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("commits, says", [(("a", "a"), False), (("a", "b"), True), ((None, None), False)])
+def test_another_commit_with_the_same_configuration_is_remarked(commits, says):
+    data = {"examples": 1, "rows": "", "files": {}, "tokenizer": ""}
+    old, new = ({"data": data, "model": {"a": 1}, "model_commit": commit} for commit in commits)
+    faults, remarks = identity.differences(old, new)
+    assert not faults
+    assert bool(remarks) == says
+
+
+def test_checkpoint_of_an_older_version_is_accepted_with_a_remark(tiny, done):
+    data = json.loads((done.folder / "checkpoints/step_00000006/state.json").read_text())["identity"]["data"]
+    new = {"data": data, "model": {"a": 1}, "model_commit": None, "validation": data, "mixed_precision": "no"}
+    faults, [remark] = identity.differences({"data": data, "model": None}, new)
+    assert not faults
+    for name in ("validation", "mixed_precision", "model configuration"):
+        assert name in remark
+
+
+# ---- one run in one folder ----------------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("left", ["everything", "metrics.jsonl"])
+def test_resume_into_the_folder_of_another_run_is_refused(tiny, done, tmp_path, left):
+    other = shutil.copytree(done.folder, tmp_path / "other")
+    for path in other.glob("checkpoints/*/state.json"):
+        state = json.loads(path.read_text())
+        path.write_text(json.dumps(state | {"lineage": {"run_id": "another", "began_from": None}}))
+    if left != "everything":
+        shutil.rmtree(other / "checkpoints")
+        shutil.rmtree(other / "final")
+    before, asked = contents(other), done.folder / "checkpoints" / "step_00000002"
+    codes, texts = kit.run_command(
+        "train.py", *recipe(tiny, resume=asked, output_dir=other), folder=made(tmp_path / "here"), world=2
+    )
+    assert codes == [2, 2], texts
+    last = texts[0].rstrip().splitlines()[-1]
+    for text in ("resume", str(asked), "output_dir", str(other)):
+        assert text in last
+    assert {name: value for name, value in contents(other).items() if "rank_" not in name} == {
+        name: value for name, value in before.items() if "rank_" not in name
+    }
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_run_that_began_from_a_checkpoint_is_resumed_by_the_same_command(tiny, done, tmp_path, monkeypatch, at):
+    """Killed before and after its own first checkpoint; the source may be gone by then."""
+    source = shutil.copytree(done.folder / "checkpoints" / "step_00000002", tmp_path / "good")
+    link, run = tmp_path / "link", tmp_path / "run"
+    link.symlink_to(source)
+    flags = recipe(tiny, resume=f"{link}/", save_steps=1)
+    update, count = train.update, [0]
+
+    def dies(*args):
+        count[0] += 1
+        return os._exit(9) if count[0] == at else update(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", dies)
+        with pytest.raises(kit.RankFailed):
+            kit.run_training(1, run, *flags)
+    assert len(checkpoint.checkpoints(run)) == at // 2
+    if at == 3:
+        shutil.rmtree(source)
+    again = kit.run_training(1, run, *flags)
+    assert kit.same(again.weights, done.weights)
+    assert [line["step"] for line in again.kind("train")] == [3, 4, 5, 6]
+    steps = [json.loads(line)["step"] for line in kit.ledger_text(run).splitlines()]
+    assert steps == [0, 3, 4, 5, 6]
+    assert ("holds the run that began from" in (run.with_suffix(".out") / "rank0.txt").read_text()) == (at == 3)
+
+
+def test_a_renamed_checkpoint_is_resumed_like_any_other(tiny, done, tmp_path):
+    run = shutil.copytree(done.folder, tmp_path / "run")
+    for step in (4, 6):
+        shutil.rmtree(run / "checkpoints" / f"step_{step:08d}")
+    good = (run / "checkpoints" / "step_00000002").rename(run / "checkpoints" / "good")
+    assert find(run, recipe(tiny)).folder == good
+    again = kit.run_training(1, run, *recipe(tiny))
+    assert kit.same(again.weights, done.weights)
+    assert kit.timeless(run) == kit.timeless(done.folder)
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["good", "step_00000004", "step_00000006"]
+
+    moved = good.rename(run / "best of all")  # out of the folder with the others: it is still of this run
+    assert find(run, recipe(tiny), resume=moved).folder == moved
+    again = kit.run_training(1, run, *recipe(tiny), "--resume", moved)
+    assert kit.timeless(run) == kit.timeless(done.folder)
+
+
+def test_a_fork_takes_the_best_checkpoint_along(tiny, tmp_path):
+    fields = {"metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2}
+    first = kit.run_training(1, tmp_path / "first", *recipe(tiny, **fields))
+    best = status.read(first.folder)["best_step"]
+    assert best in (2, 4)
+    fork = kit.run_training(
+        1, tmp_path / "fork", *recipe(tiny, **fields, resume=first.folder / "checkpoints" / "step_00000004")
+    )
+    assert status.read(fork.folder)["best_step"] == best
+    shutil.rmtree(first.folder)
+    assert kit.same(fork.weights, kit.load_weights(fork.folder / "checkpoints" / f"step_{best:08d}"))
+    assert kit.same(fork.weights, first.weights)
