@@ -295,6 +295,8 @@ FREE = {
     "max_failed_saves": 5,
     "drift_check_steps": 2,
     "time_limit": 60.0,
+    "project": "other",
+    "run_name": "other",
     "report_to": "none",
     "push_to_hub": True,
     "hub_model_id": "somebody/model",
