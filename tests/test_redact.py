@@ -150,3 +150,15 @@ def test_credentials_are_in_no_file_and_no_output(guarded, tmp_path, monkeypatch
     assert json.loads((run / "eval.json").read_text()) == reported[-1]
     assert leaks(run) == []
     assert "***@127.0.0.1" in yaml.safe_load((run / "config.yaml").read_text())["train_file"][0]
+
+
+def test_credentials_of_a_stream_are_in_no_file(guarded, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    fields = guarded | {"streaming": True, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run"}
+    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path, world=2)
+    assert codes == [0, 0], texts
+    assert not re.search("|".join((PASSWORD, SIGNATURE, USER)), "".join(texts))
+    assert leaks(tmp_path) == []
+    assert (tmp_path / "run" / "ledger.jsonl").exists()
