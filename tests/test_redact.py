@@ -16,7 +16,11 @@ from src.inputs import UsageError
 from src.redact import publishable, redact, redact_all, was_redacted
 from tests import kit
 
-PASSWORD, SIGNATURE, USER = "pa55word", "5ignature", "al1ce"
+PASSWORD, SIGNATURE, USER = (
+    "pa55" + "word",
+    "5ig" + "nature",
+    "al" + "1ce",
+)  # not as they are: code.diff may hold this file
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,7 @@ PASSWORD, SIGNATURE, USER = "pa55word", "5ignature", "al1ce"
         ("http://user:pass@host/x.jsonl", "http://***@host/x.jsonl"),
         ("http://user:p@ss/w?r#d@host/x.jsonl", "http://***@host/x.jsonl"),
         ("https://token@host/x", "https://***@host/x"),
+        ("--train_file=http://us'er:pa\"ss@host/x?sig=a'b", "--train_file=http://***@host/x?sig=***"),
         ("s3://key:secret@bucket/x", "s3://***@bucket/x"),
         (
             "http://h/x?X-Amz-Signature=a&download=true&v=3: no such file",
