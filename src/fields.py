@@ -130,7 +130,9 @@ class RunConfig:
     attn_implementation: str | None = say(
         "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True, from_checkpoint=plain_name
     )
-    trust_remote_code: bool = say("run code that a Hub repository brings", False, free=True, from_checkpoint=ASK)
+    trust_remote_code: bool = say(
+        "run code that a model, tokenizer, metric or attention kernel brings", False, free=True, from_checkpoint=ASK
+    )
 
     dataset_name: str | None = say(
         "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions",

@@ -7,12 +7,19 @@ too small to be a secret: a new kind of signature is removed without anybody add
 import re
 
 REMOVED = "***"
-END = r"\s\"'<>`\\"  # where a URL in a text ends
-QUERY = rf"[^{END}]*[^{END}.,:;)\]}}]"  # without the punctuation of the sentence around it
-# A password may hold any sign, though it should be encoded; a port is a number.
-_USER = re.compile(rf"([A-Za-z][A-Za-z0-9+.-]*)://([^{END}/?#:]+:(?!\d+[/?#])[^{END}]*|[^{END}/?#]+)@")
-_OF_URL = re.compile(rf"(://[^{END}?#]*[?#])({QUERY})")
-_ALONE = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))({QUERY})")  # of a path, as libraries quote it
+
+
+def _patterns(end: str) -> tuple[re.Pattern, re.Pattern]:
+    """Return what finds the user and the query of a URL that ends before a sign of `end`."""
+    # A password may hold any sign, though it should be encoded; a port is a number.
+    user = rf"([A-Za-z][A-Za-z0-9+.-]*)://([^{end}/?#:]+:(?!\d+[/?#])[^{end}]*|[^{end}/?#]+)@"
+    return re.compile(user), re.compile(rf"(://[^{end}?#]*[?#])([^{end}]*[^{end}{AFTER}])")
+
+
+AFTER = r".,:;)\]}"  # punctuation of the sentence around a URL
+END = r"\s\"'<>`\\"  # where a URL in a sentence, or in quotes, ends
+IN_TEXT, ALONE = _patterns(END), _patterns(r"\s")  # a value that is a URL may hold quotes
+_OF_PATH = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))([^{END}]*[^{END}{AFTER}])")  # as libraries quote it
 _TOKEN = re.compile(
     r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|"
     r"\bsk-[\w-]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=-]{12,}"
@@ -27,9 +34,10 @@ SAFE |= {"partition", "raw", "ref", "rev", "revision", "split", "version", "vers
 def redact(text: str) -> str:
     """Return `text` without credentials; `***` stands where they stood."""
     if "://" in text:
-        text = _OF_URL.sub(_query, _USER.sub(_user, text))
+        user, query = ALONE if re.match(r"(--[\w-]+=)?[\w+.-]+://\S+$", text) else IN_TEXT
+        text = query.sub(_query, user.sub(_user, text))
     if "?" in text:
-        text = _ALONE.sub(_query, text)
+        text = _OF_PATH.sub(_query, text)
     return _TOKEN.sub(REMOVED, text)
 
 
@@ -45,7 +53,7 @@ def redact_all(value, by=redact):
 def publishable(text: str) -> str:
     """Return `text` as strangers may read it: of a URL that held credentials, nothing of the query is left."""
     clean = redact(text)
-    return clean if clean == text and REMOVED not in text else _OF_URL.sub(rf"\g<1>{REMOVED}", clean)
+    return clean if clean == text and REMOVED not in text else IN_TEXT[1].sub(rf"\g<1>{REMOVED}", clean)
 
 
 def was_redacted(value) -> bool:

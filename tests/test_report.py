@@ -88,3 +88,12 @@ def test_what_is_no_run_is_refused_in_one_sentence(tmp_path):
     assert done.returncode == 2
     assert "give the folder of a run" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_report_is_redacted_and_follows_no_symlink(tmp_path):
+    folder = folder_with(tmp_path / "run", {"kind": "eval", "step": 1, "loss": 1.0})
+    (folder / "config.yaml").write_text("train_file: [http://user:secret@host/x.jsonl?sig=secret]")
+    (folder / "environment.json").write_text('{"command": ["http://user:secret@host/x.jsonl?sig=secret"]}')
+    (folder / "report.html").symlink_to(tmp_path / "outside")
+    assert "secret" not in report.write(folder).read_text()
+    assert not (tmp_path / "outside").exists()
