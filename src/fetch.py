@@ -7,6 +7,7 @@ when its record is there, which is written last. With HF_HUB_OFFLINE=1, or witho
 import hashlib
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -106,10 +107,10 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
     failures = 0
     while True:
         begun = part.stat().st_size if part.exists() and about.exists() else 0
-        version = json.loads(about.read_text())["version"] if begun else None
+        version = json.loads(about.read_text()) if begun else {}
         headers = {"Accept-Encoding": "identity"}
-        if begun and version:
-            headers |= {"Range": f"bytes={begun}-", "If-Range": version}
+        if begun and version["version"]:
+            headers |= {"Range": f"bytes={begun}-", "If-Range": version["version"]}
         elif told and told["etag"]:
             headers["If-None-Match"] = told["etag"]
         elif told and told["modified"]:
@@ -125,26 +126,40 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                     about.unlink(missing_ok=True)
                     continue
                 answer.raise_for_status()
+                if answer.status_code == 206 and (reason := _unfit(answer, version, begun)):
+                    about.unlink(missing_ok=True)
+                    if not begun:
+                        raise requests.RequestException(reason)
+                    continue
                 begun = begun if answer.status_code == 206 else 0
-                etag, modified = (answer.headers.get(word) for word in ("ETag", "Last-Modified"))
-                strong = etag if etag and not etag.startswith("W/") else None
-                # Of what a store keeps compressed, the length is another, and a part is none.
-                plain = answer.headers.get("Content-Encoding", "identity") == "identity"
-                length = answer.headers.get("Content-Length") if plain else None
-                total = begun + int(length) if length else None
-                leave(about, json.dumps({"version": (strong or modified) if plain else None}))
+                version = version if begun else _version(answer)
+                leave(about, json.dumps(version))
                 with open(part, "ab" if begun else "wb") as target:
-                    for chunk in _shown(answer.iter_content(CHUNK), url, begun, total):
+                    for chunk in _shown(answer.iter_content(CHUNK), url, begun, version["total"]):
+                        if not begun + came:
+                            _refuse_page(answer, chunk, about)
                         target.write(chunk)
                         target.flush()  # what is killed now goes on from here
                         came += len(chunk)
                         crew.check()
-            if total is None or begun + came == total:
+            size, total = part.stat().st_size, version["total"]
+            if size != begun + came or size != (total or size):
+                reason = f"the connection ended after {size:,} of {total or 0:,} bytes"
+            elif _replaced(url, version):
+                about.unlink(missing_ok=True)
+                reason = "the file changed while it was downloaded"
+            else:
+                if version["open"]:
+                    warn(
+                        f"{url}: the server does not say how long it is, so an early end would not be noticed",
+                        alone=True,
+                    )
                 store.flush(part)
                 part.replace(folder / name)
                 about.unlink(missing_ok=True)
-                return {"url": redact(url), "file": name, "bytes": begun + came, "etag": etag, "modified": modified}
-            reason = f"the connection ended after {begun + came:,} of {total:,} bytes"
+                return {"url": redact(url), "file": name, "bytes": size} | {
+                    key: version[key] for key in ("etag", "modified")
+                }
         except requests.RequestException as error:
             if told and not came and isinstance(error, requests.ConnectionError | requests.Timeout):
                 raise  # who has a copy need not wait for a server that is not there
@@ -153,6 +168,65 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
         if failures >= TRIES:
             raise OSError(f"{reason} (tried {TRIES} times)")
         time.sleep(2**failures / 2)
+
+
+def _version(answer) -> dict:
+    """Return what an answer with a whole file says of it: its ETag and time, its bytes, and by which of them a part can be asked for."""
+    etag, modified = (answer.headers.get(word) for word in ("ETag", "Last-Modified"))
+    strong = etag if etag and not etag.startswith("W/") else None
+    # Of what a store keeps compressed, the length is another, and a part is none.
+    plain = answer.headers.get("Content-Encoding", "identity") == "identity"
+    length = answer.headers.get("Content-Length")
+    ended = length or "chunked" in answer.headers.get(
+        "Transfer-Encoding", ""
+    )  # else the connection's end is that of the file
+    return {
+        "etag": etag,
+        "modified": modified,
+        "total": int(length) if length and plain else None,
+        "version": (strong or modified) if plain else None,
+        "open": not ended,
+    }
+
+
+def _unfit(answer, version: dict, begun: int) -> str | None:
+    """Return why the rest of a file (206) cannot be put behind the part of it that is there, or None."""
+    said = answer.headers.get("Content-Range", "")
+    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said)
+    if not match or int(match[1]) != begun or int(match[3]) != (version.get("total") or int(match[3])):
+        total = version.get("total") or "an unknown number of"
+        return f"the server answers Content-Range: {said or 'nothing'}, to a request from byte {begun} of {total} bytes"
+    for header, key in (("ETag", "etag"), ("Last-Modified", "modified")):
+        was, now = version.get(key), answer.headers.get(header)
+        if was != now and (now or header == "ETag" or not version.get("etag")):
+            return f"the rest of the file is that of another version: {header} is {now}, and was {was}"
+    version["total"] = int(match[3])
+    return None
+
+
+def _replaced(url: str, version: dict) -> bool:
+    """Return whether the server has another version than the one that has come, where it says so."""
+    import requests
+
+    try:
+        answer = requests.head(url, headers={"Accept-Encoding": "identity"}, allow_redirects=True, timeout=SILENCE[0])
+    except requests.RequestException:
+        return False
+    pairs = [
+        (version[key], answer.headers.get(word)) for key, word in (("etag", "ETag"), ("modified", "Last-Modified"))
+    ]
+    strong = [(was, now) for was, now in pairs if was and now and not (was + now).count("W/")]
+    return answer.ok and any(was != now for was, now in strong)
+
+
+def _refuse_page(answer, first: bytes, about: Path) -> None:
+    """Raise ValueError where a web page comes instead of data, as from a server that wants a login first."""
+    kind = answer.headers.get("Content-Type", "")
+    if "html" in kind and first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        about.unlink(missing_ok=True)
+        raise ValueError(
+            f"the server answers with a web page ({kind}), not with data: is a login needed, or the URL another?"
+        )
 
 
 def _other(url: str, folder: Path) -> dict:
@@ -165,6 +239,11 @@ def _other(url: str, folder: Path) -> dict:
         system.get_file(path, str(folder / "part"))
     except ImportError as error:
         raise ValueError(str(error)) from error
+    came, now = (folder / "part").stat().st_size, system.info(path)
+    if came != (told.get("size") if told.get("size") is not None else came) or any(
+        told.get(key) != now.get(key) for key in ("size", "ETag", "etag", "mtime")
+    ):
+        raise OSError(f"{came:,} bytes came of {told.get('size'):,}, or the file changed meanwhile")
     store.flush(folder / "part")
     (folder / "part").replace(folder / _name(url))
     size = (folder / _name(url)).stat().st_size

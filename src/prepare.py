@@ -34,7 +34,7 @@ BLOCK = 4 << 20  # bytes of raw rows that are in memory at a time, and packed to
 BLOCK_ROWS = 10_000  # at most
 WEEK = 7 * 24 * 3600
 FACTS = "facts.json"
-CODE = ("prepare.py", "readers.py", "rows.py", "text.py")
+CODE = ("prepare.py", "long_text.py", "readers.py", "rows.py", "text.py")
 
 
 def prepared(run: RunConfig, task: Task, split: str, source: Source, crew: Crew) -> Path:

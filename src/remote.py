@@ -4,9 +4,11 @@ Leave alone. Guarded by tests/test_remote.py and tests/test_fetch_hub.py.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 from src import fetch
@@ -24,6 +26,61 @@ def silence():
     from aiohttp import ClientTimeout
 
     return ClientTimeout(total=None, sock_connect=fetch.SILENCE[0], sock_read=fetch.SILENCE[1])
+
+
+# ---- the version that was looked up ------------------------------------------------------------------------------------
+
+_looked_up: dict[str, dict] = {}  # URL -> what its server said
+
+
+@cache
+def _watcher():
+    """Return what makes aiohttp show us each answer; one for all, because fsspec keeps a connection for each set of options."""
+    from aiohttp import TraceConfig
+
+    trace = TraceConfig()
+    trace.on_request_end.append(_compare)
+    return trace
+
+
+def same_version(url: str, told: dict | None) -> dict:
+    """Return options for aiohttp with which every answer is compared with what was said of `url` when it was looked up."""
+    _looked_up[_plain(url)] = told or {}
+    return {"trace_configs": [_watcher()]}
+
+
+def _plain(url) -> str:
+    from yarl import URL
+
+    return str(URL(url).with_fragment(None))
+
+
+async def _compare(session, context, params) -> None:
+    """Raise UsageError where an answer is of another version of a file than the one that was looked up, or another part of it."""
+    answer = params.response
+    url = _plain((answer.history[0] if answer.history else answer).url)
+    told, headers = _looked_up.get(url, {}), answer.headers
+    if answer.status not in (200, 206) or headers.get("Content-Encoding", "identity") != "identity":
+        return
+    whole = (
+        headers.get("Content-Length") if answer.status == 200 else headers.get("Content-Range", "").rpartition("/")[2]
+    )
+    asked = re.fullmatch(r"bytes=(\d+)-\d*", params.headers.get("Range", ""))
+    begun = re.match(r"bytes (\d+)-", headers.get("Content-Range", ""))
+    if answer.status == 206 and asked and (not begun or begun[1] != asked[1]):
+        said = headers.get("Content-Range") or "nothing"
+        raise UsageError(f"{url}: the server answers Content-Range: {said}, to a request from byte {asked[1]}")
+    if told.get("bytes") is not None and (whole or "").isdigit() and int(whole) not in (0, told["bytes"]):
+        raise UsageError(
+            f"{url} changed while it was trained on: it has {int(whole):,} bytes, and had {told['bytes']:,}"
+        )
+    if told.get("etag") and headers.get("ETag", told["etag"]).removeprefix("W/") != told["etag"]:
+        raise UsageError(
+            f"{url} changed while it was trained on: its ETag is {headers['ETag']}, and was {told['etag']}"
+        )
+
+
+# ---- patience ------------------------------------------------------------------------------------------------------
 
 
 def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:

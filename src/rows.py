@@ -11,7 +11,8 @@ import numpy as np
 
 from src.columns import warn_of_ignored
 from src.inputs import UsageError
-from src.text import batches, checked_chat, render_chat, require_text, token_bytes
+from src.long_text import encode_long
+from src.text import CHARACTERS, batches, checked_chat, render_chat, require_text, token_bytes
 
 IGNORED = -100
 OPTIONAL = ("labels", "attention_mask")  # columns beside `input_ids`
@@ -71,6 +72,7 @@ class Encoder:
         rows = []
         for start in starts:
             part = ids[start : start + limit]
+            part = part.tolist() if isinstance(part, np.ndarray) else part
             wanted = np.array(part if labels is None else labels[start : start + limit])[1:] != IGNORED
             size = 0 if sizes is None else int(sizes[start + 1 : start + len(part)][wanted].sum())
             cut = 0 if self.packing else len(ids) - len(part)
@@ -78,10 +80,18 @@ class Encoder:
             rows.append(row if labels is None else row | {"labels": labels[start : start + limit]})
         return rows
 
-    def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray | None]]:
-        """Yield the token ids of each text, and the bytes that each token stands for where the tokenizer can tell."""
+    def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int] | np.ndarray, np.ndarray | None]]:
+        """Yield the token ids of each text (as an array where it is long), and the bytes that each token stands for where the tokenizer can tell."""
         fast = getattr(self.tokenizer, "is_fast", False)
         for part in batches(texts):
+            if (
+                fast
+                and len(part) == 1
+                and len(part[0]) > CHARACTERS
+                and (long := encode_long(self.tokenizer, part[0], **options))
+            ):
+                yield long
+                continue
             encoded = self.tokenizer(part, return_offsets_mapping=fast, verbose=False, **options)
             spans = encoded["offset_mapping"] if fast else [None] * len(part)
             for ids, text, span in zip(encoded["input_ids"], part, spans, strict=True):
@@ -89,8 +99,10 @@ class Encoder:
 
     def _ended(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
         eos = self.tokenizer.eos_token_id
-        if not self.append_eos or eos is None or (ids and ids[-1] == eos):
+        if not self.append_eos or eos is None or (len(ids) and ids[-1] == eos):
             return ids, sizes
+        if isinstance(ids, np.ndarray):
+            return np.append(ids, np.int32(eos)), np.append(sizes, 0)
         return [*ids, eos], None if sizes is None else np.append(sizes, 0)
 
     def _encode_text(self, batch: dict, where):
@@ -135,6 +147,7 @@ class Encoder:
         prompts = self._tokenize(batch["prompt"])
         completions = self._tokenize(batch["completion"], add_special_tokens=False)
         for (head, _), (tail, sizes) in zip(prompts, completions, strict=True):
+            head, tail = (ids.tolist() if isinstance(ids, np.ndarray) else ids for ids in (head, tail))
             head = head[:-1] if head and head[-1] == self.tokenizer.eos_token_id else head
             tail, sizes = self._ended(tail, sizes)
             sizes = None if sizes is None else np.concatenate([np.zeros(len(head), np.int64), sizes])

@@ -119,7 +119,8 @@ class Source:
         # Of a Parquet file only the columns that are needed travel.
         only = {"columns": columns} if columns and self.builder == "parquet" else {}
         if "://" in file:
-            only["storage_options"] = {"client_kwargs": {"trust_env": True, "timeout": remote.silence()}}
+            about = remote.same_version(file, self.told.get(file))
+            only["storage_options"] = {"client_kwargs": {"trust_env": True, "timeout": remote.silence(), **about}}
         return datasets.load_dataset(self.builder, data_files={"train": [file]}, split="train", streaming=True, **only)
 
     def explain(self, error: Exception, files: list[str] | None = None) -> str:

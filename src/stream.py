@@ -21,6 +21,7 @@ from src.origin import ShardPlaces, decoded
 from src.plan import MicroBatch, cut, derive, permute
 from src.reader import Item, ahead, collated
 from src.remote import patiently
+from src.rows import OPTIONAL
 from src.sources import Source
 from src.tasks import Task
 
@@ -53,7 +54,7 @@ class Stream:
                 f"stream_lanes is {self.lanes}, but there are {len(self.shards)} shards (files): give at most as many lanes, or "
                 "more files"
             )
-        self.columns = None
+        self.columns, self.stamps = None, {}
         self._survey()
         # By names and sizes: files may be moved, and nodes have copies of their own.
         told = repr((source.versions(), source.hub, len(self.shards), self.lanes, BLOCK, task.fingerprint()))
@@ -123,16 +124,31 @@ class Stream:
         """Yield the raw rows of a shard in tables of BLOCK rows."""
         name = self.shards[shard]
         try:
+            self._unchanged(name)
             for table in patiently(lambda: self._rows(shard).with_format("arrow").iter(batch_size=BLOCK), name):
                 if missing := [column for column in self.columns or () if column not in table.column_names]:
                     there = ", ".join(table.column_names)
                     raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
                 check_kinds(table.schema, self.columns or [], [name], name)
+                if "input_ids" in (self.columns or ()) and (
+                    late := ({*OPTIONAL} & {*table.column_names}) - {*self.columns}
+                ):
+                    raise UsageError(
+                        f"{name}: there is a column `{late.pop()}`, unlike in the first shard: give it to all"
+                    )
                 yield table.select(self.columns) if self.columns else table
+            self._unchanged(name)
         except (UsageError, GeneratorExit):
             raise
         except Exception as error:
             raise UsageError(self.source.explain(error, [name])) from error
+
+    def _unchanged(self, name: str) -> None:
+        """Raise UsageError where a local shard is no longer the file that it was."""
+        if self.source.builder and "://" not in name:
+            [now] = self.source.stamps([name])
+            if self.stamps.setdefault(name, now) != now:
+                raise UsageError(f"{name} changed while it was trained on")
 
     def encoded(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
         """Return the columns of the rows that a block becomes."""

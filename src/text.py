@@ -36,10 +36,14 @@ def batches(texts: list[str]):
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return how many UTF-8 bytes of `text` each token stands for, from the tokens' character spans."""
+    return np.diff(bytes_reached(text, [end for _, end in spans]), prepend=0)
+
+
+def bytes_reached(text: str, ends: list[int]) -> np.ndarray:
+    """Return how many UTF-8 bytes of `text` are over after each token, from the characters where they end."""
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    ends = np.concatenate([[0], np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))])
-    reached = np.maximum.accumulate(ends[[end for _, end in spans]]) if spans else np.zeros(0, np.int64)
-    return np.diff(reached, prepend=0)
+    over = np.concatenate([[0], np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))])
+    return np.maximum.accumulate(over[ends]) if ends else np.zeros(0, np.int64)
 
 
 def pack(max_length: int, batch: dict) -> dict:

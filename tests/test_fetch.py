@@ -1,13 +1,16 @@
 """Files behind http: fetched once for all processes of a disk, never half, and every fault ends all of them with its URL."""
 
+import gzip
 import json
 import os
 import shutil
 import signal
+import socket
 import sys
+import threading
 import time
 import urllib.request
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,7 +92,9 @@ def down(hub):
 
 
 def asked(hub, name: str, since: int = 0) -> list[tuple]:
-    return [(r.status, r.range, r.sent) for r in hub.requests[since:] if r.matches(f"/files/{name}")]
+    return [
+        (r.status, r.range, r.sent) for r in hub.requests[since:] if r.method == "GET" and r.matches(f"/files/{name}")
+    ]
 
 
 def fails(ended: Ended, *words: str) -> None:
@@ -297,16 +302,18 @@ def test_a_cached_file_that_lost_its_end_is_fetched_anew(hub, tmp_path):
     assert start(hub, tmp_path, argv).rows == [expected]
 
 
-def test_a_file_that_changes_before_its_download_goes_on_is_begun_anew(hub, tmp_path, monkeypatch):
+def test_a_file_that_changes_before_its_download_goes_on_is_begun_anew(hub, tmp_path):
+    """Also where the server ignores If-Range; a mutant that does not look at the answer joins two versions."""
     put(hub, "moved.jsonl", note=100_000)
     argv, _ = _interrupted(hub, tmp_path, "moved.jsonl")
-    shutil.copytree(tmp_path / "cache", tmp_path / "other")
+    for name in ("other", "third"):
+        shutil.copytree(tmp_path / "cache", tmp_path / name)
     expected = put(hub, "moved.jsonl", 1, note=100_000)
     assert start(hub, tmp_path, argv).rows == [expected]
-
-    argv[argv.index("--cache_dir") + 1] = str(tmp_path / "other")  # the mutant asks for the rest of whatever is there
-    ended = start(hub, tmp_path, argv, before=_without_if_range)
-    assert ended.rows != [expected]
+    for name, before, right in (("other", _without_if_range, True), ("third", _trusting, False)):
+        argv[argv.index("--cache_dir") + 1] = str(tmp_path / name)
+        ended = start(hub, tmp_path, argv, before=before)
+        assert (ended.rows == [expected]) == right, ended.texts
 
 
 def _without_if_range():
@@ -314,6 +321,105 @@ def _without_if_range():
 
     get = requests.get
     requests.get = lambda url, headers, **rest: get(url, headers=headers | {"If-Range": None}, **rest)
+
+
+def _trusting():
+    _without_if_range()
+    fetch._unfit = lambda answer, version, begun: version.update(total=None)
+    fetch._replaced = lambda *_: None
+
+
+WRONG = {  # headers of a 206 that is not what was asked for
+    "another place": {"Content-Range": "bytes 0-9/{size}"},
+    "another length": {"Content-Range": "bytes {begun}-{last}/{more}"},
+    "no range": {"Content-Range": "items 1-2/3"},
+    "no total": {"Content-Range": "bytes {begun}-{last}/*"},
+    "another ETag": {"ETag": '"other"'},
+    "another time": {"Last-Modified": "Mon, 01 Jan 2001 00:00:00 GMT"},
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_rest_of_a_file_is_thrown_away(hub, tmp_path, kind):
+    expected = put(hub, name := f"{kind.replace(' ', '_')}.jsonl", note=50_000)
+    size = (hub.folder / "files" / name).stat().st_size
+
+    def wrong(request):
+        if request.range is None:
+            return Fault(close_after=int(1.5 * MB)) if not asked_before() else None
+        begun = int(request.range.removeprefix("bytes=").rstrip("-"))
+        values = {"size": size, "begun": begun, "last": size - 1, "more": size + 1}
+        return Fault(headers={key: value.format(**values) for key, value in WRONG[kind].items()})
+
+    def asked_before():
+        return [r for r in hub.requests if r.matches(f"/files/{name}") and r.range]
+
+    hub.faults[f"/files/{name}"] = wrong
+    ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", name))
+    assert ended.rows == [expected], ended.texts
+    assert [status for status, *_ in asked(hub, name)] == [200, 206, 200]
+
+
+def test_a_file_that_is_replaced_during_its_download_is_begun_anew(hub, tmp_path):
+    expected = put(hub, "replaced.jsonl", note=1000)
+    hub.faults["/files/replaced.jsonl"] = lambda r: Fault(headers={"ETag": '"old"'}) if not seen(r) else None
+
+    def seen(request):
+        return [r for r in hub.requests if r.matches("/files/replaced.jsonl") and r is not request]
+
+    assert start(hub, tmp_path, recipe(hub, tmp_path / "cache", "replaced.jsonl")).rows == [expected]
+    assert [status for status, *_ in asked(hub, "replaced.jsonl")] == [200, 200]
+
+
+def test_a_login_page_is_no_data(hub, tmp_path):
+    (hub.folder / "files/login.txt").write_text("\n<!DOCTYPE html><html>Sign in</html>")
+    hub.faults["/files/login.txt"] = Fault(headers={"Content-Type": "text/html; charset=utf-8"})
+    ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", "login.txt"))
+    fails(ended, f"train_file: {hub.files_url}/login.txt: the server answers with a web page")
+    assert not list(tmp_path.rglob("fetched.json"))
+    expected = put(hub, "mislabeled.jsonl")
+    hub.faults["/files/mislabeled.jsonl"] = Fault(headers={"Content-Type": "text/html"})
+    assert start(hub, tmp_path, recipe(hub, tmp_path / "cache", "mislabeled.jsonl")).rows == [expected]
+
+
+@contextmanager
+def raw_server(answer: bytes):
+    """Answer every request by these bytes, and close the connection."""
+
+    def serve():
+        with suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://localhost:{listener.getsockname()[1]}/raw.jsonl"
+
+
+ROW = b'{"input_ids": [1, 2, 3]}\n'
+UNENDED = {  # answers that stop before their end
+    "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW),
+    "gzip": b"Content-Encoding: gzip\r\nContent-Length: 999\r\n\r\n" + gzip.compress(ROW * 9),
+    "length": b"Content-Length: 999\r\n\r\n" + ROW,
+}
+
+
+@pytest.mark.parametrize("kind", UNENDED)
+def test_an_answer_that_ends_early_is_no_file(hub, tmp_path, kind):
+    with raw_server(b"HTTP/1.1 200 OK\r\n" + UNENDED[kind]) as url:
+        ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", url))
+    fails(ended, f"{url}: not fetched")
+    assert not list(tmp_path.rglob("fetched.json"))
+
+
+def test_an_answer_without_a_length_is_taken_with_a_warning(hub, tmp_path):
+    with raw_server(b"HTTP/1.0 200 OK\r\n\r\n" + ROW) as url:
+        ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", url))
+    assert ended.rows == [[[1, 2, 3]]], ended.texts
+    assert ended.speakers(f"warning: {url}: the server does not say how long it is") == 1
 
 
 def _naive(url, folder, told, crew):
@@ -343,8 +449,6 @@ def test_a_silent_server_is_given_up(hub, tmp_path):
 
 def test_a_server_that_compresses_unasked(hub, tmp_path):
     """As stores do with files that were uploaded so: what comes is longer than what was promised."""
-    import gzip
-
     expected = put(hub, "packed.jsonl", note=100)
     file = hub.folder / "files/packed.jsonl"
     file.write_bytes(gzip.compress(file.read_bytes()))

@@ -2,6 +2,7 @@
 
 import time
 
+import datasets
 import pytest
 
 from src import fetch, remote, sources, together
@@ -128,6 +129,37 @@ def test_a_server_that_fails_for_a_while_is_waited_for(hub, tmp_path):
         else:
             assert found == list(range(40))
             assert said.count(f"warning: {urls[1]}: ") == 1
+
+
+def _rows_after(change):
+    def read(stream):
+        change()
+        return rows_of(stream)
+
+    return read
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_file_that_changes_after_its_look_up_is_not_read(hub, tmp_path, kind):
+    def table(first: int, count: int) -> str:
+        ids = [[first + n, 7, 8] for n in range(count)]
+        datasets.Dataset.from_dict({"input_ids": ids}).to_parquet(hub.folder / "files/later.parquet")
+        return f"{hub.files_url}/later.parquet"
+
+    new = table if kind == "parquet" else (lambda first, count: put(hub, "later.jsonl", first, count))
+    for first, count, said in ((11, 20, "its ETag is"), (10, 30, "it has")):
+        url = new(10, 20)
+        assert len(opened(hub, tmp_path, url, rows_of)) == 20
+        found = opened(hub, tmp_path, url, _rows_after(lambda first=first, count=count: new(first, count)))
+        assert f"{url} changed while it was trained on: {said}" in found
+
+
+def test_another_part_than_asked_for_is_not_read(hub, tmp_path):
+    url, size = put(hub, "part.jsonl", 0), (hub.folder / "files/part.jsonl").stat().st_size
+    wrong = {"Content-Range": f"bytes 7-{size - 1}/{size}"}
+    hub.faults["/files/part.jsonl"] = lambda r: Fault(headers=wrong) if r.method == "GET" and r.range else None
+    found = opened(hub, tmp_path, url, rows_of)
+    assert f"{url}: the server answers Content-Range: bytes 7-" in found
 
 
 def test_patience_passes_over_what_has_come_and_ends(monkeypatch):

@@ -275,6 +275,27 @@ def opened(folder, files, **fields):
     return kit.open_data(**fields)[1]["train"]
 
 
+def test_a_local_shard_that_changes_is_refused(tmp_path):
+    for when in ("between passes", "during one"):
+        file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
+        stream = opened(tmp_path, file)
+        blocks = stream.blocks(0)
+        rows = next(blocks).num_rows if when == "during one" else sum(table.num_rows for table in stream.blocks(0))
+        assert rows == (512 if when == "during one" else 600)
+        with open(file, "a") as more:
+            more.write('{"input_ids": [1, 2, 3]}\n')
+        with pytest.raises(UsageError, match=r"changing\.jsonl changed while"):
+            list(blocks)
+
+
+def test_a_column_of_a_later_shard_is_not_dropped(tmp_path):
+    kit.write_jsonl(tmp_path / "0.jsonl", [{"input_ids": [1, 2, 3]}] * 9)
+    kit.write_jsonl(tmp_path / "1.jsonl", [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}] * 9)
+    stream = opened(tmp_path, [tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
+    with pytest.raises(UsageError, match=r"1\.jsonl: there is a column `attention_mask`"):
+        list(stream.blocks(1))
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
     """Also in a later block, and a rank without rows gets a filler that is none of those."""
