@@ -1,22 +1,26 @@
-"""Evaluate a run, a checkpoint or a Hub model: accelerate launch eval.py --checkpoint runs/stdlib_lm
+"""Evaluate a run, a checkpoint or a Hub model: accelerate launch eval.py [--checkpoint runs/stdlib_lm]
 
 The loss of a run is the number that train.py reported, to the last digit, on any number of processes.
 """
 
 import json
+import os
 from pathlib import Path
 
-from src import config, launch, placing, weights
+from src import config, launch, placing, status, weights
 from src.data import load, same_everywhere
 from src.environment import topology
 from src.evaluation import evaluate
+from src.inputs import UsageError
 from src.step import Objective
 from src.tasks import make_task
 from src.tracking import exact, strict, table
 
 
 def main(argv: list[str]) -> None:
-    argv, base, step = weights.to_evaluate(argv)  # --checkpoint brings the run's config; flags win over it
+    argv, base, step = weights.to_evaluate(
+        or_newest_run(argv)
+    )  # --checkpoint brings the run's config; flags win over it
     run, options = config.parse(
         argv, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
     )
@@ -29,6 +33,17 @@ def main(argv: list[str]) -> None:
     same_everywhere(accelerator, splits)
     score(run, task, splits["validation"], accelerator, step)
     launch.finish(accelerator)
+
+
+def or_newest_run(argv: list[str]) -> list[str]:
+    """Return `argv` with the newest run of runs/ as checkpoint, if it names neither checkpoint nor model."""
+    if config.given(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"} or "-h" in argv:
+        return argv
+    if (run := status.newest_run(Path("runs"))) is None:
+        raise UsageError("checkpoint: there is no run in runs/ yet: train one first, or give --checkpoint FOLDER")
+    if os.environ.get("RANK", "0") == "0":
+        print(f"No checkpoint or model is given: evaluating the newest run, {run}", flush=True)
+    return ["--checkpoint", str(run), *argv]
 
 
 def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> None:

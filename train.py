@@ -26,7 +26,7 @@ from src.weights import begin_with
 
 def main(argv: list[str]) -> None:
     watch.before_training()
-    run, options = config.parse(argv)
+    run, options = config.parse(config.or_sample(argv))
     config.check(run, options)
     launch.check_environment()
 

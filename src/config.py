@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 from src import mixture, push
-from src.fields import RunConfig
+from src.fields import NAMES_ELSEWHERE, RunConfig
 from src.inputs import UsageError, locate, nearest, read_yaml
 
 Fault = str
@@ -82,8 +82,6 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             faults.append(f"{name} is {getattr(run, name)}: it must be below 1")
     if run.warmup_steps > 1 and run.warmup_steps != int(run.warmup_steps):
         faults.append(f"warmup_steps is {run.warmup_steps}: give whole steps, or a fraction below 1")
-    if run.max_steps and run.warmup_steps > run.max_steps > 0:
-        faults.append(f"warmup_steps is {run.warmup_steps:g}: more than max_steps, which is {run.max_steps}")
     if training and numbers.get("per_device_batch_size", 0) > run.global_batch_size > 0:
         faults.append(
             f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
@@ -147,6 +145,26 @@ def _unwritable(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
 
 
+SAMPLE = "configs/stdlib_lm.yaml"
+WHAT = {"config", "task", "model_name_or_path", "model_config", "init_from"}
+WHAT |= {"dataset_name", "train_file", "validation_file", "mixture"}
+
+
+def given(argv: list[str]) -> set[str]:
+    """Return the names of the flags of a command line."""
+    return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
+
+
+def or_sample(argv: list[str]) -> list[str]:
+    """Return `argv` with the run file of the sample, if it names no run file, model or data."""
+    names = given(argv)
+    if names & (WHAT | {"help"}) or "-h" in argv:
+        return argv
+    if os.environ.get("RANK", "0") == "0":
+        print(f"No run file, model or data is given: training {SAMPLE}", flush=True)
+    return ["--config", SAMPLE, *argv]
+
+
 def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None = None):
     """Return (run, options) from flags and the YAML file that `--config` names; `base` holds values below both.
 
@@ -189,6 +207,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
             hint = (
                 f"it belongs to task {others[name]}, this is {task}"
                 if name in others
+                else f"unknown field; {NAMES_ELSEWHERE[name]}"
+                if name in NAMES_ELSEWHERE
                 else f"unknown field{nearest(name, fields)}"
             )
             faults.append(f"{source}{name}: {hint}")
@@ -210,7 +230,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
 
 
 _DESCRIPTION = (
-    "Precedence: defaults < the YAML of --config < flags. Docs: README.md. The task's options follow the run's."
+    "Precedence: defaults < the YAML of --config < flags. Docs: README.md. The task's options follow the run's. "
+    "Without a run file, model or data, train.py trains configs/stdlib_lm.yaml, and eval.py evaluates the newest run."
 )
 
 
@@ -235,7 +256,8 @@ def _flags(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[s
         elif flags:
             flags[-1][1].append(token)
         elif token != "-h":
-            faults.append(f"{token!r}: a flag was expected, --NAME VALUE")
+            run_file = f"; did you mean --config {token}?" if token.endswith((".yaml", ".yml", ".json")) else ""
+            faults.append(f"{token!r}: a flag was expected, --NAME VALUE{run_file}")
     for _, values in [item for item in flags if item[0] == "config"]:
         if path is not None or len(values) != 1:
             raise UsageError("--config: give it once, with one YAML file")

@@ -225,7 +225,7 @@ def same_everywhere(accelerator, splits: dict) -> None:
 
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
-    run, options = config.parse(argv)
+    run, options = config.parse(config.or_sample(argv))
     config.check(run, options)
     splits = load(run, make_task(run, options))
     for name, split in splits.items():

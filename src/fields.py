@@ -46,6 +46,28 @@ SCHEDULES = [
     "cosine_with_min_lr",
     "warmup_stable_decay",
 ]
+# What other programs call a field, and where to find it here: an unknown flag of that name is answered with it.
+NAMES_ELSEWHERE = {
+    "lr": "give learning_rate",
+    "epochs": "give num_train_epochs",
+    "steps": "give max_steps",
+    "output": "give output_dir",
+    "model": "give model_name_or_path",
+    "model_name": "give model_name_or_path",
+    "dataset": "give dataset_name or train_file",
+    "data": "give dataset_name or train_file",
+    "batch_size": "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)",
+    "train_batch_size": "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)",
+    "per_device_train_batch_size": "give per_device_batch_size, and global_batch_size for the optimizer step",
+    "gradient_accumulation_steps": "it follows from global_batch_size / per_device_batch_size / processes",
+    "warmup_ratio": "give warmup_steps as a fraction below 1",
+    "resume_from_checkpoint": "give resume",
+    "bf16": "mixed_precision is set in the accelerate file, or by accelerate launch --mixed_precision bf16",
+    "fp16": "mixed_precision is set in the accelerate file, or by accelerate launch --mixed_precision fp16",
+    "mixed_precision": "it belongs before train.py: accelerate launch --mixed_precision bf16 train.py",
+    "num_processes": "it belongs before train.py: accelerate launch --num_processes 2 train.py, or make train NPROC=2",
+    "config_file": "before train.py it is the accelerate file, after it give config",
+}
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 

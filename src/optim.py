@@ -34,13 +34,16 @@ def make_optimizer(run: RunConfig, model: torch.nn.Module, fused: bool = True) -
     return torch.optim.AdamW(groups, betas=(run.adam_beta1, run.adam_beta2), eps=run.adam_epsilon, **options)
 
 
+def warmup_updates(run: RunConfig, total: int) -> int:
+    """Return the updates of warmup in a run of `total` updates: at most all of them, as in a short trial."""
+    return min(total, round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps))
+
+
 def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
     """Return completed updates -> learning rate, by transformers' schedule of the same name over `total` updates."""
     from transformers import get_scheduler
 
-    warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
-    if warmup > total:
-        raise UsageError(f"warmup_steps is {run.warmup_steps:g}: more than the {total} steps of the run")
+    warmup = warmup_updates(run, total)
     base = torch.optim.SGD([torch.zeros(1)], lr=run.learning_rate)
     kwargs = dict(run.lr_scheduler_kwargs or {})
     if run.lr_scheduler_type == "warmup_stable_decay":
@@ -54,7 +57,7 @@ def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
             scheduler_specific_kwargs=kwargs,
         )
         factor = scheduler.lr_lambdas[0]
-        if not all(math.isfinite(factor(update)) for update in (0, total // 2, total)):
+        if not all(math.isfinite(factor(update)) for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would not be finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {run.lr_scheduler_type} does not take {kwargs}: {error}") from error

@@ -20,6 +20,7 @@ from src.inputs import UsageError, warn
 from src.store import rewrite
 
 EXIT_STOPPED = 75
+ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # files that a run writes as it goes
 FAILED = "logs/failed.json"
 SAVING = 120  # seconds that a run may take to save after its launcher is gone
 
@@ -36,6 +37,16 @@ def read(folder: Path) -> dict:
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
         return {}
+
+
+def newest_run(parent: Path) -> Path | None:
+    """Return the folder in `parent` of the run that was last active and has weights to look at, or None."""
+    active = {}
+    for folder in parent.iterdir() if parent.is_dir() else []:
+        if (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*")):
+            times = [file.stat().st_mtime for name in ACTIVE if (file := folder / name).exists()]
+            active |= {folder: max(times)} if times else {}
+    return max(active, key=active.get, default=None)
 
 
 def claim_failure(folder: Path, rank: int, message: str) -> bool:

@@ -10,6 +10,7 @@ import torch
 from src import footprint
 from src.facts import facts_in_words, notes_on_data
 from src.fields import RunConfig
+from src.optim import warmup_updates
 from src.plan import steps_per_epoch
 from src.progress import Progress
 from src.step import Objective
@@ -31,7 +32,7 @@ def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, tot
         width * (parameters + footprint.moments(run) * trainable) * min(run.save_total_limit + 1, saves(run, total) + 1)
         + width * parameters
     )
-    warmup = round(run.warmup_steps * total) if run.warmup_steps < 1 else int(run.warmup_steps)
+    warmup = warmup_updates(run, total)
     corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
     rows = {"task": run.task, "training data": facts_in_words(train.facts)}
     if train.quotas:
@@ -80,6 +81,10 @@ def notes(run: RunConfig, splits: dict, start, progress: Progress, complete: boo
             "--output_dir, or --resume never to start it anew"
         )
     found += notes_on_data(splits)
+    if run.warmup_steps > (total := total_steps(run, splits["train"].facts["examples"])):
+        found.append(
+            f"warning: warmup_steps {run.warmup_steps:g} is more than the {total} steps of the run (max_steps): {total} are used"
+        )
     if run.max_steps and run.num_train_epochs != RunConfig.num_train_epochs:
         found.append(f"num_train_epochs {run.num_train_epochs:g} is ignored: max_steps {run.max_steps} wins")
     return found
