@@ -19,10 +19,19 @@ endif
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
 export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE ?= 1
-LAUNCH = $(VENV)/accelerate launch --quiet --config_file $(ACCELERATE) --num_processes $(NPROC)
-# A run on several processes gets a folder of its own, so that you can compare its numbers with those of one.
+LAUNCH = --config_file '$(ACCELERATE)' --num_processes $(NPROC)
+# The folder of a run whose YAML and ARGS name none; of a run on several processes another one, so that you can compare both.
 OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)proc)
-RUN ?= $(shell ls -td runs/*/config.yaml 2>/dev/null | head -1 | xargs -r dirname)
+OUT_GIVEN = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')
+# RUN=folder, or the run in runs/ that was written to last.
+define find_run
+run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.status --newest)}"; \
+test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
+endef
+
+ifneq ($(word 2,$(CONFIG)),)
+$(error CONFIG is '$(CONFIG)': make takes no path with a space; give it to train.py as --config)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup data train eval test test-gpu test-cluster lint format bench report ledger storm clean distclean
@@ -47,14 +56,13 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 	@echo "Installed: .venv is ready."
 
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
-	$(VENV)/python -m src.status $(OUT) -- $(LAUNCH) train.py --config $(CONFIG) --output_dir $(OUT) $(ARGS)
+	@$(VENV)/python -m src.attend '$(OUT)' -- $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_GIVEN) $(ARGS)
 
 data: .venv/done ## fetch and prepare the data of CONFIG, without training; on a machine without a GPU if you like
-	$(VENV)/python -m src.data --config $(CONFIG) $(ARGS)
+	@$(VENV)/python -m src.data --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the last run (RUN=folder for another one)
-	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
-	$(LAUNCH) eval.py --checkpoint $(RUN) $(ARGS)
+	@$(VENV)/python -m src.attend -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
 
 test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a task)
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(ARGS)
@@ -77,11 +85,10 @@ bench: .venv/done ## measure the loop against a plain one, side by side
 	$(VENV)/python benchmarks/loop.py $(ARGS)
 
 report: .venv/done ## write report.html of the last run (RUN=folder for another one)
-	@test -n "$(RUN)" || { echo "there is no run yet in runs/: make train first, or give RUN=folder"; exit 2; }
-	$(VENV)/python -m src.report $(RUN)
+	@$(find_run); $(VENV)/python -m src.report "$$run"
 
-ledger: ## did RUN train on what its plan says, or (OTHER=folder) on what another run did?
-	$(VENV)/python -m src.ledger $(RUN) $(OTHER)
+ledger: .venv/done ## did RUN train on what its plan says, or (OTHER=folder) on what another run did?
+	@$(find_run); $(VENV)/python -m src.ledger "$$run" $(if $(OTHER),'$(OTHER)')
 
 storm: .venv/done ## kill a run of CONFIG at random moments, again and again (KILLS=20), and compare it with an undisturbed one
 	$(VENV)/python -m tests.storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)

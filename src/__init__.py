@@ -44,3 +44,22 @@ if _problem:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write("error: %s\n" % _problem)
     sys.exit(2)
+
+
+_words = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
+
+
+def _stop(number, _):
+    """End at once, while libraries are imported or a model is evaluated: nothing can be lost."""
+    training = "train.py" in _words
+    if os.environ.get("RANK", "0") == "0":
+        early = " before training began: there is nothing to save" if training else ""
+        os.write(2, ("\nStopped by Ctrl-C%s.\n" % early).encode())
+    os._exit(75 if training else 130)
+
+
+if os.path.basename(sys.argv[0]) in ("train.py", "eval.py") or "src.attend" in _words[1:3]:
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a job in the background
+        signal.signal(signal.SIGINT, _stop)  # until src/watch.py or src/attend.py takes over

@@ -177,7 +177,7 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
     from src.tasks import OPTIONS
 
     faults, items = [], []
-    flags, path = _flags(argv, faults)
+    flags, path = flags_of(argv, faults)
     items += [("", name, value) for name, value in (base or {}).items() if value is not None]
     if path:
         items += [(f"{path}: ", name, value) for name, value in read_yaml(path).items() if value is not None]
@@ -246,7 +246,7 @@ def _listed(faults: list[Fault]) -> str:
     return faults[0] if len(faults) == 1 else f"{len(faults)} faults:\n" + "\n".join(f"  {fault}" for fault in faults)
 
 
-def _flags(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[str]]], str | None]:
+def flags_of(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[str]]], str | None]:
     """Split a command line into (name, values) pairs and the path that --config names."""
     flags, path = [], None
     for token in argv:

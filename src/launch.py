@@ -197,11 +197,11 @@ def main(work: Callable[[list[str]], None]) -> None:
             _fail(error)
         _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ", error)
     except Stopped as error:
-        _end(status.EXIT_STOPPED, f"stopped: {error}")
+        _end(status.EXIT_STOPPED, str(error))
     except Failure as error:
         _end(1, f"failed: {error}", "", error)
     except KeyboardInterrupt:
-        _end(130, "interrupted")
+        _end(130, "Stopped by Ctrl-C.")
     except Exception as error:
         _fail(error)
 

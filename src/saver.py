@@ -246,7 +246,7 @@ class Saver:
     def leave(self, agree, save, reason: str) -> None:
         """End the run on all ranks before it is complete: Stopped when its state is saved, else Failure."""
         if self.failures >= self.run.max_failed_saves:
-            reason = f"no checkpoint could be saved {self.failures} times in a row, but now"
+            reason = f"{self.failures} failed saves in a row, before one that worked"
         self.catch_up(agree)
         save()
         saved = self.finish(agree)
@@ -254,7 +254,8 @@ class Saver:
             with suppress(OSError):
                 status.write(self.folder, "running", self.saved)
         if saved:
-            raise Stopped(f"{reason}; everything is saved in {self.folder}, and the same command goes on")
+            step = "" if self.saved is None else f" at step {self.saved:,}"
+            raise Stopped(f"Stopped by {reason}{step}. Saved to {self.folder}; run the same command to resume.")
         raise Failure(
             f"no checkpoint could be saved: {self.reason or 'the main process says why'}. Make room or mend the disk, and the "
             "same command goes on from the last one"

@@ -1,7 +1,7 @@
 """How a run stands, for other processes: RUN/status.json, the mark of the first rank that failed, the lock, exit codes.
 
     python -m src.status RUN [CODE]           prints the run's own exit code, where a launcher knows only 0 and 1
-    python -m src.status RUN -- COMMAND …     runs a launcher, passes signals on, and ends when the run does, with its code
+    python -m src.status --newest             prints the folder in runs/ that a run wrote to last
 
 Leave alone. Guarded by tests/test_watch.py. Exit codes: 0 complete · 1 failed · 2 the user can mend it · 75 stopped, saved,
 to be started again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
@@ -9,8 +9,6 @@ to be started again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a se
 
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -39,11 +37,11 @@ def read(folder: Path) -> dict:
         return {}
 
 
-def newest_run(parent: Path) -> Path | None:
-    """Return the folder in `parent` of the run that was last active and has weights to look at, or None."""
+def newest_run(parent: Path, weights: bool = True) -> Path | None:
+    """Return the folder in `parent` of the run that was last active (of those that have saved weights), or None."""
     active = {}
     for folder in parent.iterdir() if parent.is_dir() else []:
-        if (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*")):
+        if not weights or (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*")):
             times = [file.stat().st_mtime for name in ACTIVE if (file := folder / name).exists()]
             active |= {folder: max(times)} if times else {}
     return max(active, key=active.get, default=None)
@@ -116,35 +114,27 @@ def unlock() -> None:
         _lock.pop().close()
 
 
+def wait_for_end(folder: Path) -> None:
+    """Return when no process trains in `folder`: a launcher may die before its child has saved."""
+    if read(folder).get("status") == "running":
+        with suppress(UsageError):
+            lock(folder, patience=SAVING)
+
+
 def main(argv: list[str]) -> int:
-    """Print how a run stands to stderr, and its exit code to stdout; or see to a launcher and return the run's code."""
+    """Print how a run stands to stderr and its exit code to stdout; or, for --newest, the folder of the newest run."""
+    if argv == ["--newest"]:
+        print(newest_run(Path("runs"), weights=False) or "")
+        return 0
     if not argv or argv[0].startswith("-"):
-        print("give a run folder: python -m src.status RUN [CODE | -- COMMAND …]", file=sys.stderr)
+        print("give a run folder: python -m src.status RUN [CODE]", file=sys.stderr)
         return 2
-    folder, command = Path(argv[0]), argv[2:] if argv[1:2] == ["--"] else []
-    launched = _attend(folder, command) if command else 1
-    status = read(folder)
+    status = read(Path(argv[0]))
     code = status.get("exit_code")
-    if command:
-        return launched if code is None else code
     if status:
         print(f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}", file=sys.stderr)
     print(code if code is not None else argv[1] if argv[1:] else 1)
     return 0
-
-
-def _attend(folder: Path, command: list[str]) -> int:
-    """Return the exit code of `command` when it and the run in `folder` have ended: a launcher may die before its child has saved."""
-    (folder / "status.json").unlink(missing_ok=True)
-    child = subprocess.Popen(command)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-        signal.signal(number, lambda number, _: child.send_signal(number))
-    code = child.wait()
-    if read(folder).get("status") == "running" and read(folder).get("launcher") == child.pid:
-        with suppress(UsageError):
-            lock(folder, patience=SAVING)
-    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from src.inputs import Stopped
 from src.status import EXIT_STOPPED, failure_of_another, read, unlock, write
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+NAMES = {"SIGINT": "Ctrl-C"}  # what people call it
 SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
 LOOK = 0.5  # seconds between two looks at files and clocks
 PARENT = os.getppid()  # the launcher, if there is one: read before anything slow, in which it may end
@@ -29,7 +30,8 @@ class Watch:
     """Listens from its creation on; before `begin` a signal ends the process at once, since nothing could be lost."""
 
     def __init__(self, accelerator, run: RunConfig):
-        self.rank, self.main, self.folder = accelerator.process_index, accelerator.is_main_process, Path(run.output_dir)
+        self.rank, self.world = accelerator.process_index, accelerator.num_processes
+        self.main, self.folder = accelerator.is_main_process, Path(run.output_dir)
         self.limit = None if run.time_limit is None else STARTED + 60 * run.time_limit
         self.reason: str | None = None  # why this rank wants to stop
         self.save = False
@@ -62,7 +64,7 @@ class Watch:
         return float(self.reason is not None)
 
     def why(self) -> str:
-        return self.reason or "another rank was asked to"
+        return self.reason or "a signal to another rank"
 
     def _listen(self) -> None:
         while True:
@@ -73,22 +75,26 @@ class Watch:
             with suppress(OSError):  # a file system that hiccups is looked at again
                 self._look()
 
-    def _signal(self, name: str) -> None:
-        now = time.monotonic()
+    def _signal(self, signal_name: str) -> None:
+        now, name = time.monotonic(), NAMES.get(signal_name, signal_name)
         if not self.begun:
             told = read(self.folder)
             if self.main and told.get("status") == "running" and told.get("launcher") == os.getppid():
-                write(self.folder, "stopped", told["step"], EXIT_STOPPED, f"{name} before the first step")
-            _leave(EXIT_STOPPED, f"{name} before training began: nothing to save")
+                write(self.folder, "stopped", told["step"], EXIT_STOPPED, f"Stopped by {name} before the first step.")
+            _leave(EXIT_STOPPED, early(name))
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
-            print(f"\nrank {self.rank}: {name}: saving at the next step, once more ends at once", file=sys.stderr)
+            rank = f"rank {self.rank}: " if self.world > 1 else ""
+            print(
+                f"\n{rank}{name}: saving after this step, then stopping; once more stops without saving",
+                file=sys.stderr,
+            )
         elif now - self.heard > SAME:
-            _leave(128 + signal.Signals[name], f"rank {self.rank}: {name} again: ended at once, without saving")
+            _leave(128 + signal.Signals[signal_name], f"Stopped by a second {name} without saving (rank {self.rank}).")
 
     def _look(self) -> None:
         if self.parent is not None and os.getppid() != self.parent:
-            self.reason = self.reason or "the launcher is gone"
+            self.reason = self.reason or "the end of the launcher"
         if self.begun and (other := failure_of_another(self.folder, self.rank)):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
             _leave(1, "", f"rank {other} failed")
@@ -113,9 +119,13 @@ class Watch:
 def before_training() -> None:
     """Let a signal end this process at once with the code of a stop, until a Watch hears it: nothing can be lost yet."""
     for number in SIGNALS:
-        signal.signal(
-            number, lambda number, _: _leave(EXIT_STOPPED, f"{signal.Signals(number).name} before training began")
-        )
+        signal.signal(number, lambda number, _: _leave(EXIT_STOPPED, early(signal.Signals(number).name)))
+
+
+def early(name: str) -> str:
+    """Return what the first rank prints, and the others do not, when a signal ends all before training begins."""
+    first = os.environ.get("RANK", "0") == "0"
+    return f"Stopped by {NAMES.get(name, name)} before training began: there is nothing to save." if first else ""
 
 
 def _launched() -> bool:
@@ -125,7 +135,7 @@ def _launched() -> bool:
 def check_launcher() -> None:
     """End where the launcher has ended while data was made ready: its store, and the other ranks, are gone."""
     if _launched() and os.getppid() != PARENT:
-        raise Stopped("the launcher is gone")
+        raise Stopped("Stopped before training began: the launcher is gone.")
 
 
 def _nothing(number, frame) -> None:

@@ -422,7 +422,7 @@ def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_
         kit.spawn(1, _stopped, argv, 4, 0, False, 4.0, out=tmp_path / "out")
     done = kit.last_step(tmp_path / "run")
     assert done >= 6
-    if "everything is saved" in ended.value.texts[0]:
+    if "Saved to" in ended.value.texts[0]:
         assert ended.value.codes == [75]
         assert saved(tmp_path / "run")[-1] == done
     else:

@@ -61,7 +61,7 @@ def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
     assert step == kit.last_step(folder)
     told = status.read(folder)
     assert (told["status"], told["step"], told["exit_code"]) == ("stopped", step, 75)
-    assert "everything is saved" in ranks.text()
+    assert f"at step {step:,}. Saved to run" in ranks.text()
     return step
 
 
@@ -101,7 +101,7 @@ def test_every_signal_to_any_rank_stops_all(tiny, straight, tmp_path, workers):
         time.sleep(random.uniform(0, 0.1))
         ranks.signal(number, *chosen, group=bool(workers))
         check_stopped(ranks, tmp_path / "run")
-        assert f"{number.name}: saving at the next step" in ranks.text()
+        assert f"{watch.NAMES.get(number.name, number.name)}: saving after this step" in ranks.text()
         assert "DataLoader worker" not in ranks.text()
     finish(tmp_path, flags, 2, straight)
 
@@ -228,7 +228,7 @@ def test_a_second_signal_ends_at_once_even_in_a_blocking_call(tiny, tmp_path, mo
     assert all(process.is_alive() for process in ranks.processes)
     ranks.signal(number)
     assert ranks.wait(5) == [128 + number] * 2, ranks.text()
-    assert "ended at once, without saving" in ranks.text()
+    assert "without saving" in ranks.text()
 
 
 def test_two_copies_of_a_signal_within_a_second_count_as_one(tiny, straight, tmp_path, monkeypatch):
@@ -322,7 +322,7 @@ def test_status_says_how_a_run_stands(tiny, tmp_path, monkeypatch):
     }
     ranks.signal(signal.SIGTERM)
     step = check_stopped(ranks, folder)
-    assert status.read(folder)["reason"].startswith("stopped: SIGTERM; everything is saved")
+    assert status.read(folder)["reason"].startswith(f"Stopped by SIGTERM at step {step}")
     assert code_of(folder) == 75
 
     with monkeypatch.context() as patch:
@@ -448,7 +448,7 @@ def test_a_worker_that_was_told_to_stop_is_not_started_again(slow, tmp_path):
     told = status.read(folder)
     assert (told["status"], told["exit_code"]) == ("stopped", 75), run.output.read_text()
     assert told["step"] == kit.last_step(folder) == checkpoint.step_of(checkpoint.newest(folder))
-    assert run.output.read_text().count("saving at the next step") == 1
+    assert run.output.read_text().count("saving after this step") == 1
 
 
 def test_accelerate_launch_leaves_its_child_which_saves_and_ends(slow, tmp_path):
@@ -461,7 +461,7 @@ def test_accelerate_launch_leaves_its_child_which_saves_and_ends(slow, tmp_path)
     assert run.process.wait(10) == -signal.SIGTERM
     kit.until(lambda: status.read(folder)["status"] == "stopped", 15)
     told = status.read(folder)
-    assert told["reason"].startswith("stopped: the launcher is gone")
+    assert told["reason"].startswith("Stopped by the end of the launcher")
     assert told["step"] == kit.last_step(folder) == checkpoint.step_of(checkpoint.newest(folder))
     kit.until(lambda: not run.workers(), 15)
 
