@@ -31,6 +31,7 @@ def main(argv: list[str]) -> None:
     splits = load(run, task, wanted=("validation",))
     accelerator = launch.start(run)
     same_everywhere(accelerator, splits)
+    same_weights(accelerator, run.model_name_or_path)
     score(run, task, splits["validation"], accelerator, step)
     launch.finish(accelerator)
 
@@ -44,6 +45,14 @@ def or_newest_run(argv: list[str]) -> list[str]:
     if os.environ.get("RANK", "0") == "0":
         print(f"No checkpoint or model is given: evaluating the newest run, {run}", flush=True)
     return ["--checkpoint", str(run), *argv]
+
+
+def same_weights(accelerator, name: str | None) -> None:
+    """Raise UsageError on all ranks if they found different weights: a run that is still training saved in between."""
+    from accelerate.utils import gather_object
+
+    if len(found := sorted(map(str, set(gather_object([name]))))) > 1:
+        raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
 
 
 def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> None:

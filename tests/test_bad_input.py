@@ -89,10 +89,6 @@ CASES = {
     "micro above global": Case(
         "per_device_batch_size is 9|global_batch_size, which is 8", {"per_device_batch_size": 9}
     ),
-    "warmup above steps": Case("warmup_steps is 5|max_steps, which is 2", {"warmup_steps": 5}),
-    "warmup above the epochs' steps": Case(
-        "warmup_steps is 5000|more than the", {"warmup_steps": 5000, "max_steps": None, "num_train_epochs": 1}
-    ),
     "best by what is not evaluated": Case(
         "metric_for_best_model|save_steps (10) is no multiple of eval_steps (4)",
         {"metric_for_best_model": "loss", "save_steps": 10, "eval_steps": 4},

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,10 +48,39 @@ def test_train_and_evaluate_from_another_folder_give_the_same_number(files, tmp_
     assert str(reported["loss"]) in done.stdout  # to the last digit
 
 
+def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
+    """Both, as people try a template; the loss is the same to the last digit, and the sample is no file of the clone."""
+    for name in ("train.py", "eval.py", "src", "configs"):
+        copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
+        copy(kit.REPOSITORY / name, tmp_path / name)
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    none = command(sys.executable, "eval.py", folder=tmp_path)
+    assert none.returncode == 2
+    assert "runs/" in none.stderr.strip().splitlines()[-1]
+
+    small = ["--max_eval_examples", 4, "--sample_tokens", 1, "--max_length", 32]
+    done = command(*launch, "train.py", "--max_steps", 6, *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "configs/stdlib_lm.yaml" in done.stdout.splitlines()[0]
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "warmup_steps" in line]
+    assert len(said) == 1
+    assert "50" in said[0]
+    assert "6 steps" in said[0]
+    run = kit.Run(tmp_path / "runs" / "stdlib_lm")
+    assert [line["step"] for line in run.kind("train")] == [6]
+    assert not (tmp_path / "data").exists()
+
+    done = command(*launch, "eval.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "runs/stdlib_lm" in done.stdout.splitlines()[0]
+    values = json.loads((run.folder / "eval.json").read_text())
+    assert values["loss"] == run.kind("eval")[-1]["loss"]
+
+
 def test_help_ends_well():
     done = command(sys.executable, kit.REPOSITORY / "train.py", "--help", folder=Path("/"))
     assert done.returncode == 0
-    for part in ("the run:", "task causal_lm:", "--global_batch_size", "--packing"):
+    for part in ("configs/stdlib_lm.yaml", "the run:", "task causal_lm:", "--global_batch_size", "--packing"):
         assert part in done.stdout
     assert done.stderr == ""
 

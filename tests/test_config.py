@@ -218,3 +218,38 @@ def test_the_shipped_run_files_are_valid_and_begin_with_their_command(name):
     first = (kit.REPOSITORY / name).read_text().splitlines()[0]
     assert first.startswith("# accelerate launch --config_file accelerate_configs/")
     assert first.endswith(f"train.py --config {name}")
+
+
+@pytest.mark.parametrize(
+    "words, used",
+    [
+        ([], True),
+        (["--max_steps", "20", "--output_dir=x"], True),
+        (["--config", "run.yaml"], False),
+        (["--model-config=llama.yaml"], False),
+        (["--train_file", "a.jsonl"], False),
+        (["--task", "text_classification"], False),
+        (["--help"], False),
+    ],
+)
+def test_the_sample_is_trained_where_nothing_is_named(words, used, capsys):
+    assert config.or_sample(words) == (["--config", config.SAMPLE, *words] if used else words)
+    assert (config.SAMPLE in capsys.readouterr().out) == used
+    if used:
+        run, _ = config.parse(config.or_sample(words))
+        assert run.max_steps == (20 if words else 600)
+        assert run.output_dir == ("x" if words else "runs/stdlib_lm")
+
+
+@pytest.mark.parametrize(
+    "wrong, right",
+    [("lr", "learning_rate"), ("per_device_train_batch_size", "per_device_batch_size"), ("bf16", "mixed_precision")],
+)
+def test_names_of_other_programs(here, wrong, right):
+    message = faults(f"--{wrong}", 1)
+    assert message.startswith(f"--{wrong}: ")
+    assert right in message
+
+
+def test_a_run_file_without_its_flag(here):
+    assert "--config configs/stdlib_lm.yaml" in faults("configs/stdlib_lm.yaml")

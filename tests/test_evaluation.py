@@ -9,6 +9,8 @@ import sys
 import pytest
 import torch
 
+from src import status
+from src.inputs import UsageError
 from tests import kit
 
 
@@ -164,3 +166,40 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent
     with_repeats = sum(s for s, _ in repeated) / sum(n for _, n in repeated)
     assert abs(mean_of_means - loss / targets) > 1e-4
     assert abs(with_repeats - loss / targets) > 1e-6
+
+
+def _same_weights(*names) -> str:
+    import eval as evaluation
+    from src import launch
+    from src.fields import RunConfig
+
+    accelerator = launch.start(RunConfig(output_dir="unused"))
+    try:
+        evaluation.same_weights(accelerator, names[accelerator.process_index])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_found_different_weights_refuse(tmp_path):
+    assert kit.spawn(2, _same_weights, "runs/a/final", "runs/a/final", out=tmp_path / "one") == ["", ""]
+    one, other = kit.spawn(2, _same_weights, "step_10", "step_20", out=tmp_path / "two")
+    assert one == other
+    assert "step_10 and step_20" in one
+
+
+def test_the_newest_run_with_weights(tmp_path):
+    assert status.newest_run(tmp_path / "runs") is None
+    for age, name in enumerate(["new", "old", "without weights", "not a run"]):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        if name != "not a run":
+            (folder / "metrics.jsonl").touch()
+            os.utime(folder / "metrics.jsonl", (1e9, 1e9 - age))
+    (tmp_path / "runs" / "old" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "runs" / "new" / "final").mkdir()
+    os.utime(tmp_path / "runs" / "without weights" / "metrics.jsonl", (2e9, 2e9))
+    assert status.newest_run(tmp_path / "runs").name == "new"
+    (tmp_path / "runs" / "old" / "status.json").touch()  # it was resumed
+    assert status.newest_run(tmp_path / "runs").name == "old"
+    assert status.newest_run(tmp_path / "runs", weights=False).name == "without weights"

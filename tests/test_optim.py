@@ -58,6 +58,18 @@ def test_schedules_are_those_of_transformers_at_the_number_of_updates(name):
         theirs.step()
 
 
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("total", [1, 2, 6])
+def test_warmup_longer_than_the_run(name, total):
+    kwargs = {"cosine_with_min_lr": {"min_lr": 1e-5}}.get(name, {})
+    long, whole = (
+        make_schedule(RunConfig(lr_scheduler_type=name, warmup_steps=steps, lr_scheduler_kwargs=kwargs), total)
+        for steps in (50, total)
+    )
+    assert [long(update) for update in range(total)] == [whole(update) for update in range(total)]
+    assert long(0) == (RunConfig.learning_rate if name == "constant" else 0)
+
+
 def test_warmup_as_a_fraction_is_one_of_all_steps():
     fraction = make_schedule(RunConfig(warmup_steps=0.1, learning_rate=1.0), 50)
     steps = make_schedule(RunConfig(warmup_steps=5, learning_rate=1.0), 50)
