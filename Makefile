@@ -32,6 +32,9 @@ endef
 ifneq ($(word 2,$(CONFIG)),)
 $(error CONFIG is '$(CONFIG)': make takes no path with a space; give it to train.py as --config)
 endif
+ifeq ($(shell printf '%s' '$(NPROC)' | grep -xE '[1-9][0-9]*'),)
+$(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help setup data train eval test test-gpu test-cluster lint format bench report ledger storm clean distclean

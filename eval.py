@@ -40,6 +40,8 @@ def or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv` with the newest run of runs/ as checkpoint, if it names neither checkpoint nor model."""
     if config.given(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"} or "-h" in argv:
         return argv
+    if argv and not argv[0].startswith("--"):
+        raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
     if (run := status.newest_run(Path("runs"))) is None:
         raise UsageError("checkpoint: there is no run in runs/ yet: train one first, or give --checkpoint FOLDER")
     if os.environ.get("RANK", "0") == "0":

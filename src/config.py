@@ -158,7 +158,7 @@ def given(argv: list[str]) -> set[str]:
 def or_sample(argv: list[str]) -> list[str]:
     """Return `argv` with the run file of the sample, if it names no run file, model or data."""
     names = given(argv)
-    if names & (WHAT | {"help"}) or "-h" in argv:
+    if names & (WHAT | {"help"}) or "-h" in argv or not all(word.startswith("--") for word in argv[:1]):
         return argv
     if os.environ.get("RANK", "0") == "0":
         print(f"No run file, model or data is given: training {SAMPLE}", flush=True)
@@ -189,7 +189,10 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
 
     class Parser(HfArgumentParser):
         def error(self, message):
-            message = re.sub(r"^argument \S+: (invalid (?=\w+ value))?", "", message)
+            message = re.sub(r"^argument \S+: ", "", message)
+            message = re.sub(r"^invalid int value: (.*)", r"\1 is no whole number", message)
+            message = re.sub(r"^invalid float value: (.*)", r"\1 is no number", message)
+            message = re.sub(r"^invalid (?=\w+ value)", "", message)
             raise ValueError(re.sub(r"^unrecognized arguments: ", "expected one value, found also ", message))
 
     parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)

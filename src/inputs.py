@@ -56,7 +56,9 @@ def read_yaml(path: str | Path) -> dict:
         with open(found, encoding="utf-8") as file:
             value = yaml.load(file, _Loader)
     except FileNotFoundError:
-        raise UsageError(f"{path}: no such file, neither here nor in {REPOSITORY}") from None
+        near = [str(file) for file in Path(path).parent.glob("*.yaml")]
+        known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
+        raise UsageError(f"{path}: no such file, neither here nor in {REPOSITORY}{nearest(str(path), known)}") from None
     except IsADirectoryError:
         raise UsageError(f"{path}: a folder, where a YAML or JSON file was expected") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -251,5 +251,19 @@ def test_names_of_other_programs(here, wrong, right):
     assert right in message
 
 
-def test_a_run_file_without_its_flag(here):
-    assert "--config configs/stdlib_lm.yaml" in faults("configs/stdlib_lm.yaml")
+@pytest.mark.parametrize("words", [["configs/stdlib_lm.yaml"], ["-config", "configs/stdlib_lm.yaml"]])
+def test_a_run_file_without_its_flag(here, words):
+    assert config.or_sample(words) == words
+    assert "--config configs/stdlib_lm.yaml" in faults(*words)
+
+
+def test_a_run_file_with_a_wrong_name(here):
+    assert "did you mean configs/stdlib_lm.yaml?" in faults("--config", "configs/stdlib_llm.yaml")
+    kit.write_yaml("mine.yaml", {"seed": 1})
+    assert "did you mean mine.yaml?" in faults("--config", "mine.yml")
+
+
+@pytest.mark.parametrize("name, value", [("max_steps", "1e3"), ("max_steps", "10.5"), ("learning_rate", "3e-4,")])
+def test_a_number_that_is_none(here, name, value):
+    message = faults(f"--{name}", value)
+    assert message.startswith(f"--{name}: '{value}' is no ")

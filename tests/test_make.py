@@ -107,3 +107,26 @@ def test_train_py_without_its_packages():
     [line] = done.stderr.splitlines()
     assert "torch, accelerate" in line
     assert "make setup" in line
+
+
+@pytest.mark.parametrize(
+    "words, named", [(["NPROC=two"], "'two'"), (["NPROC=0"], "'0'"), (["CONFIG=a b.yaml"], "'a b.yaml'")]
+)
+def test_variables_that_make_cannot_take(project, words, named):
+    done = make(project, "train", *words)
+    assert done.returncode == 2
+    assert f"{words[0].partition('=')[0]} is {named}" in done.stderr
+    assert not (project / ".venv").exists()
+
+
+def test_report_without_a_run(project):
+    """RUN is left out, and there is none in runs/."""
+    (project / ".venv" / "bin").mkdir(parents=True)
+    (project / ".venv" / "bin" / "python").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (project / ".venv" / "bin" / "python").chmod(0o755)
+    shutil.copytree(kit.REPOSITORY / "src", project / "src", dirs_exist_ok=True)
+    for target in ("report", "ledger"):
+        done = make(project, "-o", ".venv/done", target)
+        assert done.returncode == 2
+        [line] = ours(done)
+        assert "runs/" in line
