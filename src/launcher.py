@@ -30,7 +30,8 @@ def main(argv: list[str]) -> int:
     """Launch, and return the exit code of the rank that failed first; it has said why, unless a signal ended it."""
     args = launch_command_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads(args)))
-    logging.disable(logging.ERROR)  # torchrun's words about processes that ended
+    for name in ("multiprocessing.api", "agent.server.api"):  # torchrun's words about processes that ended
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         launch_command(args)
     except CalledProcessError as error:
