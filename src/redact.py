@@ -21,8 +21,8 @@ END = r"\s\"'<>`\\"  # where a URL in a sentence, or in quotes, ends
 IN_TEXT, ALONE = _patterns(END), _patterns(r"\s")  # a value that is a URL may hold quotes
 _OF_PATH = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))([^{END}]*[^{END}{AFTER}])")  # as libraries quote it
 _TOKEN = re.compile(
-    r"\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|"
-    r"\bsk-[\w-]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=-]{12,}"
+    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|"
+    r"\bsk-(?:\w+-)?[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=-]{12,}"
 )
 _TINY = re.compile(r"true|false|yes|no|\d{1,4}", re.IGNORECASE)
 _PLAIN = re.compile(r"[\w.-]{0,40}")

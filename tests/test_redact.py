@@ -42,7 +42,7 @@ PASSWORD, SIGNATURE, USER = (
         ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?Signature=*** (Caused by"),
         ("['--train_file=http://u:p@a/x', 'http://u:p@b/y']", "['--train_file=http://***@a/x', 'http://***@b/y']"),
         ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
-        ("hf_AbCdEfGh12345678", "***"),
+        ("a token: " + "hf_" + "AbCdEfGh12345678" * 2, "a token: ***"),
     ],
 )
 def test_redact_removes_credentials_and_nothing_else(text, clean):
@@ -60,6 +60,8 @@ def test_redact_removes_credentials_and_nothing_else(text, clean):
         "http://host/x.jsonl?download=true",
         "Is it true? a=b, I ask hf_hub_download",
         "data/?.jsonl",
+        "runs/hf_Llama3Chat8b",
+        "runs/sk-learn-experiments-of-2024-01",
     ],
 )
 def test_redact_keeps_what_holds_no_credentials(text):
