@@ -8,6 +8,10 @@ import os
 import sys
 import time
 from datetime import datetime, timedelta
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+from src.redact import redact
 
 EVERY = 10.0  # seconds between two lines about the same thing, where there is no terminal
 
@@ -20,10 +24,48 @@ def terminal() -> bool:
 
 
 def prepare() -> None:
-    """Keep the bars of other libraries out of files; call it before they are imported."""
+    """Keep bars and remarks of other libraries out of what is printed; remarks go to the log file, once there is one."""
     if not terminal():
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ[name] = "1"
+    logging.getLogger().handlers[:] = [MemoryHandler(1000, flushLevel=sys.maxsize, flushOnClose=False)]
+    logging.captureWarnings(True)
+    reroute()
+
+
+def reroute() -> None:
+    """Send what other libraries log to the log file alone; called after they are imported, when they may have begun to print."""
+    for name, logger in list(logging.root.manager.loggerDict.items()):
+        if isinstance(logger, logging.Logger) and not (name.startswith("torch") and "TORCH_LOGS" in os.environ):
+            printing = [h for h in logger.handlers if getattr(h, "stream", None) in (sys.stdout, sys.stderr)]
+            for handler in printing:
+                logger.removeHandler(handler)
+                logger.propagate = True
+
+
+class _Redacting(logging.Formatter):
+    def format(self, record) -> str:
+        return redact(super().format(record))
+
+
+def log_to(file: Path) -> None:
+    """From now on, write the log of this process to `file`; what it has logged before comes first."""
+    handler = logging.FileHandler(file)
+    handler.handleError = lambda record: None  # a full disk: what matters was printed, too
+    handler.setFormatter(_Redacting("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    early = [record for old in root.handlers if isinstance(old, MemoryHandler) for record in old.buffer]
+    root.handlers[:] = [handler]
+    for record in early:
+        handler.handle(record)
+    log.setLevel(logging.INFO)
+
+
+def unwritten() -> str:
+    """Return the warnings that no log file has taken, for a process that fails before there is one."""
+    held = [old for old in logging.getLogger().handlers if isinstance(old, MemoryHandler)]
+    records = [record for old in held for record in old.buffer if record.levelno >= logging.WARNING]
+    return "".join(f"{record.name}: {record.getMessage().strip()}\n" for record in records if record.name != log.name)
 
 
 def say(text: str) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from src import config, launch, mixture, named, sources
+from src import config, console, launch, mixture, named, sources
 from src.columns import views
 from src.facts import facts_in_words, notes_on_data
 from src.fields import RunConfig
@@ -130,6 +130,7 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
     """Return the prepared splits that the run file names, for a task that has read its tokenizer."""
     import datasets
 
+    console.reroute()
     datasets.disable_progress_bars()  # one process of many prepares, so a terminal would show bars in between
     found = {split: _found(run, split) for split in wanted}
     _overlap(found)

@@ -51,6 +51,7 @@ def start(run: RunConfig):
     from accelerate.utils import DDPCommunicationHookType
 
     watch.check_launcher()
+    console.reroute()
     asked = int(os.environ.get("WORLD_SIZE", 1))
     sharded = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
     accelerated = torch.accelerator.is_available()
@@ -256,6 +257,7 @@ def _fail(error: BaseException) -> None:
             f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays, accumulation "
             "grows); the same command then goes on from the last checkpoint"
         )
+    text = console.unwritten() + text
     _keep(text)
     lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
     if _folder:

@@ -154,7 +154,10 @@ class Saver:
                 f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
                 f"the host; written, hashed and published beside training in {seconds:.3f} s"
             )
-            console.stamped(f"step {step} saved in {folder}; training paused {stall:.3f} s for it")
+            if not status.failure_of_another(
+                self.folder, -1
+            ):  # of any rank: its traceback is to stay the last that is printed
+                console.stamped(f"step {step} saved in {folder}; training paused {stall:.3f} s for it")
         except (OSError, SafetensorError) as error:
             if isinstance(error, SafetensorError) and "os error" not in str(error):
                 self.fault = error

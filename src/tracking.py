@@ -19,7 +19,6 @@ from src.fields import RunConfig
 from src.inputs import UsageError
 from src.launch import owns
 from src.progress import Progress
-from src.redact import redact
 
 log = logging.getLogger("run")
 
@@ -42,7 +41,7 @@ class Tracker:
         self.metrics = store.Lines(self.folder / "metrics.jsonl")
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            _log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
+            console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
         except OSError as error:
             raise UsageError(f"output_dir: {run.output_dir} cannot be written: {error}") from error
 
@@ -180,18 +179,3 @@ class Meter:
         }
         self.__init__()
         return values
-
-
-class _Formatter(logging.Formatter):
-    def format(self, record) -> str:
-        return redact(super().format(record))
-
-
-def _log_to(file: Path) -> None:
-    handler = logging.FileHandler(file)
-    handler.handleError = lambda record: None  # a full disk: the same line was printed, too
-    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    log.setLevel(logging.INFO)
-    logging.captureWarnings(False)
