@@ -90,8 +90,7 @@ CASES = {
         "per_device_batch_size is 9|global_batch_size, which is 8", {"per_device_batch_size": 9}
     ),
     "best by what is not evaluated": Case(
-        "metric_for_best_model|save_steps (10) is no multiple of eval_steps (4)",
-        {"metric_for_best_model": "loss", "save_steps": 10, "eval_steps": 4},
+        "metric_for_best_model is loss|--validation_file", {"metric_for_best_model": "loss"}
     ),
     "weights of nowhere": Case("init_from: nowhere is neither", {"init_from": "nowhere"}),
     "warmup of a step and a half": Case("warmup_steps is 1.5|below 1", {"warmup_steps": 1.5}),
