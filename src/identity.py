@@ -28,11 +28,16 @@ def identity(run: RunConfig, facts: dict, also: dict | None = None) -> dict:
 def of_launch(accelerator, splits: dict) -> dict:
     """Return what only a launch knows of a run: the evaluation data it has, and its computing precision."""
     validation = _contents(splits["validation"].facts) if "validation" in splits else None
-    return {"validation": validation, "mixed_precision": accelerator.mixed_precision}
+    return {
+        "validation": validation,
+        "mixed_precision": accelerator.mixed_precision,
+        "processes": accelerator.num_processes,
+    }
 
 
 def _contents(facts: dict) -> dict:
-    return {name: facts[name] for name in ("examples", "rows", "files", "tokenizer")}
+    names = ("examples", "rows", "files", "tokenizer", "sample", "labels", "tokenizer_files")
+    return {name: facts[name] for name in names if name in facts}
 
 
 def model(run: RunConfig) -> dict:
@@ -52,11 +57,19 @@ def model(run: RunConfig) -> dict:
 def differences(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Return (how data, model and precision differ, old → new; remarks about what could not be compared or does no harm)."""
     faults, remarks = _rows("training data", old["data"], new["data"]), []
+    one, two = (each["data"].get("labels") for each in (old, new))
+    if one and two and one != two:
+        faults.append(f"labels: {_few(one)} → {_few(two)}")
+    one, two = (each["data"].get("tokenizer_files") for each in (old, new))
+    if one and two and one != two:
+        remarks.append("tokenizer: its files or the chat template have other contents, which make the same rows")
     unknown = [name for name in ("validation", "mixed_precision") if name in new and name not in old]
     if old.get("validation") and new.get("validation"):
         faults += _rows("validation data", old["validation"], new["validation"])
     elif old.get("validation") and "validation" in new:
         remarks.append(f"validation data: {old['validation']['examples']} rows → none: nothing is evaluated any more")
+    elif new.get("validation") and "validation" in old:
+        remarks.append(f"validation data: none → {new['validation']['examples']} rows")
     before, after = old["model"], new["model"] or {}
     if before is None and after:
         unknown.append("model configuration")
@@ -83,14 +96,22 @@ def differences(old: dict, new: dict) -> tuple[list[str], list[str]]:
 def _rows(kind: str, then: dict, now: dict) -> list[str]:
     """Return how data differs in content."""
     if (then["examples"], then["rows"]) == (now["examples"], now["rows"]):
-        return []
+        samples = {facts["sample"] for facts in (then, now) if facts.get("sample")}
+        return [f"{kind}: files of the same names and sizes have other contents"] if len(samples) == 2 else []
     files = [
         f"{name}: {then['files'].get(name, 'absent')} → {now['files'].get(name, 'absent')} bytes"
         for name in sorted(then["files"].keys() | now["files"].keys())
         if then["files"].get(name) != now["files"].get(name)
     ]
     same = "same sizes, other contents" if then["tokenizer"] == now["tokenizer"] else "another tokenizer or options"
-    return [f"{kind}: {then['examples']} rows → {now['examples']} ({', '.join(files[:5]) or same})"]
+    if not then["examples"] and not now["examples"]:
+        return [f"{kind}: {', '.join(files[:5]) or same}"]
+    one, two = ("a stream" if facts["examples"] is None else facts["examples"] for facts in (then, now))
+    return [f"{kind}: {one} rows → {two} ({', '.join(files[:5]) or same})".replace("a stream rows", "a stream")]
+
+
+def _few(labels: list[str]) -> str:
+    return ", ".join(labels[:10]) + f" and {len(labels) - 10} more" * (len(labels) > 10)
 
 
 def warn_of_precision(run: RunConfig, accelerator) -> None:
