@@ -72,7 +72,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     for note in remarks + notes(run, splits, start, progress, when.complete()):
         tracker.say(note)
     if not when.complete():
-        resume.set_aside(accelerator, run, start)
+        resume.set_aside(accelerator, run, start, about["lineage"])
         tracker.begin(resolved, progress)
         ledger.begin(progress.step)
 

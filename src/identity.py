@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -132,7 +133,9 @@ def lineage(run: RunConfig, start: Path | None) -> dict:
     if start and belongs(start, Path(run.output_dir)):
         known = read_state(start).get("lineage", {})
         return {"run_id": known.get("run_id") or uuid.uuid4().hex, "began_from": known.get("began_from")}
-    began = {"checkpoint": str(start.resolve()), "manifest": _digest(start)} if start else None
+    began = None
+    if start:
+        began = {"checkpoint": str(start.resolve()), "manifest": _digest(start), "step": step_of(start)}
     return {"run_id": uuid.uuid4().hex, "began_from": began}
 
 
@@ -167,28 +170,44 @@ def check_alone(output_dir: Path, asked: Path) -> None:
         )
 
 
-def bring_best(start: Path, output_dir: Path) -> None:
-    """Link or copy the best checkpoint so far of the run that a new one begins from into the new one's folder."""
+def has_trained(output_dir: Path) -> bool:
+    """Return whether the run in `output_dir`, which began from a checkpoint of another, has one of its own."""
+    found = checkpoints(output_dir)
+    began = _lineage(found[-1]).get("began_from") if found else None
+    return bool(found) and (not began or step_of(found[-1]) > began.get("step", -1))
+
+
+def bring_best(start: Path, output_dir: Path, lineage: dict) -> None:
+    """Put the best checkpoint so far of the run that a new one begins from into the new one's folder, as one of its own."""
     best_step = read_state(start)["progress"].get("best_step")
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
-    found = next((path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step), None)
+    found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
+    found = next((path for path in found if not store.faults(path)), None)
     if found is None:
         return
+    files = json.loads((found / store.MANIFEST).read_bytes())["files"]
+
+    def write(temporary: Path) -> dict:
+        for name in files:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            _link(found / name, temporary / name, temporary.stat().st_mode & 0o666)
+        (temporary / "state.json").unlink()  # or the other run's would be written to
+        (temporary / "state.json").write_text(json.dumps(read_state(found) | {"lineage": lineage}, indent=1))
+        return {name: entry for name, entry in files.items() if name != "state.json"}
+
     folder = output_dir / "checkpoints" / f"step_{best_step:08d}"
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        shutil.copytree(found, temporary, copy_function=_link)
-        temporary.rename(folder)
+        store.publish(folder, write, **store.about(found))
     except (OSError, shutil.Error) as error:
         warn(f"the best checkpoint so far, {found}, cannot be copied to {folder}: {error}", alone=True)
 
 
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def _link(source: Path, target: Path, mode: int) -> None:
+    """Link a file, or copy it where that is not possible, or where the link would change the mode of `source`."""
+    with suppress(OSError):
+        if source.stat().st_mode & 0o777 == mode:
+            return os.link(source, target)
+    shutil.copy2(source, target)
 
 
 def _lineage(checkpoint: Path) -> dict:

@@ -68,7 +68,7 @@ def find(run: RunConfig, facts: dict, config: dict, options: type, also: dict | 
     if asked != "auto" and not belongs_to(Path(asked), own):
         if not identity.began_from(own, Path(asked)):
             identity.check_alone(own, Path(asked))
-        elif checkpoints(own):
+        elif identity.has_trained(own):
             notes = [f"{own} holds the run that began from {asked}: it is resumed from its newest checkpoint"]
             asked = "auto"
     folder = own if asked == "auto" else Path(asked)
@@ -178,7 +178,7 @@ def _schedule(run: RunConfig, old: dict, facts: dict, state: dict) -> list[str]:
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
+def set_aside(accelerator, run: RunConfig, start: Path | None, lineage: dict) -> None:
     """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
     the checkpoints after `start` and the final model. Nothing is lost."""
     if not accelerator.is_main_process:
@@ -203,7 +203,7 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
         n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
         path.rename(base.with_name(f"{base.name}.old{n}"))
     if start and not own and run.metric_for_best_model:
-        identity.bring_best(start, folder)
+        identity.bring_best(start, folder, lineage)
 
 
 def _contradicts(old: Path, start: Path, step: int) -> bool:

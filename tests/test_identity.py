@@ -326,3 +326,36 @@ def test_a_fork_takes_the_best_checkpoint_along(tiny, tmp_path):
     shutil.rmtree(first.folder)
     assert kit.same(fork.weights, kit.load_weights(fork.folder / "checkpoints" / f"step_{best:08d}"))
     assert kit.same(fork.weights, first.weights)
+
+
+def test_a_fork_that_is_killed_early_does_not_become_the_other_run(tiny, tmp_path, monkeypatch):
+    """Before its first checkpoint it holds only the best one of the run that it began from."""
+    fields = {
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "eval_steps": 2,
+        "save_steps": 1,
+        "max_steps": 8,
+    }
+    words = recipe(tiny, **fields)
+    first, fork = kit.run_training(1, tmp_path / "first", *words), tmp_path / "fork"
+    folder, before = first.folder / "checkpoints", contents(first.folder)
+    best, update = status.read(first.folder)["best_step"], train.update
+    assert best in (2, 4)
+    for at, newest in ((1, best), (3, 5)):  # a save waits for the one before it
+        count = iter(range(at))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                train, "update", lambda *args, c=count, n=at: os._exit(9) if next(c) == n - 1 else update(*args)
+            )
+            with pytest.raises(kit.RankFailed):
+                kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
+        assert checkpoint.step_of(checkpoint.checkpoints(fork)[-1]) == newest
+    [own] = {identity._id(path) for path in checkpoint.checkpoints(fork)}
+    assert own not in {identity._id(path) for path in checkpoint.checkpoints(first.folder)}
+    with pytest.raises(UsageError, match=r"of another run"):
+        find(fork, words, resume=folder / "step_00000005")
+    again = kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
+    assert kit.same(again.weights, first.weights)
+    assert [line["step"] for line in again.kind("train")] == [5, 6, 7, 8]
+    assert contents(first.folder) == before
