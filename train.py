@@ -72,7 +72,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     for note in remarks + notes(run, splits, start, progress, when.complete()):
         tracker.say(note)
     if not when.complete():
-        resume.set_aside(accelerator, run, start)
+        resume.set_aside(accelerator, run, start, about["lineage"])
         tracker.begin(resolved, progress)
         ledger.begin(progress.step)
 
@@ -167,7 +167,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     tracker.say(saver.report(when))
     if when.complete() and run.push_to_hub:
         tracker.say(push(run, accelerator.is_main_process))
-    tracker.end(saver.sample(task), when.outcome())
+    tracker.end(saver.sample(task), when.outcome() | {"final_step": saver.final})
 
 
 def dry_run(run: RunConfig, task, splits: dict) -> None:

@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from src import config, console, launch, mixture, named, sources
 from src.columns import views
-from src.facts import facts_in_words, notes_on_data
+from src.facts import facts_in_words, facts_of_task, notes_on_data
 from src.fields import RunConfig
 from src.inputs import UsageError, warn
 from src.plan import steps_per_epoch
@@ -154,6 +154,7 @@ def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "valida
     _check_budget(run, splits)
     if "train" in wanted:
         _check_evaluation(run, splits)
+        splits["train"].facts |= facts_of_task(task)
     return splits
 
 

@@ -4,6 +4,7 @@ A fork adds what it wants to know. Guarded by tests/test_cli.py and tests/test_b
 """
 
 import numpy as np
+import xxhash
 
 MANY = 5_000_000  # rows of training data among which those of the validation data are looked for
 
@@ -14,6 +15,18 @@ def facts_in_words(facts: dict) -> str:
         return "a stream"
     packed = f" packed from {facts['source_rows']:,}" if facts["examples"] != facts["source_rows"] else ""
     return f"{facts['examples']:,} rows{packed}, {facts['tokens']:,} tokens, {facts['targets']:,} targets"
+
+
+def facts_of_task(task) -> dict:
+    """Return what a run is to keep besides its rows: the names of the labels, and a hash of the tokenizer's files."""
+    found, tokenizer = {}, getattr(task, "tokenizer", None)
+    if labels := getattr(task, "labels", None):
+        found["labels"] = list(labels)
+    if tokenizer is not None:
+        special = sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items())
+        text = repr((getattr(task, "tokenizer_text", None), special, getattr(tokenizer, "chat_template", None)))
+        found["tokenizer_files"] = xxhash.xxh3_128_hexdigest(text.encode())
+    return found
 
 
 def notes_on_data(splits: dict) -> list[str]:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -28,11 +29,16 @@ def identity(run: RunConfig, facts: dict, also: dict | None = None) -> dict:
 def of_launch(accelerator, splits: dict) -> dict:
     """Return what only a launch knows of a run: the evaluation data it has, and its computing precision."""
     validation = _contents(splits["validation"].facts) if "validation" in splits else None
-    return {"validation": validation, "mixed_precision": accelerator.mixed_precision}
+    return {
+        "validation": validation,
+        "mixed_precision": accelerator.mixed_precision,
+        "processes": accelerator.num_processes,
+    }
 
 
 def _contents(facts: dict) -> dict:
-    return {name: facts[name] for name in ("examples", "rows", "files", "tokenizer")}
+    names = ("examples", "rows", "files", "tokenizer", "sample", "labels", "tokenizer_files")
+    return {name: facts[name] for name in names if name in facts}
 
 
 def model(run: RunConfig) -> dict:
@@ -52,11 +58,19 @@ def model(run: RunConfig) -> dict:
 def differences(old: dict, new: dict) -> tuple[list[str], list[str]]:
     """Return (how data, model and precision differ, old → new; remarks about what could not be compared or does no harm)."""
     faults, remarks = _rows("training data", old["data"], new["data"]), []
+    one, two = (each["data"].get("labels") for each in (old, new))
+    if one and two and one != two:
+        faults.append(f"labels: {_few(one)} → {_few(two)}")
+    one, two = (each["data"].get("tokenizer_files") for each in (old, new))
+    if one and two and one != two:
+        remarks.append("tokenizer: its files or the chat template have other contents, which make the same rows")
     unknown = [name for name in ("validation", "mixed_precision") if name in new and name not in old]
     if old.get("validation") and new.get("validation"):
         faults += _rows("validation data", old["validation"], new["validation"])
     elif old.get("validation") and "validation" in new:
         remarks.append(f"validation data: {old['validation']['examples']} rows → none: nothing is evaluated any more")
+    elif new.get("validation") and "validation" in old:
+        remarks.append(f"validation data: none → {new['validation']['examples']} rows")
     before, after = old["model"], new["model"] or {}
     if before is None and after:
         unknown.append("model configuration")
@@ -83,14 +97,22 @@ def differences(old: dict, new: dict) -> tuple[list[str], list[str]]:
 def _rows(kind: str, then: dict, now: dict) -> list[str]:
     """Return how data differs in content."""
     if (then["examples"], then["rows"]) == (now["examples"], now["rows"]):
-        return []
+        samples = {facts["sample"] for facts in (then, now) if facts.get("sample")}
+        return [f"{kind}: files of the same names and sizes have other contents"] if len(samples) == 2 else []
     files = [
         f"{name}: {then['files'].get(name, 'absent')} → {now['files'].get(name, 'absent')} bytes"
         for name in sorted(then["files"].keys() | now["files"].keys())
         if then["files"].get(name) != now["files"].get(name)
     ]
     same = "same sizes, other contents" if then["tokenizer"] == now["tokenizer"] else "another tokenizer or options"
-    return [f"{kind}: {then['examples']} rows → {now['examples']} ({', '.join(files[:5]) or same})"]
+    if not then["examples"] and not now["examples"]:
+        return [f"{kind}: {', '.join(files[:5]) or same}"]
+    one, two = ("a stream" if facts["examples"] is None else facts["examples"] for facts in (then, now))
+    return [f"{kind}: {one} rows → {two} ({', '.join(files[:5]) or same})".replace("a stream rows", "a stream")]
+
+
+def _few(labels: list[str]) -> str:
+    return ", ".join(labels[:10]) + f" and {len(labels) - 10} more" * (len(labels) > 10)
 
 
 def warn_of_precision(run: RunConfig, accelerator) -> None:
@@ -111,7 +133,9 @@ def lineage(run: RunConfig, start: Path | None) -> dict:
     if start and belongs(start, Path(run.output_dir)):
         known = read_state(start).get("lineage", {})
         return {"run_id": known.get("run_id") or uuid.uuid4().hex, "began_from": known.get("began_from")}
-    began = {"checkpoint": str(start.resolve()), "manifest": _digest(start)} if start else None
+    began = None
+    if start:
+        began = {"checkpoint": str(start.resolve()), "manifest": _digest(start), "step": step_of(start)}
     return {"run_id": uuid.uuid4().hex, "began_from": began}
 
 
@@ -146,28 +170,44 @@ def check_alone(output_dir: Path, asked: Path) -> None:
         )
 
 
-def bring_best(start: Path, output_dir: Path) -> None:
-    """Link or copy the best checkpoint so far of the run that a new one begins from into the new one's folder."""
+def has_trained(output_dir: Path) -> bool:
+    """Return whether the run in `output_dir`, which began from a checkpoint of another, has one of its own."""
+    found = checkpoints(output_dir)
+    began = _lineage(found[-1]).get("began_from") if found else None
+    return bool(found) and (not began or step_of(found[-1]) > began.get("step", -1))
+
+
+def bring_best(start: Path, output_dir: Path, lineage: dict) -> None:
+    """Put the best checkpoint so far of the run that a new one begins from into the new one's folder, as one of its own."""
     best_step = read_state(start)["progress"].get("best_step")
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
-    found = next((path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step), None)
+    found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
+    found = next((path for path in found if not store.faults(path)), None)
     if found is None:
         return
+    files = json.loads((found / store.MANIFEST).read_bytes())["files"]
+
+    def write(temporary: Path) -> dict:
+        for name in files:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            _link(found / name, temporary / name, temporary.stat().st_mode & 0o666)
+        (temporary / "state.json").unlink()  # or the other run's would be written to
+        (temporary / "state.json").write_text(json.dumps(read_state(found) | {"lineage": lineage}, indent=1))
+        return {name: entry for name, entry in files.items() if name != "state.json"}
+
     folder = output_dir / "checkpoints" / f"step_{best_step:08d}"
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        shutil.copytree(found, temporary, copy_function=_link)
-        temporary.rename(folder)
+        store.publish(folder, write, **store.about(found))
     except (OSError, shutil.Error) as error:
         warn(f"the best checkpoint so far, {found}, cannot be copied to {folder}: {error}", alone=True)
 
 
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def _link(source: Path, target: Path, mode: int) -> None:
+    """Link a file, or copy it where that is not possible, or where the link would change the mode of `source`."""
+    with suppress(OSError):
+        if source.stat().st_mode & 0o777 == mode:
+            return os.link(source, target)
+    shutil.copy2(source, target)
 
 
 def _lineage(checkpoint: Path) -> dict:

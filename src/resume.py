@@ -68,7 +68,7 @@ def find(run: RunConfig, facts: dict, config: dict, options: type, also: dict | 
     if asked != "auto" and not belongs_to(Path(asked), own):
         if not identity.began_from(own, Path(asked)):
             identity.check_alone(own, Path(asked))
-        elif checkpoints(own):
+        elif identity.has_trained(own):
             notes = [f"{own} holds the run that began from {asked}: it is resumed from its newest checkpoint"]
             asked = "auto"
     folder = own if asked == "auto" else Path(asked)
@@ -137,6 +137,9 @@ def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, option
     known = identity.identity(run, facts, also)
     if (commit := known.get("model_commit")) and commit == state["identity"].get("model_commit"):
         free = free | {"model_revision"}  # another name of the same commit
+    folders = [values.get("model_name_or_path") or "" for values in (old, config)]
+    if all(map(os.path.isabs, folders)) and state["identity"].get("model"):
+        free = free | {"model_name_or_path"}  # a folder that was moved: its configuration is compared below
     wrong = [text for name, text in said.items() if name not in free]
     contents, remarks = identity.differences(state["identity"], known)
     wrong += contents + _schedule(run, old, facts, state)
@@ -147,6 +150,11 @@ def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, option
         )
     quiet = {"output_dir", "resume"} | {name for name in differs if config.get(name) == "auto"}
     remarks = [text for name, text in said.items() if name not in quiet] + remarks
+    before, now = (values.get("processes") for values in (state["identity"], known))
+    if before and now and before != now:
+        depends = [name for name in ("local_sgd_steps", "ddp_comm_hook") if getattr(run, name) not in (None, "no")]
+        more = f": with {depends[0]} the numbers depend on it" if depends else ""
+        remarks.append(f"number of processes: {before} → {now}{more}")
     return [f"changed since {checkpoint.name}: {text}" for text in remarks]
 
 
@@ -170,7 +178,7 @@ def _schedule(run: RunConfig, old: dict, facts: dict, state: dict) -> list[str]:
 # ---- the folder ------------------------------------------------------------------------------------------------------
 
 
-def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
+def set_aside(accelerator, run: RunConfig, start: Path | None, lineage: dict) -> None:
     """Rename what the run that begins now would contradict: everything there for a new one, and for one that goes on
     the checkpoints after `start` and the final model. Nothing is lost."""
     if not accelerator.is_main_process:
@@ -189,10 +197,18 @@ def set_aside(accelerator, run: RunConfig, start: Path | None) -> None:
         stale += [folder / "trackers.json"] if run.resume == "never" else []  # another run for wandb, too
     else:
         step = read_state(start)["progress"]["step"]  # its folder may have any name
-        stale += [old for old in checkpoints(folder) if old.name != start.name and step_of(old) >= step]
+        stale += [old for old in checkpoints(folder) if _contradicts(old, start, step)]
     for path in filter(Path.exists, stale):
         base = path.with_name(f"old_{path.name}") if own else path
         n = next(n for n in range(1, 10_000) if not base.with_name(f"{base.name}.old{n}").exists())
         path.rename(base.with_name(f"{base.name}.old{n}"))
     if start and not own and run.metric_for_best_model:
-        identity.bring_best(start, folder)
+        identity.bring_best(start, folder, lineage)
+
+
+def _contradicts(old: Path, start: Path, step: int) -> bool:
+    """Return whether the run that continues from `start` at `step` will write other contents than the checkpoint `old` has.
+
+    A link to `start`, and a copy of it under a name that the user gave, stay."""
+    found, ours = step_of(old), old.name.startswith("step_") and not old.is_symlink()
+    return found > step or (found == step and ours and not old.samefile(start))

@@ -59,7 +59,7 @@ class Stream:
         # By names and sizes: files may be moved, and nodes have copies of their own.
         told = repr((source.versions(), source.hub, len(self.shards), self.lanes, BLOCK, task.fingerprint()))
         self.facts = {"examples": None, "rows": xxhash.xxh3_128_hexdigest(told.encode()), "files": source.sizes()}
-        self.facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
+        self.facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode()), "sample": source.sample()}
         self.epoch, self.turned, self.positions = 0, False, {}
         self._weigh([size for _, size, _ in source.versions()])
 

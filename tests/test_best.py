@@ -45,7 +45,9 @@ def check_best(run: kit.Run, step: int = 3) -> dict:
     names = {path.name for path in (run.folder / "final").iterdir()}
     assert "config.json" in names
     assert not [name for name in names if name.startswith(("optimizer", "state"))]
-    return status.read(run.folder)
+    told = status.read(run.folder)
+    assert told["final_step"] == step
+    return told
 
 
 def best_line(folder) -> dict:
@@ -108,6 +110,7 @@ def test_final_is_the_last_step_without_the_best(tiny, copy, how):
     printed = (copy.with_suffix(".out") / "rank0.txt").read_text()
     assert "best: step 3" in printed
     assert "final/ holds step 10" in printed
+    assert status.read(copy)["final_step"] == 10
 
 
 def test_best_checkpoint_may_have_another_name(tiny, copy):

@@ -134,6 +134,75 @@ def test_evaluation_in_another_precision_warns(tiny, done, tmp_path, what):
     assert len(warned) == 1
 
 
+def test_a_moved_model_folder_is_the_same_model(tiny, done, tmp_path):
+    moved = shutil.copytree(tiny["model_name_or_path"], tmp_path / "elsewhere")
+    [remark] = find(done.folder, recipe(tiny, model_name_or_path=moved)).notes
+    assert str(moved) in remark
+    values = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(values | {"attn_pdrop": 0.9}))
+    with pytest.raises(UsageError, match=r"attn_pdrop: 0.2 → 0.9"):
+        find(done.folder, recipe(tiny, model_name_or_path=moved))
+
+
+def test_another_number_of_processes_is_remarked(tiny, done):
+    assert find(done.folder, recipe(tiny), also={"processes": 1}).notes == []
+    [remark] = find(done.folder, recipe(tiny), also={"processes": 3}).notes
+    assert "processes: 1 → 3" in remark
+    hook, remark = find(done.folder, recipe(tiny, ddp_comm_hook="fp16"), also={"processes": 3}).notes
+    assert "ddp_comm_hook" in hook
+    assert "with ddp_comm_hook the numbers depend on it" in remark
+
+
+def test_changed_labels_and_tokenizer_files_are_said(tmp_path):
+    data = {"examples": 1, "rows": "", "files": {}, "tokenizer": "", "labels": ["a", "b"], "tokenizer_files": "x"}
+    old, new = ({"data": data | more, "model": {"a": 1}} for more in ({}, {"tokenizer_files": "y"}))
+    assert identity.differences(old, old) == ([], [])
+    faults, [remark] = identity.differences(old, new)
+    assert not faults
+    assert "tokenizer" in remark
+    [fault], _ = identity.differences(old, {"data": data | {"labels": ["b", "a"]}, "model": {"a": 1}})
+    assert "labels: a, b → b, a" in fault
+    faults, [remark] = identity.differences(
+        old | {"validation": None}, old | {"validation": {"examples": 7, "rows": ""}}
+    )
+    assert "none → 7 rows" in remark
+
+
+def test_labels_and_tokenizer_of_a_task_are_recorded(tmp_path):
+    texts = [f"number {i}" for i in range(20)]
+    tokenizer = kit.tiny_tokenizer(tmp_path / "tokenizer", texts)
+    rows = [{"text": text, "label": "ab"[i % 2]} for i, text in enumerate(texts)]
+    fields = {"task": "text_classification", "tokenizer_name": tokenizer, "output_dir": tmp_path / "run"}
+    fields |= {"model_config": kit.write_yaml(tmp_path / "m.yaml", kit.GPT2)}
+    fields["train_file"] = kit.write_jsonl(tmp_path / "train.jsonl", rows)
+    known = kit.open_data(**fields)[1]["train"].facts
+    assert known["labels"] == ["a", "b"]
+    settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<|endoftext|>"}))
+    changed = kit.open_data(**fields)[1]["train"].facts
+    assert changed["rows"] == known["rows"]
+    assert changed["tokenizer_files"] != known["tokenizer_files"]
+
+
+@pytest.mark.parametrize("size", [1, 4000])
+def test_changed_rows_of_a_stream_are_refused(tiny, tmp_path, size):
+    """Of a file of the same size; of a large one, some places are looked at."""
+    path = tmp_path / "train.jsonl"
+    text = Path(tiny["train_file"]).read_text() * size
+    facts = []
+    for i in (0, 0, 1):
+        path.write_text(text[:-5] + text[-5:].replace(text[-4], str((int(text[-4]) + i) % 10)))
+        flags = {"train_file": path, "model_config": None, "streaming": True, "max_steps": 3, "output_dir": tmp_path}
+        fields = {name: value for name, value in (tiny | flags).items() if value is not None}
+        facts.append(kit.open_data(**fields)[1]["train"].facts)
+    assert (size > 1) == (len(text) > 1 << 20)
+    known = [{"data": identity._contents(one), "model": None} for one in facts]
+    assert identity.differences(*known[:2]) == ([], [])
+    [fault], _ = identity.differences(known[1], known[2])
+    assert "training data" in fault
+    assert "other contents" in fault
+
+
 @pytest.mark.parametrize("commits, says", [(("a", "a"), False), (("a", "b"), True), ((None, None), False)])
 def test_another_commit_with_the_same_configuration_is_remarked(commits, says):
     data = {"examples": 1, "rows": "", "files": {}, "tokenizer": ""}
@@ -226,6 +295,25 @@ def test_a_renamed_checkpoint_is_resumed_like_any_other(tiny, done, tmp_path):
     assert kit.timeless(run) == kit.timeless(done.folder)
 
 
+@pytest.mark.parametrize("how", ["link", "link/", "copy", "auto"])
+def test_a_link_or_copy_that_the_user_made_stays(tiny, done, tmp_path, monkeypatch, how):
+    """And a checkpoint that is resumed by a link to it is not archived as one that the run will contradict."""
+    run = shutil.copytree(done.folder, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    mine = run / "checkpoints" / "mine"
+    shutil.copytree(run / "checkpoints" / "step_00000004", mine) if how == "copy" else mine.symlink_to("step_00000004")
+    words = ["--resume", f"{mine}/" if how == "link/" else mine] if how.startswith("link") else []
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", lambda *args: os._exit(9))
+        with pytest.raises(kit.RankFailed):
+            kit.run_training(1, run, *recipe(tiny), *words)
+    left = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert left == ["mine", "step_00000002", "step_00000004"]
+    again = kit.run_training(1, run, *recipe(tiny))
+    assert kit.same(again.weights, done.weights)
+    assert kit.timeless(run) == kit.timeless(done.folder)
+
+
 def test_a_fork_takes_the_best_checkpoint_along(tiny, tmp_path):
     fields = {"metric_for_best_model": "loss", "greater_is_better": True, "eval_steps": 2}
     first = kit.run_training(1, tmp_path / "first", *recipe(tiny, **fields))
@@ -238,3 +326,36 @@ def test_a_fork_takes_the_best_checkpoint_along(tiny, tmp_path):
     shutil.rmtree(first.folder)
     assert kit.same(fork.weights, kit.load_weights(fork.folder / "checkpoints" / f"step_{best:08d}"))
     assert kit.same(fork.weights, first.weights)
+
+
+def test_a_fork_that_is_killed_early_does_not_become_the_other_run(tiny, tmp_path, monkeypatch):
+    """Before its first checkpoint it holds only the best one of the run that it began from."""
+    fields = {
+        "metric_for_best_model": "loss",
+        "greater_is_better": True,
+        "eval_steps": 2,
+        "save_steps": 1,
+        "max_steps": 8,
+    }
+    words = recipe(tiny, **fields)
+    first, fork = kit.run_training(1, tmp_path / "first", *words), tmp_path / "fork"
+    folder, before = first.folder / "checkpoints", contents(first.folder)
+    best, update = status.read(first.folder)["best_step"], train.update
+    assert best in (2, 4)
+    for at, newest in ((1, best), (3, 5)):  # a save waits for the one before it
+        count = iter(range(at))
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                train, "update", lambda *args, c=count, n=at: os._exit(9) if next(c) == n - 1 else update(*args)
+            )
+            with pytest.raises(kit.RankFailed):
+                kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
+        assert checkpoint.step_of(checkpoint.checkpoints(fork)[-1]) == newest
+    [own] = {identity._id(path) for path in checkpoint.checkpoints(fork)}
+    assert own not in {identity._id(path) for path in checkpoint.checkpoints(first.folder)}
+    with pytest.raises(UsageError, match=r"of another run"):
+        find(fork, words, resume=folder / "step_00000005")
+    again = kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
+    assert kit.same(again.weights, first.weights)
+    assert [line["step"] for line in again.kind("train")] == [5, 6, 7, 8]
+    assert contents(first.folder) == before
