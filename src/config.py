@@ -17,7 +17,7 @@ from src import mixture, push
 from src.best import doubts
 from src.fields import NAMES_ELSEWHERE, RunConfig, plain_name
 from src.inputs import UsageError, locate, nearest, read_yaml, warn
-from src.redact import redact_all, was_redacted
+from src.redact import learn, redact_all, was_redacted
 
 Fault = str
 
@@ -132,7 +132,9 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         if run.ddp_comm_hook != "no":
             faults.append("local_sgd_steps and ddp_comm_hook are both given: then no gradient is sent, keep one")
     for name in ("output_dir", "cache_dir"):
-        if (folder := getattr(run, name)) and (reason := _unwritable(Path(folder).absolute())):
+        if "://" in (folder := getattr(run, name) or ""):  # else a local folder of this odd name, credentials included
+            faults.append(f"{name}: {folder} is a URL: give a local folder (or one where the store is mounted)")
+        elif folder and (reason := _unwritable(Path(folder).absolute())):
             faults.append(f"{name}: {folder} cannot be made: {reason}; give another folder")
     return faults
 
@@ -181,7 +183,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
     flags, path = flags_of(argv, faults)
     items += [("", name, value) for name, value in (base or {}).items() if value is not None]
     if path:
-        items += [(f"{path}: ", name, value) for name, value in read_yaml(path).items() if value is not None]
+        learn(values := read_yaml(path))
+        items += [(f"{path}: ", name, value) for name, value in values.items() if value is not None]
     items += [("--", name, value) for name, value in flags]
     task = str(next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task))
     if task not in OPTIONS:

@@ -172,6 +172,7 @@ def _opened(run: RunConfig, task: Task, split: str, source: sources.Source, crew
     facts = json.loads((folder / FACTS).read_text())
     if not facts["examples"]:
         return None
+    sources.warn_of_unread(source.field, facts.get("unread", []))
     opened = Split(folder, facts)
     task.opened(opened.features())
     return opened

@@ -42,6 +42,8 @@ def _json_fault(file: str) -> str | None:
             if other := _other_kind(kinds, value):
                 return f"{where}: {other}"
             json.dumps(value, ensure_ascii=False).encode()
+    except _Twice as reason:
+        return f"{file}, line {getattr(reason, 'before', 0) + 1}: `{reason}` is given twice"
     except UnicodeEncodeError:
         return f"{where}: half of a surrogate pair, which no UTF-8 text can hold"
     except json.JSONDecodeError as reason:
@@ -50,6 +52,17 @@ def _json_fault(file: str) -> str | None:
     except RecursionError as reason:
         return f"{file}, line {getattr(reason, 'before', 0) + 1}: nested too deeply"
     return None
+
+
+class _Twice(ValueError):
+    """An object has the same key twice."""
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Twice(next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i])))
+    return found
 
 
 def _values(file: str) -> Iterator[tuple[str, object]]:
@@ -62,7 +75,7 @@ def _values(file: str) -> Iterator[tuple[str, object]]:
         else:
             for before, text in enumerate(lines):
                 try:
-                    value = json.loads(text.rstrip()) if text.strip() else None
+                    value = json.loads(text.rstrip(), object_pairs_hook=_object) if text.strip() else None
                 except (ValueError, RecursionError) as reason:
                     reason.before = before
                     raise

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from src import console, status, strategy, tensor_parallel, trackers, watch
 from src.fields import RunConfig
 from src.inputs import Failure, Stopped, UsageError, nearest, warn
-from src.redact import redact, redact_all
+from src.redact import learn, learn_environment, redact, redact_all
 
 log = logging.getLogger("run")
 CONNECTION = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in what a broken collective says
@@ -194,7 +194,14 @@ def main(work: Callable[[list[str]], None]) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
         _forgive(stream)
+    learn(sys.argv[1:])
+    learn_environment()
     argv, sys.argv[1:] = sys.argv[1:], redact_all(sys.argv[1:])  # trackers upload it
+    if argv != sys.argv[1:]:
+        warn(
+            "there are credentials on the command line, which `ps` shows to all users of this machine, and which accelerate launch "
+            "prints if this process fails (unless it is given --quiet): put them into the run file"
+        )
     try:
         work(argv)
         if not trackers.close():  # what hangs in there could hang the interpreter's own end as well

@@ -12,9 +12,8 @@ from typing import NamedTuple
 from src import samples
 from src.fields import RunConfig
 from src.inputs import UsageError, locate, warn
-from src.sources import Source
+from src.sources import BUILDERS, Source
 
-BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 SHORT = 4096  # bytes that are looked at to find out whether a file is empty: more only while they are blank
 
 

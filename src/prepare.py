@@ -185,6 +185,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     digest = xxhash.xxh3_128(repr([(piece["schema"], piece["rows"]) for piece in pieces]).encode()).hexdigest()
     facts |= {"examples": examples, "source_rows": raw_rows, "rows": digest}
     facts |= {"without_target": sum(piece["without_target"] for piece in pieces), "files": source.sizes()}
+    facts |= {"unread": source.unread[:4]}
     facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
     facts |= {
         "pieces": [[target.with_suffix(".arrow").name, p["blocks"]] for target, p in zip(targets, pieces, strict=True)]

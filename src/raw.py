@@ -48,7 +48,7 @@ def raw_rows(source: Source, run: RunConfig, split: str, crew: Crew):
     known = [json.loads(record.read_text()) for record in records]
     if known[0]["files"] is None:
         return None
-    source.parts = known[0].get("parts") or []
+    source.parts, source.unread = (known[0].get(key) or [] for key in ("parts", "unread"))
     parts = [[datasets.Dataset.from_file(file) for file in one["files"]] for one in known]
     for record, one, part in zip(records, known, parts, strict=True):
         if (found := sum(map(len, part))) != one["rows"]:
@@ -119,11 +119,7 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
                 leave(record, json.dumps({"files": None}))
                 return
             parts = [str(file) for file in (builder.config.data_files or {}).get(chosen, [])] if source.files else []
-            if parts and (outside := [f for f in parts if "::" in f or not _inside(f, source.name)]):
-                raise UsageError(
-                    f"{source.field}: {source.name}: its README.md names {outside[0]}, which is not in this folder: move it there, "
-                    "or give it as --train_file"
-                )
+            source.check_folder(builder.config.data_files)
             if run.streaming and not source.files:  # its other splits are not to be downloaded
                 if builder.config.data_files:  # or the files of other splits would be opened, too
                     builder.config.data_files = {chosen: builder.config.data_files[chosen]}
@@ -146,13 +142,10 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
         raise UsageError(f"{source.field}: {changed[0]} changed while it was read: start again when it is complete")
     files = [file["filename"] for file in rows.cache_files]
     sizes = [os.path.getsize(file) for file in files]
-    leave(record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts}))
+    leave(
+        record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts, "unread": source.unread})
+    )
     lost.unlink(missing_ok=True)
-
-
-def _inside(file: str, folder: str) -> bool:
-    """Return whether a file is in a folder by its path (a symlink there is the user's), or on a server."""
-    return "://" in file or Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))
 
 
 def _whole(record: Path) -> bool:

@@ -9,6 +9,7 @@ import csv
 import io
 import sys
 from collections.abc import Iterator
+from functools import cache
 from itertools import count
 
 from src.inputs import UsageError
@@ -27,7 +28,11 @@ DIALECT += (
 
 
 def install() -> None:
-    """Make `datasets` read CSV and text files by the functions below."""
+    """Make `datasets` read CSV and text files by the functions below, and follow no references: those are templates, which
+    versions of fsspec run as code, and which a README.md may name."""
+    import fsspec
+
+    fsspec.register_implementation("reference", _references(), clobber=True)
     from datasets.packaged_modules.csv import csv as csv_module
     from datasets.packaged_modules.text import text as text_module
 
@@ -36,6 +41,19 @@ def install() -> None:
         if not hasattr(builder, "lenient_tables"):
             builder.lenient_tables, builder._generate_tables = builder._generate_tables, tables
     csv.field_size_limit(sys.maxsize)
+
+
+@cache
+def _references() -> type:
+    from fsspec import AbstractFileSystem
+
+    class References(AbstractFileSystem):
+        protocol, cachable = "reference", False
+
+        def __init__(self, *_, **__):
+            raise ValueError("reference:// is not read, it may run code: give the files themselves")
+
+    return References
 
 
 def _csv_tables(self, base_files, files_iterables):

@@ -14,12 +14,14 @@ import xxhash
 
 from src import fetch, hub, readers, remote
 from src.faults import fault
-from src.fields import RunConfig
-from src.inputs import UsageError, absent
+from src.fields import RunConfig, plain_data
+from src.inputs import UsageError, absent, warn
 from src.redact import redact
 from src.together import Crew
 
 SAMPLE = 1 << 14  # bytes
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+NO_DATA = ("dataset_infos.json", "config.json", "metadata.json", "LICENSE.txt", "README.txt", "requirements.txt")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
@@ -43,6 +45,7 @@ class Source:
     origins: dict[str, str] = field(default_factory=dict)  # local file -> the URL that it was fetched from
     told: dict[str, dict] = field(default_factory=dict)  # URL of a stream -> what its server says of it
     parts: list[str] = field(default_factory=list)  # the files of this split, where a folder holds those of others, too
+    unread: list[str] = field(default_factory=list)  # files of a folder that look like data and are in no split
 
     def __str__(self) -> str:
         return ", ".join(self.origins.get(file, file) for file in self.files[:3]) or str(self.name)
@@ -126,6 +129,10 @@ class Source:
         if file is None:
             config, revision, split = self.hub
             try:
+                if columns is None:  # the first time
+                    builder = datasets.load_dataset_builder(self.name, config, revision=revision)
+                    self.check_folder(builder.config.data_files)
+                    warn_of_unread(self.field, self.unread)
                 named = {"path": self.name, "name": config, "revision": revision, "split": split, "streaming": True}
                 rows = datasets.load_dataset(**named)
                 if columns and rows.info.builder_name == "parquet":
@@ -139,6 +146,19 @@ class Source:
             about = remote.same_version(file, self.told.get(file))
             only["storage_options"] = {"client_kwargs": {"trust_env": True, "timeout": remote.silence(), **about}}
         return datasets.load_dataset(self.builder, data_files={"train": [file]}, split="train", streaming=True, **only)
+
+    def check_folder(self, data_files) -> None:
+        """Raise UsageError if the README.md of a folder names files outside, for any split: all are read. Remember the files that
+        look like data and are in no split: `datasets` goes by their names, and takes one kind."""
+        named = [str(file) for files in (data_files or {}).values() for file in files] if self.files else []
+        if outside := [file for file in named if not _inside(file, self.name)]:
+            raise UsageError(
+                f"{self.field}: {self.name}: its README.md names {outside[0]}, which is not in this folder: move it there, "
+                "or give it as --train_file"
+            )
+        known = {os.path.abspath(file) for file in named}
+        looks = [f for f in self.files if Path(f).suffix in BUILDERS and Path(f).name not in NO_DATA]
+        self.unread = [file for file in looks if known and os.path.abspath(file) not in known]
 
     def explain(self, error: Exception, files: list[str] | None = None) -> str:
         """Return one sentence that names the file, and the line where there is one."""
@@ -157,3 +177,23 @@ class Source:
         if "corresponds to no data" in reason:
             return f"{self.field}: {name} holds no rows: give data with at least one"
         return f"{self.field}: {name} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+
+
+_warned: set[str] = set()
+
+
+def warn_of_unread(field: str, files: list[str]) -> None:
+    """Warn once, though all splits are of one folder."""
+    if files and files[0] not in _warned:
+        _warned.add(files[0])
+        warn(
+            f"{field}: {', '.join(files[:3])}{' …' * (len(files) > 3)} not read: of a folder, datasets takes files of one kind, those "
+            "that are named like a split; give all as --train_file if they are meant"
+        )
+
+
+def _inside(file: str, folder: str) -> bool:
+    """Return whether a file is in a folder by its path (a symlink there is the user's), or on a plain server."""
+    if "://" in file or "::" in file:
+        return plain_data(file)
+    return Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))

@@ -101,6 +101,7 @@ def lock(folder: Path, patience: float = 60) -> None:
         if reason := store.lost(folder):
             raise UsageError(f"output_dir: {reason} while this process started: give the command again")
         return
+    check_links(folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     file = _file(folder).open("a")
     began = time.monotonic()
@@ -125,6 +126,16 @@ def lock(folder: Path, patience: float = 60) -> None:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
             store.hold(folder)
             return
+
+
+def check_links(folder: Path) -> None:
+    """Raise UsageError for a file that a run appends to or truncates, and that is a link: a run folder may be somebody else's."""
+    for file in (folder / "metrics.jsonl", folder / "ledger.jsonl", *sorted((folder / "logs").glob("*.log"))):
+        if file.is_symlink():
+            raise UsageError(
+                f"output_dir: {file} is a symbolic link to {os.readlink(file)}, which this run would write to: put the file in "
+                "its place, or give another --output_dir"
+            )
 
 
 def lost(folder: Path) -> str:

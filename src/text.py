@@ -78,6 +78,7 @@ def pack(max_length: int, batch: dict) -> dict:
 
 
 _warned: list = []  # once is enough
+ASSISTANTS = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # what other formats call it
 MARK = "\u2042content\u2042"  # stands for an assistant's words, to find where a template writes them
 
 
@@ -97,6 +98,12 @@ def checked_chat(tokenizer, messages: list[dict]) -> list[dict]:
                 raise ValueError(f"the chat template does not write the tool_calls of turn {i}")
         elif turn.get("content") is None:
             raise ValueError(f"turn {i} has no content")
+        if not isinstance(turn.get("role"), str):
+            raise ValueError(f"turn {i} has no role")
+        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in rendered(messages):
+            raise ValueError(
+                f"the chat template writes the parts of turn {i} as Python does: give its content as one text"
+            )
     return messages
 
 
@@ -108,6 +115,10 @@ def render_chat(tokenizer, messages: list[dict], place: str) -> tuple[str, list[
         messages = checked_chat(tokenizer, messages)
         text = template(messages, tokenize=False)
         for i, message in enumerate(messages):
+            if message["role"] != "assistant" and message["role"].lower() in ASSISTANTS:
+                raise ValueError(
+                    f"turn {i} has the role {message['role']!r}: write assistant, or nothing of it is trained on"
+                )
             if message["role"] == "assistant":
                 after = template(messages[: i + 1], tokenize=False)
                 before = _before(template, messages[:i], message, after)

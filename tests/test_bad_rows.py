@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
-from src import faults, origin, prepare, raw, stream
+from src import faults, origin, prepare, raw, sources, stream
 from src.facts import notes_on_data, repeated
 from src.inputs import UsageError
 from src.tasks import causal_lm
@@ -48,6 +48,11 @@ CASES = {
     # ---- lines that are not what their file is to hold
     "malformed line": Case(
         {"a.jsonl": among(GOOD, f'{{"text": "{ODD}')}, "a.jsonl, line {line}: not valid JSON", code_streamed=2
+    ),
+    "a key twice": Case(
+        {"a.jsonl": among(GOOD, f'{{"text": "{ODD}", "text": "b"}}')},
+        "a.jsonl, line {line}: `text` is given twice",
+        code_streamed=2,
     ),
     "malformed line of the second file": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')}, "b.jsonl, line {line}: not valid JSON"
@@ -563,3 +568,20 @@ def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, monkeypatch):
     code, text = start(tools, tmp_path, file, streaming=True, output_dir="mutant")
     with pytest.raises(AssertionError):
         check(text, code, said, 1, None)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
+def test_files_of_a_folder_that_are_not_read_are_named(tools, tmp_path, capsys, monkeypatch, name, streaming):
+    folder = tmp_path / "data"
+    (folder / name).parent.mkdir(parents=True)
+    for file in ("train.jsonl", "test.jsonl", name):
+        (folder / file).write_text(lines(*GOOD) if file.endswith("l") else "text\nx\n")
+    more = {"streaming": True, "max_steps": 1, "global_batch_size": 8} if streaming else {}
+    given = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "dataset_name": folder}
+    for _ in range(2):  # the second time, all is prepared
+        monkeypatch.setattr(sources, "_warned", set())
+        kit.open_data(**given, cache_dir=tmp_path / "cache", **more)
+        said = capsys.readouterr().err
+        assert said.count("not read") == 1
+        assert f"{folder / name} not read" in said

@@ -292,8 +292,10 @@ def test_kernels_of_the_hub_need_opt_in(tmp_path):
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
 
 
-@pytest.mark.parametrize("kind", ["script", "outside", "reference", "python yaml"])
-def test_dataset_folder_runs_no_code(tmp_path, marker, kind):
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("kind", ["script", "outside", "local", "reference", "python yaml"])
+def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
     rows = [{"input_ids": [1, 2, 3]}] * 20
     folder = tmp_path / "data"
     folder.mkdir()
@@ -305,6 +307,7 @@ def test_dataset_folder_runs_no_code(tmp_path, marker, kind):
     )
     named = {
         "outside": "../outside.jsonl",
+        "local": f"local://{tmp_path}/outside.jsonl",
         "reference": f"reference://x.jsonl::file://{reference}",
         "python yaml": "train.jsonl",
     }
@@ -312,12 +315,15 @@ def test_dataset_folder_runs_no_code(tmp_path, marker, kind):
         (folder / "data.py").write_text(code(marker))
     else:
         evil = f"\nevil: !!python/object/apply:os.system ['touch {marker}']" if kind == "python yaml" else ""
-        (folder / "README.md").write_text(
-            f"---{evil}\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: '{named[kind]}'\n---\n"
-        )
+        paths = {"train": "train.jsonl"} | {split: named[kind]}
+        files = "".join(f"  - split: {name}\n    path: '{path}'\n" for name, path in paths.items())
+        text = f"---{evil}\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
+        (folder / "README.md").write_text(text)
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
-    with pytest.raises(UsageError, match="dataset_name"):
-        kit.open_data(model_config=model, dataset_name=folder, cache_dir=tmp_path / "cache")
+    more = {"streaming": True, "max_steps": 1} if streaming else {}
+    with pytest.raises(UsageError, match="dataset_name") as raised:
+        kit.open_data(model_config=model, dataset_name=folder, cache_dir=tmp_path / "cache", **more)
+    assert kind != "reference" or "reference://" in str(raised.value)
 
 
 def test_chat_template_runs_no_code(tmp_path, marker):
@@ -328,6 +334,19 @@ def test_chat_template_runs_no_code(tmp_path, marker):
     model = kit.write_yaml(tmp_path / "model.yaml", kit.LLAMA)
     with pytest.raises(UsageError, match="template"):
         kit.open_data(model_config=model, tokenizer_name=tokenizer, train_file=file, cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log", "logs/rank_1.log"])
+def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
+    outside = tmp_path / "outside"
+    outside.write_text("precious\n")
+    (run / name).unlink(missing_ok=True)
+    (run / name).symlink_to(outside)
+    fields = kit.tiny_files(tmp_path) | {"max_steps": 4, "dtype": "float64"}
+    codes, texts = kit.run_command("train.py", *kit.flags(**fields, output_dir=run), folder=tmp_path)
+    assert codes == [2], texts
+    assert f"{name} is a symbolic link" in texts[0]
+    assert outside.read_text() == "precious\n"
 
 
 # ---- what is published -----------------------------------------------------------------------------------------------

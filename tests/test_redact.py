@@ -7,13 +7,14 @@ import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import yaml
 
 from src import config
 from src.inputs import UsageError
-from src.redact import publishable, redact, redact_all, was_redacted
+from src.redact import learn, learn_environment, publishable, redact, redact_all, was_redacted
 from tests import kit
 
 PASSWORD, SIGNATURE, USER = (
@@ -42,6 +43,10 @@ PASSWORD, SIGNATURE, USER = (
         ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?Signature=*** (Caused by"),
         ("['--train_file=http://u:p@a/x', 'http://u:p@b/y']", "['--train_file=http://***@a/x', 'http://***@b/y']"),
         ("Authorization: Bearer abcdefgh12", "Authorization: Bearer ***"),
+        ("exceeded with url: /x.jsonl?bare5ecret (Caused by", "exceeded with url: /x.jsonl?*** (Caused by"),
+        ("http://h/x?YmFzZTY0LXRva2Vu==", "http://h/x?***"),
+        ("http://h/x.jsonl;token=abc: no such file", "http://h/x.jsonl;token=***: no such file"),
+        ("s3:/key:secret@bucket/x", "s3:/***@bucket/x"),  # as pathlib writes a URL
         ("a token: " + "hf_" + "AbCdEfGh12345678" * 2, "a token: ***"),
     ],
 )
@@ -67,6 +72,59 @@ def test_redact_removes_credentials_and_nothing_else(text, clean):
 def test_redact_keeps_what_holds_no_credentials(text):
     assert redact(text) == publishable(text) == text
     assert not was_redacted(text)
+
+
+@pytest.fixture
+def forgotten(monkeypatch):
+    """Nothing learned by this test is remembered by others."""
+    from src import redact as module
+
+    monkeypatch.setattr(module, "_known", {})
+    monkeypatch.setattr(module, "_finds_known", [])
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://alice:back\\slash5ECRET@h/x.jsonl",
+        "http://alice:quote'5ECRET and space@h/x.jsonl",
+        'https://h/x.jsonl?response-content-disposition=attachment; filename="a b"&X-Amz-Signature=5ECRET/a%2Fb',
+        "https://h/x.jsonl?sig=<5ECRET>&sp=r",
+        "https://h/däta/x.jsonl?sig=5ECRETä%C3%A4",
+    ],
+)
+def test_credentials_that_no_pattern_finds_are_known_from_what_was_given(url, forgotten):
+    from requests.utils import requote_uri
+
+    learn([f"--train_file={url}"])
+    secret = url.partition("@")[0].partition("//")[2] if "@" in url else url.partition("?")[2]
+    forms = [url, repr(url), json.dumps(url), quote(url), requote_uri(url), secret, requote_uri(secret)]
+    for text in forms + [f"it says {form}: no such file" for form in forms]:
+        assert "5ECRET" not in redact(text), text
+    assert redact(url).startswith(("http://***@h/x.jsonl", "https://h/"))
+    assert was_redacted(redact(url))
+
+
+def test_learning_a_url_hides_no_ordinary_words(forgotten):
+    learn({"train_file": ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]})
+    for text in ("train.jsonl", "pw", "2030-01-01T00:00:00Z", "data/train.jsonl"):
+        assert redact(text) == text
+
+
+def test_tokens_of_the_environment_are_known(forgotten, monkeypatch):
+    monkeypatch.setenv("SOME_SERVICE_API_KEY", "0123" + "abcd5ECRET")
+    monkeypatch.setenv("HTTPS_PROXY", "http://alice:proxy5ECRET@proxy:8080")
+    learn_environment()
+    assert redact("key 0123abcd5ECRET, proxy alice:proxy5ECRET") == "key ***, proxy ***"
+
+
+@pytest.mark.parametrize("name", ["output_dir", "cache_dir"])
+def test_folder_that_is_a_url_is_refused(name, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given = kit.flags(model_config=files / "llama.yaml", train_file="x.jsonl", **{name: "s3://key:secret@bucket/run"})
+    with pytest.raises(UsageError, match=f"{name}: s3.*URL"):
+        config.check(*config.parse(given))
+    assert not list(tmp_path.iterdir())
 
 
 def test_published_urls_lose_a_query_with_credentials():

@@ -267,6 +267,19 @@ def test_what_is_no_chat_is_refused(tokenizer, messages):
         render_chat(tokenizer, messages, "row 3")
 
 
+@pytest.mark.parametrize("role", ["Assistant", "gpt", "model"])
+def test_an_assistant_of_another_name_is_refused(tokenizer, role):
+    """Nothing of it would be trained on."""
+    with pytest.raises(UsageError, match=f"row 3: `messages`.*turn 1 has the role '{role}'"):
+        render_chat(tokenizer, [CHAT[0], {"role": role, "content": "yes"}, *CHAT], "row 3")
+
+
+def test_parts_that_a_template_does_not_know_are_refused(tokenizer):
+    parts = [{"type": "text", "text": "hi"}]
+    with pytest.raises(UsageError, match=r"row 3: `messages`.*parts of turn 0"):
+        render_chat(tokenizer, [{"role": "user", "content": parts}, *CHAT[1:]], "row 3")
+
+
 def test_text_must_be_text():
     require_text(["a", ""], "text", ["row 0", "row 1"])
     for value, kind in ((None, "nothing"), (3, "int"), (["a"], "list")):
