@@ -101,7 +101,7 @@ CASES = {
     "a million workers": Case("dataloader_num_workers is 1000000|256", {"dataloader_num_workers": 10**6}),
     "endless timeout": Case("ddp_timeout is |at most", {"ddp_timeout": 10**30}),
     "two models": Case("model_name_or_path and model_config", {"model_name_or_path": "model"}),
-    "two data sets": Case("dataset_name and train_file", {"dataset_name": "stdlib_code"}),
+    "two data sets": Case("dataset_name (|train_file (", {"dataset_name": "stdlib_code"}),
     "no model": Case("no model: give --model_name_or_path", {"model_config": None}),
     "no data": Case("no data: give --train_file", {"train_file": None}),
     "config of no data set": Case("dataset_config_name is given without dataset_name", {"dataset_config_name": "en"}),
