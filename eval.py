@@ -64,7 +64,7 @@ def score(run: config.RunConfig, task, split, accelerator, step: int | None) -> 
     module = placing.prepare_to_evaluate(accelerator, Objective(placing.build(accelerator, task, None), task))
     values = strict({"kind": "eval", "step": step} | evaluate(accelerator, agree, module, task, split, run))
     if accelerator.is_main_process:
-        print(table(topology(accelerator, run) | {"model": run.model_name_or_path}) + "\n")
+        print(table(topology(accelerator, run, training=False) | {"model": run.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
         folder = Path(run.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,8 +39,10 @@ def with_folder(default: str, words: list[str]) -> tuple[Path, list[str]]:
 class Launched:
     """A launcher in a session of its own, and the training processes that it starts."""
 
-    def __init__(self, words: list[str]):
-        self.child, self.signals = None, []  # signals: passed on so far
+    def __init__(self, words: list[str], folder: Path | None = None):
+        """`folder` is that of the run; None: an evaluation."""
+        self.child, self.signals, self.folder = None, [], folder  # signals: passed on so far
+        self.began = time.time()
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a job in the background
                 signal.signal(number, self._pass_on)
@@ -52,6 +55,12 @@ class Launched:
         """Return the exit code of the launcher."""
         code = self.child.wait()
         return code if code >= 0 else 128 - code
+
+    def status(self) -> dict:
+        """Return what status.json says, if a process of this launch has written it."""
+        known = status.read(self.folder) if self.folder else {}
+        own = known.get("launcher") == self.child.pid and known.get("time", 0) >= self.began
+        return known if own else {}
 
     def _processes(self) -> list[psutil.Process]:
         with suppress(psutil.Error):
@@ -73,7 +82,8 @@ class Launched:
             self.child.send_signal(signal.SIGCONT)
         else:
             self.child.kill()
-            print(f"\n{early(signal.Signals(number).name)}", file=sys.stderr, flush=True)
+            if not self.status():  # else the run has ended and said how; only its launcher had not yet
+                print(f"\n{early(signal.Signals(number).name, self.folder is not None)}", file=sys.stderr, flush=True)
 
     def _pause(self, *_) -> None:
         """Ctrl-Z: stop all until this process is continued."""
@@ -86,13 +96,12 @@ class Launched:
                 process.send_signal(signal.SIGCONT)
 
 
-def exit_code(code: int, signals: list[int], folder: Path | None) -> int:
-    """Return the exit code of the run: a launcher knows only 0 and 1."""
-    own = status.read(folder).get("exit_code") if folder else None
+def exit_code(code: int, signals: list[int], training: bool, own: int | None) -> int:
+    """Return the exit code of the run, `own` where it has left one: a launcher knows only 0 and 1."""
     if own is not None or not code:
         return own or 0
     if signals:
-        return status.EXIT_STOPPED if folder and len(signals) == 1 else 128 + signals[-1]
+        return status.EXIT_STOPPED if training and len(signals) == 1 else 128 + signals[-1]
     return code
 
 
@@ -105,13 +114,12 @@ def main(argv: list[str]) -> int:
     folder, words = None, argv[at + 1 :]
     if at:
         folder, words = with_folder(argv[0], words)
-        (folder / "status.json").unlink(missing_ok=True)
     print(f"accelerate launch {shlex.join(words)}", flush=True)
-    launched = Launched(words)
+    launched = Launched(words, folder)
     code = launched.wait()
-    if folder and status.read(folder).get("launcher") == launched.child.pid:
+    if launched.status():
         status.wait_for_end(folder)
-    return exit_code(code, launched.signals, folder)
+    return exit_code(code, launched.signals, folder is not None, launched.status().get("exit_code"))
 
 
 if __name__ == "__main__":

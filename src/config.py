@@ -102,7 +102,10 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             f"attn_implementation is {run.attn_implementation}, code from the Hub: give --trust_remote_code true if you trust it"
         )
     if run.dataset_name and run.train_file:
-        faults.append("dataset_name and train_file are both given: keep one")
+        faults.append(
+            f"dataset_name ({run.dataset_name}) and train_file ({' '.join(run.train_file)}) are both given: keep one; if the run "
+            "file has the other, copy it and delete that line"
+        )
     field = "train_file" if training else "validation_file"
     faults += mixture.faults(run) + (push.fault(run) if training else [])
     if run.streaming and training:
@@ -197,6 +200,8 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
             message = re.sub(r"^invalid int value: (.*)", r"\1 is no whole number", message)
             message = re.sub(r"^invalid float value: (.*)", r"\1 is no number", message)
             message = re.sub(r"^invalid (?=\w+ value)", "", message)
+            message = re.sub(r"^json_object value: ", "expected a JSON object, found ", message)
+            message = re.sub(r"^Truthy value expected: got (.*?) but expected .*", r"expected true or false, found \1", message)
             raise ValueError(re.sub(r"^unrecognized arguments: ", "expected one value, found also ", message))
 
     parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)
@@ -262,7 +267,7 @@ def _listed(faults: list[Fault]) -> str:
 
 def flags_of(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list[str]]], str | None]:
     """Split a command line into (name, values) pairs and the path that --config names."""
-    flags, path = [], None
+    flags, path, stray = [], None, []
     for token in argv:
         if re.match(r"--[A-Za-z]", token):
             name, equals, value = token[2:].partition("=")
@@ -270,13 +275,24 @@ def flags_of(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list
         elif flags:
             flags[-1][1].append(token)
         elif token != "-h":
-            run_file = f"; did you mean --config {token}?" if token.endswith((".yaml", ".yml", ".json")) else ""
-            faults.append(f"{token!r}: a flag was expected, --NAME VALUE{run_file}")
+            stray.append(token)
     for _, values in [item for item in flags if item[0] == "config"]:
         if path is not None or len(values) != 1:
-            raise UsageError("--config: give it once, with one YAML file")
+            raise UsageError("--config: give it once, with one YAML file (make gives it: say make train CONFIG=FILE there)")
         path = values[0]
+    if stray:
+        faults.append(f"{stray[0]!r}: a flag was expected, --NAME VALUE{_meant(stray)}")
     return [item for item in flags if item[0] not in ("config", "help")], path
+
+
+def _meant(words: list[str]) -> str:
+    """Return '; did you mean X?' for words where a flag was expected, or nothing."""
+    if words[0].endswith((".yaml", ".yml", ".json")):
+        return f"; did you mean --config {words[0]}?"
+    name, value = re.match(r"[-\u2013\u2014]*(\w*)=?(.*)", words[0]).groups()  # -name, a typesetter's dash, name=value
+    near = nearest(name, ["config", *RunConfig.__dataclass_fields__])
+    flag = near.rstrip("?").replace("mean ", "mean --")
+    return " ".join(filter(None, [flag, value, *words[1:]])) + "?" if near else ""
 
 
 def _last(value):

@@ -71,20 +71,21 @@ def save_diff(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def topology(accelerator, run: RunConfig) -> dict:
-    """Return where the run is computed, and how its global batch is made up there."""
+def topology(accelerator, run: RunConfig, training: bool = True) -> dict:
+    """Return where the run is computed, and, for training, how its global batch is made up there."""
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    threads = f", {torch.get_num_threads()} threads a rank" if device.type == "cpu" else ""
+    threads = torch.get_num_threads()
+    threads = f", {threads} thread{'s' * (threads > 1)} a rank" if device.type == "cpu" else ""
     computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
-    return {
+    where = {
         "device": f"{device.type} ({name}{threads})",
         "precision": f"weights {run.dtype}, computing in {computing}",
         "strategy": strategy.named(accelerator),
         "world_size": accelerator.num_processes,
         "nodes": nodes(),
-        "global_batch": arithmetic(run, place(accelerator)[1]),
     }
+    return where | ({"global_batch": arithmetic(run, place(accelerator)[1])} if training else {})
 
 
 def arithmetic(run: RunConfig, world: int) -> str:

@@ -213,7 +213,7 @@ def main(work: Callable[[list[str]], None]) -> None:
     except UsageError as error:
         if getattr(error, "alone", False):  # met by this rank in the middle of a run
             _fail(error)
-        _end(2, str(error), f"{os.path.basename(sys.argv[0])}: ", error)
+        _end(2, str(error), "error: ", error)
     except Stopped as error:
         _end(status.EXIT_STOPPED, str(error))
     except Failure as error:

@@ -67,12 +67,14 @@ def find(run: RunConfig, facts: dict, config: dict, options: type, also: dict | 
     own, notes = Path(run.output_dir), []
     if asked != "auto" and not belongs_to(Path(asked), own):
         if not identity.began_from(own, Path(asked)):
+            if not (_is_checkpoint(Path(asked)) or checkpoints(asked)):
+                raise UsageError(_nothing_at(run.resume))
             identity.check_alone(own, Path(asked))
         elif identity.has_trained(own):
             notes = [f"{own} holds the run that began from {asked}: it is resumed from its newest checkpoint"]
             asked = "auto"
     folder = own if asked == "auto" else Path(asked)
-    if asked != "auto" and any((folder / name).exists() for name in ("state.json", store.MANIFEST)):
+    if asked != "auto" and _is_checkpoint(folder):
         if faults := store.faults(folder):
             raise UsageError(f"resume: {folder} is damaged: {'; '.join(faults)}")
         return Start(folder, same_run(folder, run, facts, config, options, also))
@@ -89,10 +91,16 @@ def find(run: RunConfig, facts: dict, config: dict, options: type, also: dict | 
             + ". Restore one, or start anew with --resume never"
         )
     if asked != "auto":
-        raise UsageError(
-            f"resume: {run.resume} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
-        )
+        raise UsageError(_nothing_at(run.resume))
     return Start(None, [])
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).exists() for name in ("state.json", store.MANIFEST))
+
+
+def _nothing_at(name: str) -> str:
+    return f"resume: {name} is neither a checkpoint nor a run with one: give auto, never, or such a folder"
 
 
 def belongs_to(asked: Path, own: Path) -> bool:
@@ -145,8 +153,9 @@ def same_run(checkpoint: Path, run: RunConfig, facts: dict, config: dict, option
     wrong += contents + _schedule(run, old, facts, state)
     if wrong:
         raise UsageError(
-            f"{checkpoint.parent.parent} holds another run ({'; '.join(wrong)}): give another --output_dir (with --init_from "
-            "to begin from its weights), or start it anew with --resume never"
+            f"{checkpoint.parent.parent} holds another run ({'; '.join(wrong)}): to train beside it, give another --output_dir "
+            "(and --init_from to begin from its weights); to start over in this folder, give --resume never once, which keeps "
+            "the old run there under other names"
         )
     quiet = {"output_dir", "resume"} | {name for name in differs if config.get(name) == "auto"}
     remarks = [text for name, text in said.items() if name not in quiet] + remarks

@@ -282,9 +282,9 @@ class Saver:
         if self.failures:
             lines.append(f"warning: the last checkpoint could not be saved ({self.reason}); the final model is whole")
         elif self.stalls:
-            stall, copy = (statistics.median(column) for column in zip(*self.stalls, strict=True))
+            stall, saved = statistics.median(stall for stall, _ in self.stalls), len(self.stalls)
             lines.append(
-                f"{len(self.stalls)} checkpoints; for each, training stood still {stall:.3f} s, {copy:.3f} s of it to copy"
+                f"{saved} checkpoint{'s' * (saved > 1)} saved; training paused {stall:.3f} s for {'each' if saved > 1 else 'it'}"
             )
         return "\n".join(filter(None, lines))
 

@@ -93,7 +93,7 @@ class Watch:
                 return
             rank = f"rank {self.rank}: " if self.world > 1 else ""
             print(
-                f"\n{rank}{name}: saving after this step, then stopping; once more stops without saving",
+                f"\n{rank}{name}: saving after this step, then stopping; a second {name} stops without saving",
                 file=sys.stderr,
             )
         elif now - self.heard > SAME:
@@ -139,10 +139,11 @@ def before_training() -> None:
         signal.signal(number, lambda number, _: _leave(EXIT_STOPPED, early(signal.Signals(number).name)))
 
 
-def early(name: str) -> str:
+def early(name: str, training: bool = True) -> str:
     """Return what the first rank prints, and the others do not, when a signal ends all before training begins."""
     first = os.environ.get("RANK", "0") == "0"
-    return f"Stopped by {NAMES.get(name, name)} before training began: there is nothing to save." if first else ""
+    before = " before training began: there is nothing to save" if training else ""
+    return f"Stopped by {NAMES.get(name, name)}{before}." if first else ""
 
 
 def _launched() -> bool:

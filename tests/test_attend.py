@@ -132,7 +132,7 @@ def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
     assert "Error 75" in run.text
     assert not (tmp_path / "own").exists()
     share = max(1, psutil.cpu_count(logical=False) // 2)
-    assert f"{share} threads a rank" in (folder / "environment.json").read_text()
+    assert f"{share} thread{'s' * (share > 1)} a rank" in (folder / "environment.json").read_text()
 
 
 @pytest.mark.parametrize("how", ["make", "python"])
@@ -189,6 +189,34 @@ def test_a_second_ctrl_c_is_passed_on(script):
     assert "Traceback" not in run.text
 
 
+ENDED = """
+import os, sys, threading, time
+from pathlib import Path
+from src import status
+status.write(Path(sys.argv[-1]), "stopped", 3, 75)
+print("Saved", flush=True)
+"""
+
+
+def test_ctrl_c_after_the_run_has_ended(script, tmp_path, monkeypatch):
+    """The training process is gone and has said that it saved; its launcher is about to end."""
+    script.write_text(ENDED)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys, time\n"
+        "if 'src.launcher' in ' '.join(sys.orig_argv):\n    atexit.register(time.sleep, 20)\n"
+    )
+    path = f"{kit.REPOSITORY}:{tmp_path}"
+    run = Terminal(*attended(script), env={"PYTHONPATH": path})
+    run.until(lambda: "Saved" in run.text)
+    launcher = psutil.Process(run.pid).children()[0]
+    run.until(lambda: not launcher.children() or time.sleep(0.1))
+    run.press(b"\x03")
+    lines = run.lines()
+    assert lines[-1] == "Saved"
+    assert run.code == 75
+
+
 def test_a_terminal_that_is_closed_stops_the_run(script, tmp_path):
     """Its SIGHUP becomes SIGTERM for the training process, which SIGHUP would end unsaved."""
     script.write_text(
@@ -237,16 +265,36 @@ def test_nohup_is_respected(script, tmp_path):
 
 
 def test_exit_codes(tmp_path):
+    assert attend.exit_code(0, [], True, None) == 0
+    assert attend.exit_code(2, [], True, None) == 2
+    assert attend.exit_code(1, [15], True, None) == 75  # before there was a status
+    assert attend.exit_code(1, [2, 2], True, None) == 130
+    assert attend.exit_code(1, [2], False, None) == 130  # an evaluation saves nothing
+    assert attend.exit_code(1, [15], True, 75) == 75
+    assert attend.exit_code(1, [], True, 75) == 75
+
+
+def test_only_the_status_of_this_launch_counts(tmp_path):
+    """Not that of a run before, whose launcher had the same number (containers begin at 1), nor of one that still trains,
+    which keeps its status.json."""
+    launched = attend.Launched.__new__(attend.Launched)
+    launched.folder, launched.child, launched.began = tmp_path, Namespace(pid=os.getppid()), time.time() + 60
+    status.write(tmp_path, "complete", 3, 0)
+    assert launched.status() == {}
+    launched.began -= 120
+    assert launched.status()["exit_code"] == 0
+    launched.child.pid += 1
+    assert launched.status() == {}
+
+
+def test_a_mistake_does_not_touch_the_run_that_is_there(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    assert attend.exit_code(0, [], folder) == 0
-    assert attend.exit_code(2, [], folder) == 2
-    assert attend.exit_code(1, [15], folder) == 75  # before there was a status
-    assert attend.exit_code(1, [2, 2], folder) == 130
-    assert attend.exit_code(1, [2], None) == 130  # an evaluation saves nothing
-    status.write(folder, "stopped", 3, 75)
-    assert attend.exit_code(1, [15], folder) == 75
-    assert attend.exit_code(1, [], folder) == 75
+    status.write(folder, "running", 3)
+    words = ["make", "-s", "-o", ".venv/done", "train", f"OUT={folder}", "ARGS=--max_step 5"]
+    done = subprocess.run(words, cwd=kit.REPOSITORY, env=PLAIN, capture_output=True, text=True, timeout=90, check=False)
+    assert "Error 2" in done.stderr
+    assert status.read(folder)["status"] == "running"
 
 
 def test_mistyped_flag_on_two_processes(tmp_path):

@@ -257,6 +257,29 @@ def test_a_run_file_without_its_flag(here, words):
     assert "--config configs/stdlib_lm.yaml" in faults(*words)
 
 
+@pytest.mark.parametrize(
+    "words, meant",
+    [
+        (["-max_steps", "6"], "--max_steps 6?"),
+        (["\u2014max_step", "6"], "--max_steps 6?"),
+        (["max_steps=6"], "--max_steps 6?"),
+        (["stdlib"], ""),
+    ],
+)
+def test_words_where_a_flag_was_expected(here, words, meant):
+    """One remark for all of them, with what was probably meant."""
+    message = faults(*words)
+    assert message.startswith(f"{words[0]!r}: a flag was expected")
+    assert message.endswith(meant)
+    assert ("did you mean" in message) == bool(meant)
+
+
+def test_both_sources_of_data_are_named(here):
+    path = kit.write_yaml("mine.yaml", {"model_config": "llama.yaml", "dataset_name": "stdlib_code"})
+    with pytest.raises(UsageError, match=r"dataset_name \(stdlib_code\) and train_file \(mine.jsonl\)"):
+        config.check(*config.parse(["--config", str(path), "--train_file", "mine.jsonl"]))
+
+
 def test_a_run_file_with_a_wrong_name(here):
     assert "did you mean configs/stdlib_lm.yaml?" in faults("--config", "configs/stdlib_llm.yaml")
     kit.write_yaml("mine.yaml", {"seed": 1})

@@ -94,6 +94,14 @@ def find(folder: Path, facts: dict, argv: list[str]) -> resume.Start:
     return resume.find(asked, facts, yaml.safe_load(to_yaml(asked, options)), type(options))
 
 
+@pytest.mark.parametrize("name", ["nowhere", "."])
+def test_resume_from_what_is_no_checkpoint(files, killed, facts, tmp_path, monkeypatch, name):
+    """In the folder of a run, too, where it is not called a checkpoint of another run."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=f"resume: {name} is neither a checkpoint nor a run with one"):
+        find(killed, facts, recipe(files, resume=name))
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -432,7 +432,7 @@ def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_
 def test_the_log_says_what_each_save_cost(straight):
     log = (straight[1].folder / "logs" / "rank_0.log").read_text()
     assert log.count("saved: training stood still for ") == 3
-    assert "3 checkpoints; for each, training stood still " in log
+    assert "3 checkpoints saved; training paused " in log
 
 
 # ---- which checkpoints are kept ----------------------------------------------------------------------------------------
