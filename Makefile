@@ -25,7 +25,7 @@ OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)pr
 OUT_GIVEN = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')
 # RUN=folder, or the run in runs/ that was written to last.
 define find_run
-run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.status --newest)}"; \
+run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)}"; \
 test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
 endef
 
@@ -59,13 +59,13 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 	@echo "Installed: .venv is ready."
 
 train: .venv/done ## train CONFIG; resumes by itself; NPROC=2 uses two processes
-	@$(VENV)/python -m src.attend '$(OUT)' -- $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_GIVEN) $(ARGS)
+	@$(VENV)/python -m src.distributed.run_launcher '$(OUT)' -- $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_GIVEN) $(ARGS)
 
 data: .venv/done ## fetch and prepare the data of CONFIG, without training; on a machine without a GPU if you like
-	@$(VENV)/python -m src.data --config '$(CONFIG)' $(ARGS)
+	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the last run (RUN=folder for another one)
-	@$(VENV)/python -m src.attend -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
+	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
 
 test: .venv/done ## prove the guarantees (ARGS='-m conformance' after editing a task)
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(ARGS)
@@ -88,13 +88,13 @@ bench: .venv/done ## measure the loop against a plain one, side by side
 	$(VENV)/python benchmarks/loop.py $(ARGS)
 
 report: .venv/done ## write report.html of the last run (RUN=folder for another one)
-	@$(find_run); $(VENV)/python -m src.report "$$run"
+	@$(find_run); $(VENV)/python -m src.reporting.html_report "$$run"
 
 ledger: .venv/done ## did RUN train on what its plan says, or (OTHER=folder) on what another run did?
-	@$(find_run); $(VENV)/python -m src.ledger "$$run" $(if $(OTHER),'$(OTHER)')
+	@$(find_run); $(VENV)/python -m src.reporting.ledger "$$run" $(if $(OTHER),'$(OTHER)')
 
 storm: .venv/done ## kill a run of CONFIG at random moments, again and again (KILLS=20), and compare it with an undisturbed one
-	$(VENV)/python -m tests.storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
+	$(VENV)/python -m tests.helpers.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
 clean: ## remove caches of tools (not .venv, data/, runs/, nor prepared data, which is in the cache of datasets)
 	rm -rf .pytest_cache .ruff_cache

@@ -3,33 +3,37 @@
 The table of contents of the project: read it top to bottom in a minute, then edit it. It is yours.
 """
 
-from src import checkpoint, config, drift, launch, local_sgd, placing, resume, speed, strategy, watch
-from src.batch_size import largest_that_fits
-from src.console import table
-from src.data import load, same_everywhere
-from src.environment import topology
-from src.evaluation import evaluate
-from src.fields import RunConfig
-from src.inputs import UsageError
-from src.ledger import Ledger
-from src.optim import make_optimizer, make_schedule
-from src.plan import training_order
-from src.progress import Outcome, Progress, Rhythm
-from src.push import push
-from src.reader import read, windows
-from src.saver import Saver
-from src.step import Objective, counts, gradient, update
-from src.summary import describe, notes, total_steps
+from src.checkpointing import format, resume
+from src.checkpointing.async_writer import Saver
+from src.checkpointing.hub_upload import push
+from src.checkpointing.locate_weights import begin_with
+from src.config import parsing
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.data.batch_plan import training_order
+from src.data.data_loader import read, windows
+from src.data.dataset import load, same_everywhere
+from src.distributed import launch, prepare_model, replica_check, stop_signals, strategies
+from src.distributed.tensor_parallel import place
+from src.models import compile_and_recompute
+from src.reporting.environment import topology
+from src.reporting.ledger import Ledger
+from src.reporting.metrics import Meter, Tracker
+from src.reporting.run_plan import describe, notes, total_steps
+from src.runtime.console import table
 from src.tasks import make_task
-from src.tensor_parallel import place
-from src.tracking import Meter, Tracker
-from src.weights import begin_with
+from src.training import local_sgd
+from src.training.auto_batch_size import largest_that_fits
+from src.training.evaluation import evaluate
+from src.training.optimizers import make_optimizer, make_schedule
+from src.training.state import Outcome, Progress, Rhythm
+from src.training.step import Objective, counts, gradient, update
 
 
 def main(argv: list[str]) -> None:
-    watch.before_training()
-    run, options = config.parse(config.or_sample(argv))
-    config.check(run, options)
+    stop_signals.before_training()
+    run, options = parsing.parse(parsing.or_sample(argv))
+    parsing.check(run, options)
     launch.check_environment()
 
     # What may take long happens before there is a process group, so that no collective ever waits for it.
@@ -49,22 +53,26 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     total = total_steps(run, examples.facts["examples"])
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
-    outside = watch.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
+    outside = stop_signals.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
-    model = placing.build(accelerator, task, start or begin_with(run))
-    objective = Objective(speed.tuned(model, run, accelerator.device), task)
-    optimizer = make_optimizer(run, objective, strategy.fuses(accelerator, run))
-    module, optimizer = placing.prepare(accelerator, objective, optimizer)
-    meter, graphs, parts = Meter(), speed.Graphs(run), {"optimizer": optimizer}  # parts: what is saved beside the model
-    progress = checkpoint.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
+    model = prepare_model.build(accelerator, task, start or begin_with(run))
+    objective = Objective(compile_and_recompute.tuned(model, run, accelerator.device), task)
+    optimizer = make_optimizer(run, objective, strategies.fuses(accelerator, run))
+    module, optimizer = prepare_model.prepare(accelerator, objective, optimizer)
+    meter, graphs, parts = (
+        Meter(),
+        compile_and_recompute.Graphs(run),
+        {"optimizer": optimizer},
+    )  # parts: what is saved beside the model
+    progress = format.load(start, objective, parts, accelerator.scaler, meter) if start else Progress()
     when = Rhythm(run, progress, total, evaluates=validation is not None)
     if run.per_device_batch_size == "auto":
         run.per_device_batch_size = largest_that_fits(accelerator, agree, run, module, task, examples)
     # average() makes the ranks one again where they update alone, by local_sgd_steps
     module, average = local_sgd.begin(accelerator, agree, run, module, optimizer, progress)
 
-    resolved = config.to_yaml(run, options)
+    resolved = parsing.to_yaml(run, options)
     tracker, ledger = Tracker(accelerator, run, total), Ledger(run, examples, accelerator.is_main_process)
     about, lines = resume.about(accelerator, run, resolved, splits, start), [tracker.metrics, ledger.lines]
     saver = Saver(accelerator, agree, run, objective, parts, about, outside, lines, start)
@@ -103,7 +111,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         with meter.paused():
             progress.settle(run.max_skipped_steps)
             average()
-            drift.check(accelerator, agree, objective, progress.step)
+            replica_check.check(accelerator, agree, objective, progress.step)
             if run.streaming:
                 progress.stream = examples.position(progress.step, agree)
             if when.over() or when.best():
@@ -117,7 +125,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         if when.saved():
             save()
     first, last = progress.step, progress.step if when.over() else total
-    pin, each = accelerator.device.type == "cuda", strategy.syncs_each(accelerator, run)
+    pin, each = accelerator.device.type == "cuda", strategies.syncs_each(accelerator, run)
     if run.streaming:
         coming = examples.windows(rank, world, progress, pin)
     else:
@@ -127,7 +135,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         )
         coming = windows(read(examples, task, order, run, pin))
     for window, waited in coming:  # a window: this rank's micro-batches of one optimizer step
-        sums = agree([*counts(window), *outside.requests(), saver.failed(), *strategy.turns(accelerator, window)])
+        sums = agree([*counts(window), *outside.requests(), saver.failed(), *strategies.turns(accelerator, window)])
         weight, tokens, positions, rows, low, high, wanted, stop, failed, *turns = sums.tolist()
         if stop or failed or when.over():
             break
@@ -137,7 +145,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         progress.step += 1
         losses = None
         if weight:  # else no example of the global batch has a target, and every rank skips the update
-            window = strategy.even(window, turns)
+            window = strategies.even(window, turns)
             losses = gradient(accelerator, module, window, weight, each)
             progress.settle(run.max_skipped_steps)  # the update before this one: the device has an answer by now
             learning_rate = schedule(progress.updates)
@@ -154,7 +162,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
         if when.unevaluated():
             score()
         if run.drift_check_steps and when.due(run.drift_check_steps):
-            drift.check(accelerator, agree, objective, progress.step)
+            replica_check.check(accelerator, agree, objective, progress.step)
         if wanted or when.saved():
             save()
         if when.over():

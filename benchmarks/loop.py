@@ -28,11 +28,11 @@ import yaml
 
 import train
 from benchmarks.plain import Plain, direct_loss, labels_loss
-from src import config
-from src.data import load
-from src.inputs import REPOSITORY
-from src.plan import training_order
-from src.reader import Reader
+from src.config import parsing
+from src.config.errors import REPOSITORY
+from src.data.batch_plan import training_order
+from src.data.data_loader import Reader
+from src.data.dataset import load
 from src.tasks import make_task
 
 BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
@@ -79,7 +79,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     total = block * (blocks + 1)
     batch = {"global_batch_size": size, "per_device_batch_size": micro}
     words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
-    run, options = config.parse(words)
+    run, options = parsing.parse(words)
     task = make_task(run, options)
     split = load(run, task, wanted=("train",))["train"]
     times = {"ours": [], "plain": []}

@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
-from src import store
-from src.inputs import REPOSITORY
+from src.config.errors import REPOSITORY
+from src.storage import atomic_folder
 
 MODEL = {
     "model_type": "llama",
@@ -117,7 +117,7 @@ def main() -> None:
             plain = seconds(lambda: read_all(newest))
             if state == "from disk":
                 evicted(newest)
-            verify = seconds(lambda: store.faults(newest))
+            verify = seconds(lambda: atomic_folder.faults(newest))
             print(
                 f"verify {state + ':':<20}{size / verify:.2f} GB/s (reading alone: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
             )

@@ -58,8 +58,10 @@ def _stop(number, _):
     os._exit(75 if training else 130)
 
 
-if os.path.basename(sys.argv[0]) in ("train.py", "eval.py") or "src.attend" in _words[1:3]:
+if os.path.basename(sys.argv[0]) in ("train.py", "eval.py") or "src.distributed.run_launcher" in _words[1:3]:
     import signal
 
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a job in the background
-        signal.signal(signal.SIGINT, _stop)  # until src/watch.py or src/attend.py takes over
+        signal.signal(
+            signal.SIGINT, _stop
+        )  # until src/distributed/stop_signals.py or src/distributed/run_launcher.py takes over

@@ -29,7 +29,7 @@ import shutil
 import numpy as np
 import pytest
 
-from tests import kit
+from tests.helpers import kit
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -55,7 +55,7 @@ def files(tmp_path_factory):
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
     """A local hub that also serves the files of its folder `files`, beside a tiny model configuration."""
-    from tests.hub import Hub
+    from tests.helpers.fake_hub import Hub
 
     folder = tmp_path_factory.mktemp("served")
     (folder / "files").mkdir()

@@ -1,6 +1,6 @@
 """F1 as a metric of `evaluate`, shipped because the Hub's script cannot be had offline and needs scikit-learn.
 
-Guarded by tests/test_text_classification.py.
+Guarded by tests/tasks/test_text_classification.py.
 """
 
 import datasets

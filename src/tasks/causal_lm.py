@@ -1,4 +1,4 @@
-"""Causal language models: the example of a task, to edit or to copy. Guarded by tests/test_causal_lm.py, tests/conformance/.
+"""Causal language models: the example of a task, to edit or to copy. Guarded by tests/tasks/test_causal_lm.py, tests/conformance/.
 
 A row holds `text`; or `messages` (loss on assistant turns); or `prompt` and `completion` (loss on the completion); or
 `input_ids` with optional `labels` (-100 is ignored), used as they are.
@@ -11,13 +11,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from src.fields import RunConfig, say
-from src.inputs import UsageError, locate, warn
-from src.losses import linear_cross_entropy, linear_scores, scores
-from src.models import build_model, check_fit, check_packing, head_is_plain, load_config, load_tokenizer, tokenizer_text
-from src.rows import IGNORED, Encoder
+from src.config.errors import UsageError, locate, warn
+from src.config.schema import RunConfig, say
+from src.models.loading import (
+    build_model,
+    check_fit,
+    check_packing,
+    head_is_plain,
+    load_config,
+    load_tokenizer,
+    tokenizer_text,
+)
+from src.models.losses import linear_cross_entropy, linear_scores, scores
 from src.tasks import Batch, width
-from src.text import masks_known, pack
+from src.text.encode_rows import IGNORED, Encoder
+from src.text.tokenization import masks_known, pack
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Text classification with any encoder: accuracy as a sum, F1 through `evaluate` from predictions collected by id.
 
-A row holds text (or a pair of texts) and a label, a name or a number. Guarded by tests/test_text_classification.py.
+A row holds text (or a pair of texts) and a label, a name or a number. Guarded by tests/tasks/test_text_classification.py.
 """
 
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.fields import RunConfig, say
-from src.inputs import REPOSITORY, UsageError
-from src.losses import scores
-from src.models import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
+from src.config.errors import REPOSITORY, UsageError
+from src.config.schema import RunConfig, say
+from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
+from src.models.losses import scores
 from src.tasks import Batch, width
-from src.text import masks_known, require_text
+from src.text.tokenization import masks_known, require_text
 
 METRICS = REPOSITORY / "src" / "metrics"  # a fork adds files here
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from tests import kit
+from tests.helpers import kit
 
 BERT = {
     "model_type": "bert",

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests import kit
+from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance
 
@@ -95,7 +95,7 @@ def test_another_seed_differs(dropped, tmp_path):
 
 
 def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path, monkeypatch):
-    from src import step
+    from src.training import step
 
     flags, one = dropped
     monkeypatch.setattr(step, "seed_everything", lambda seed: None)

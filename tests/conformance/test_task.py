@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from src import config
-from src.data import load
+from src.config import parsing
+from src.data.dataset import load
 from src.tasks import make_task
-from tests import kit
 from tests.conformance.recipes import RECIPES
+from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance
 
@@ -41,7 +41,7 @@ def whole(flags, tmp_path_factory):
 
 def test_loss_is_a_sum_and_weight_its_divisor(flags):
     """The sums of a batch are those of its rows alone, added; a mean would not be."""
-    run, options = config.parse([str(word) for word in flags])
+    run, options = parsing.parse([str(word) for word in flags])
     task = make_task(run, options)
     split = load(run, task)["train"]
     model = task.build().train()

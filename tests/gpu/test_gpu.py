@@ -12,7 +12,7 @@ import sys
 import pytest
 import torch
 
-from tests import kit
+from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -116,7 +116,7 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device():
     """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
     from types import SimpleNamespace
 
-    from src import step
+    from src.training import step
 
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)

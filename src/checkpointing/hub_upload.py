@@ -1,0 +1,45 @@
+"""The final model on the Hub, where a run asks for it. Leave alone. Guarded by tests/download/test_http_files.py."""
+
+import os
+from pathlib import Path
+
+from src.config.errors import warn
+from src.config.schema import RunConfig
+
+SILENCE = 120  # seconds to wait for the Hub's next byte
+
+
+def fault(run: RunConfig) -> list[str]:
+    """Return why nothing could be pushed at the end of the run, so that it is known before its beginning."""
+    if not run.push_to_hub:
+        return ["hub_model_id is given without push_to_hub: give both, or neither"] if run.hub_model_id else []
+    from huggingface_hub import constants, get_token
+
+    if constants.HF_HUB_OFFLINE:
+        return ["push_to_hub is true, but HF_HUB_OFFLINE is set: unset one"]
+    return [] if get_token() else ["push_to_hub is true, but there is no token: set HF_TOKEN, or run `hf auth login`"]
+
+
+def push(run: RunConfig, main: bool) -> str:
+    """Put RUN/final into the Hub repository of the run, made (private) if it is not there; return what came of it.
+
+    Where that fails there is a warning with the way out, for the model is on the disk."""
+    if not main:
+        return ""
+    from huggingface_hub import HfApi, get_session
+
+    get_session().timeout = SILENCE  # by default there is none
+    folder = Path(run.output_dir, "final")
+    name = run.hub_model_id or folder.resolve().parent.name
+    try:
+        address = HfApi().create_repo(name, private=True, exist_ok=True)
+        HfApi().upload_folder(
+            repo_id=address.repo_id,
+            folder_path=folder,
+            commit_message=f"{run.task} of {os.path.basename(run.output_dir)}",
+        )
+        return f"pushed to {address}"
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        warn(f"push_to_hub failed ({reason}); the model is in {folder}: hf upload {name} {folder}")
+        return "not pushed to the Hub"

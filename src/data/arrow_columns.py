@@ -1,0 +1,84 @@
+"""Rows out of Arrow columns, one at a time and without a copy; and columns that hold values of several kinds.
+
+Leave alone. Guarded by tests/data/test_dataset.py and tests/data/test_bad_rows.py.
+"""
+
+import pyarrow as pa
+
+from src.config.errors import UsageError, warn
+from src.data.file_errors import fault
+
+# Columns that mean something in other trainers, and nothing here unless a task names them.
+MEANINGFUL = (
+    "attention_mask",
+    "labels",
+    "loss_mask",
+    "assistant_mask",
+    "assistant_masks",
+    "completion_mask",
+    "prompt_mask",
+)
+MEANINGFUL += (
+    "position_ids",
+    "token_type_ids",
+    "seq_lengths",
+    "cu_seqlens",
+    "weight",
+    "weights",
+    "sample_weight",
+    "tools",
+)
+_warned: set[str] = set()
+
+COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
+
+
+def views(batch: pa.RecordBatch) -> list[tuple]:
+    """Return (name, function from the number of a row to its value) of each column that `collate` gets: lists and numbers
+    come as numpy without a copy, anything else as Python has it."""
+    columns = zip(batch.schema.names, batch.columns, strict=True)
+    return [(name, _taker(column)) for name, column in columns if name not in COUNTS]
+
+
+def _taker(column):
+    if pa.types.is_list(column.type) and _plain(column.type.value_type):
+        offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
+        return lambda i: values[offsets[i] : offsets[i + 1]]
+    if _plain(column.type) and not column.null_count:
+        return column.to_numpy().__getitem__
+    return lambda i: column[i].as_py()
+
+
+def _plain(kind) -> bool:
+    return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def warn_of_ignored(names: list[str], needed: list[str], split: str) -> None:
+    """Warn once of columns that look as if they had a meaning, and are not used."""
+    if ignored := [name for name in MEANINGFUL if name in names and name not in needed]:
+        text = f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}"
+        if text not in _warned:
+            warn(text)
+        _warned.add(text)
+
+
+# ---- columns of several kinds ------------------------------------------------------------------------------------------
+
+
+def check_kinds(schema, columns: list[str], files: list[str], name: str) -> None:
+    """Raise UsageError for a column of several kinds, which `datasets` holds as JSON, and not always reads back as it was."""
+    for column in columns:
+        if (
+            "arrow.json" in str(schema.field(column).type) and column != "messages"
+        ):  # whose turns may differ in their keys
+            found = next((text for file in files if (text := fault(file))), None)
+            raise UsageError(found or f"{name}: `{column}` holds values of several kinds")
+
+
+def quoted(rows) -> bool:
+    """Return whether some text is in quotes: `datasets` writes a chunk whose values are of several kinds as JSON, the good
+    ones too, which is no other type where a chunk before was text. Only a look at the file tells that from a quotation."""
+    import pyarrow.compute as pc
+
+    texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
+    return any(pc.any(pc.match_substring_regex(c, r'(?s)\A".*"\z')).as_py() for c in texts)

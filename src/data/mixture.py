@@ -1,0 +1,162 @@
+"""Several sources of data as one: which they are, how much of each an epoch takes, and their rows by id.
+
+Leave alone. Guarded by tests/data/test_mixture.py. The plan draws from a mixture as from one data set; ids count through the
+sources one after the other.
+"""
+
+import hashlib
+
+import numpy as np
+
+from src.config.errors import UsageError, locate, nearest
+from src.config.schema import RunConfig
+from src.data.batch_plan import quotas_of, steps_per_epoch
+from src.data.dataset_spec import Named
+
+FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
+MOST = 1e100  # of a weight: the sum of several is to be finite
+
+
+def named(run: RunConfig) -> dict[str, Named]:
+    """Return the sources of a run by name; the one of a run without a mixture has none."""
+    if not run.mixture:
+        names = (run.dataset_name, run.dataset_config_name, run.dataset_revision)
+        return {"": Named(*names, run.train_file, run.validation_file)}
+    found = {}
+    for name, told in run.mixture.items():
+        files = [_list(told.get(field)) for field in ("train_file", "validation_file")]
+        names = [told.get(f"dataset_{field}") for field in ("name", "config_name", "revision")]
+        found[name] = Named(*names, *files, where=f"mixture: {name}: ")
+    if run.validation_file:  # evaluation on other data than that of the sources
+        found = {name: one._replace(validation_file=[]) for name, one in found.items()}
+    return found
+
+
+def faults(run: RunConfig) -> list[str]:
+    """Return what is wrong with the field `mixture` by itself."""
+    if run.mixture is None:
+        return []
+    found = [
+        f"mixture and {name} are both given: keep one" for name in ("dataset_name", "train_file") if getattr(run, name)
+    ]
+    if len(run.mixture) < 2:
+        found.append("mixture: give two sources or more, NAME: {train_file: …, weight: …}")
+    weights = []
+    for name, told in run.mixture.items():
+        where = f"mixture: {name}"
+        if not isinstance(told, dict):
+            found.append(f"{where}: {told!r} where fields were expected, such as train_file")
+            continue
+        if not str(name).strip() or "/" in str(name) or not str(name).isprintable():
+            found.append(
+                f"mixture: {name!r}: a name must be of one line, not empty and without a /, for it stands before the numbers "
+                "of its source"
+            )
+        found += [
+            f"{where}: {field}: unknown field{nearest(str(field), FIELDS)}" for field in told if field not in FIELDS
+        ]
+        for field in FIELDS[:-1]:
+            values = _list(told.get(field))
+            if not all(isinstance(value, str) and value for value in values) or (
+                len(values) > 1 and "file" not in field
+            ):
+                found.append(
+                    f"{where}: {field}: {told[field]!r}: give {'names of files' if 'file' in field else 'a name'}"
+                )
+        if bool(told.get("train_file")) == bool(told.get("dataset_name")):
+            found.append(f"{where}: give train_file or dataset_name")
+        if told.get("dataset_config_name") and not told.get("dataset_name"):
+            found.append(f"{where}: dataset_config_name is given without dataset_name: give both, or neither")
+        weight = told.get("weight")
+        weights.append(weight)
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if weight is not None and not (number and 0 < weight <= MOST):
+            found.append(f"{where}: weight is {weight!r}: it must be a number above zero, and at most {MOST:g}")
+    if None in weights and any(weight is not None for weight in weights):
+        found.append("mixture: give all sources a weight, or none (then each has that of its size)")
+    return found
+
+
+def resolved(mixture: dict | None) -> dict | None:
+    """Return a mixture with absolute paths."""
+    if not mixture:
+        return None
+    found = {}
+    for name, told in mixture.items():
+        files = {field: [locate(file) for file in _list(told[field])] for field in told if field.endswith("_file")}
+        found[name] = (
+            told | files | ({"dataset_name": locate(told["dataset_name"])} if told.get("dataset_name") else {})
+        )
+    return found
+
+
+def _list(value) -> list:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+class Mixture:
+    """Rows of several splits by id; looks to the loop as one split does."""
+
+    def __init__(self, parts: dict, weights: list[float] | None = None, training: bool = True):
+        self.parts = parts
+        self.starts = np.cumsum([0, *(len(part) for part in parts.values())])
+        self.lengths = _Lengths(self)
+        self.quotas = quotas_of([len(part) for part in parts.values()], weights) if training else None
+        if self.quotas and (none := [n for n, (_, draws) in zip(parts, self.quotas, strict=True) if not draws]):
+            raise UsageError(f"mixture: the weight of {none[0]} comes to less than one example an epoch: raise it")
+        self.facts = self._facts()
+
+    def _facts(self) -> dict:
+        """Return the facts of an epoch: those of the sources, added as often as their rows are drawn."""
+        facts = [part.facts for part in self.parts.values()]
+        shares = [draws / rows for rows, draws in self.quotas] if self.quotas else [1.0] * len(facts)
+        names = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source_rows", "examples")
+        total = {name: round(sum(f[name] * s for f, s in zip(facts, shares, strict=True))) for name in names}
+        total |= {
+            "examples": len(self),
+            "longest": max(f["longest"] for f in facts),
+            "tokenizer": facts[0]["tokenizer"],
+        }
+        held = repr([(name, f["rows"]) for name, f in zip(self.parts, facts, strict=True)] + [self.quotas])
+        total["rows"] = hashlib.sha256(held.encode()).hexdigest()[:32]
+        total["files"] = {f"{name}: {k}": v for name, p in self.parts.items() for k, v in p.facts["files"].items()}
+        return total
+
+    def __len__(self) -> int:
+        return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
+
+    def epoch_at(self, step: int, batch: int) -> float:
+        """Return how many epochs, each as long as all sources together, are over after so many steps."""
+        return step / steps_per_epoch(len(self), batch)
+
+    def segments(self) -> list[tuple]:
+        """Return (name, first id, rows) of each source."""
+        return list(zip(self.parts, self.starts.tolist(), self.parts.values(), strict=False))
+
+    def longest(self, count: int) -> np.ndarray:
+        """Return the ids of the longest rows of the source that has the longest."""
+        _, first, part = max(self.segments(), key=lambda s: s[2].facts["longest"])
+        return first + part.longest(count)
+
+    def rows(self, ids: np.ndarray) -> list[dict]:
+        """Return the rows of `ids` in that order."""
+        found = [None] * len(ids)
+        for _, first, part in self.segments():
+            mine = np.flatnonzero((ids >= first) & (ids < first + len(part)))
+            for place, row in zip(mine.tolist(), part.rows(ids[mine] - first), strict=True):
+                found[place] = row
+        return found
+
+
+class _Lengths:
+    """The lengths of a mixture's rows, indexed by arrays of ids."""
+
+    def __init__(self, mixture: Mixture):
+        self.mixture = mixture
+
+    def __getitem__(self, ids: np.ndarray) -> np.ndarray:
+        found = np.empty(len(ids), np.int64)
+        for _, first, part in self.mixture.segments():
+            mine = (ids >= first) & (ids < first + len(part))
+            found[mine] = part.lengths[ids[mine] - first]
+        return found

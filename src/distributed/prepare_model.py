@@ -1,0 +1,117 @@
+"""From a task to a module on its devices: the model is built, sent to who has none, wrapped by Accelerate, and checked.
+
+Leave alone. Guarded by tests/distributed/test_fsdp2.py, tests/models/test_loading.py and tests/distributed/test_launch.py.
+"""
+
+from contextlib import contextmanager
+
+import torch
+
+from src.config.errors import Failure, UsageError, warn
+from src.distributed import tensor_parallel
+from src.distributed.strategies import sharded
+
+
+def build(accelerator, task, weights) -> torch.nn.Module:
+    """Return the task's model on the CPU; under FSDP2 the main process alone reads or draws its weights.
+
+    The others get the shapes, in memory that is never touched; `prepare` sends each process its shard. A fault of the
+    main process reaches all."""
+    from accelerate.utils import broadcast_object_list
+
+    if accelerator.mixed_precision == "fp16" and getattr(task.config, "dtype", None) is torch.bfloat16:
+        warn(
+            "this model was trained in bfloat16, whose range is that of float32, and is now to be computed in float16, whose "
+            "largest number is 65,504: activations may overflow; prefer mixed_precision: bf16"
+        )
+    if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        tensor_parallel.apply(accelerator, model := task.build(weights))
+        return model
+    model, found = None, [None, None]
+    if accelerator.is_main_process:
+        try:
+            model = task.build(weights)
+            learnt = {name: getattr(task, name) for name in getattr(task, "learnt", ())}
+            found[0] = learnt, {name: p.requires_grad for name, p in model.named_parameters()}
+        except UsageError as error:
+            found[1] = error
+    broadcast_object_list(found)
+    if found[1]:
+        raise found[1]
+    if model is None:
+        model = task.build(weights, empty=True)
+        learnt, trained = found[0]
+        vars(task).update(learnt)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(trained[name])
+    return model
+
+
+@contextmanager
+def _buffers_apart(accelerator, objective: torch.nn.Module):
+    """Let every process have the main process's buffers, which accelerate 1.15 can send only where they are not saved."""
+    if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
+        yield
+        return
+    saved = [
+        (module, name)
+        for module in objective.modules()
+        for name, value in module._buffers.items()
+        if value is not None and name not in module._non_persistent_buffers_set
+    ]
+    for module, name in saved:
+        value = module._buffers[name].to(accelerator.device)
+        torch.distributed.broadcast(value, 0)
+        module._buffers[name] = value
+        module._non_persistent_buffers_set.add(name)
+    yield
+    for module, name in saved:
+        module._non_persistent_buffers_set.discard(name)
+
+
+def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
+    kind = accelerator.distributed_type.value
+    if kind == "DEEPSPEED":
+        from src.distributed import deepspeed_zero
+
+        return deepspeed_zero.prepare(accelerator, objective, optimizer)
+    dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
+    count = len(list(objective.parameters()))  # tied ones once
+    try:
+        with _buffers_apart(accelerator, objective):
+            module, optimizer = accelerator.prepare(objective, optimizer)
+    except ValueError as error:
+        if "layer class" not in str(error):
+            raise
+        raise UsageError(
+            f"fsdp_transformer_layer_cls_to_wrap: {error}: leave it out, or give one of the model's"
+        ) from error
+    if accelerator.num_processes == 1 and isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        # accelerate wraps a group of one on CPU, and then never skips its reductions.
+        module = accelerator.unwrap_model(module)
+    if accelerator.scaler is None and kind in ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP"):
+        # Without a scaler its wrapper does nothing but search the import path for a package in every step: 0.3 ms.
+        optimizer = optimizer.optimizer
+    if kind == "FSDP":
+        if not isinstance(module, torch.distributed.fsdp.FSDPModule):
+            raise Failure("FSDP2 was asked for, but accelerate has not sharded the model")
+        if len(list(objective.parameters())) != count:
+            raise Failure(
+                "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
+                "set fsdp_cpu_ram_efficient_loading to false"
+            )
+        changed = [n for n, p in objective.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()]
+        if changed:
+            raise Failure(
+                f"{len(changed)} weights have another dtype than before they were sharded, first {changed[0]}"
+            )
+    return module, optimizer
+
+
+def prepare_to_evaluate(accelerator, objective: torch.nn.Module):
+    """Return it as Accelerate prepares it where nothing is trained; sharded as in training, and in the same precision."""
+    if not sharded(accelerator):
+        return accelerator.prepare_model(objective, evaluation_mode=True)
+    # accelerate shards no model that comes without an optimizer, and leaves it on the CPU.
+    return accelerator.prepare(objective, torch.optim.SGD(objective.parameters(), lr=0.0))[0]

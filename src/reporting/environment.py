@@ -1,0 +1,107 @@
+"""Where a run is computed: versions, git commit, devices, and how its global batch is made up there.
+
+A fork adds what its runs should remember. Guarded by tests/reporting/test_metrics.py.
+"""
+
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from src.config.errors import REPOSITORY
+from src.config.redact import redact, redact_all
+from src.config.schema import RunConfig
+from src.distributed import strategies
+from src.distributed.launch import nodes
+from src.distributed.tensor_parallel import place
+from src.download import http_files
+from src.storage import atomic_folder
+
+LARGEST_DIFF = 5_000_000  # characters
+
+
+def environment(accelerator, run: RunConfig) -> dict:
+    """Return versions, git commit, topology and batch arithmetic of this process group."""
+    packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "git_commit": git_commit(),
+        "git_dirty": None if (diff := uncommitted()) is None else bool(diff),
+        "command": redact_all(sys.argv),
+        "fetched": redact_all(http_files.record),
+        **topology(accelerator, run),
+    }
+
+
+def _git(*words: str) -> str | None:
+    """Return what git prints about this repository, without running what its configuration names; None where that fails."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
+    try:
+        done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if done.returncode else done.stdout.decode(errors="replace")
+
+
+def git_commit() -> str | None:
+    """Return the commit of this code; None where git does not know it, though a folder above may be a repository."""
+    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "train.py") else None
+    return commit and commit.strip()
+
+
+def uncommitted() -> str | None:
+    """Return what differs from the commit: a diff, and the names of new files of code or configuration; None without one."""
+    if git_commit() is None:
+        return None
+    diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
+    new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml", "*.yml")
+    return (diff or "") + "".join(f"# not in git: {name}\n" for name in (new or "").splitlines())
+
+
+def save_diff(folder: Path) -> None:
+    """Leave code.diff in the run folder if the code differs from its commit."""
+    file, diff = folder / "code.diff", redact(uncommitted() or "")
+    if diff:
+        cut = f"\n# cut off here: {len(diff):,} characters\n" if len(diff) > LARGEST_DIFF else ""
+        atomic_folder.rewrite(file, diff[:LARGEST_DIFF] + cut)
+    else:
+        file.unlink(missing_ok=True)
+
+
+def topology(accelerator, run: RunConfig, training: bool = True) -> dict:
+    """Return where the run is computed, and, for training, how its global batch is made up there."""
+    device = accelerator.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    threads = torch.get_num_threads()
+    threads = f", {threads} thread{'s' * (threads > 1)} a rank" if device.type == "cpu" else ""
+    computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    where = {
+        "device": f"{device.type} ({name}{threads})",
+        "precision": f"weights {run.dtype}, computing in {computing}",
+        "strategy": strategies.named(accelerator),
+        "world_size": accelerator.num_processes,
+        "nodes": nodes(),
+    }
+    return where | ({"global_batch": arithmetic(run, place(accelerator)[1])} if training else {})
+
+
+def arithmetic(run: RunConfig, world: int) -> str:
+    """Return how the global batch is made up, as a sum that can be checked."""
+    if run.per_device_batch_tokens:
+        return (
+            f"{run.global_batch_size} examples = micro-batches of up to {run.per_device_batch_tokens:,} tokens, shared among "
+            f"{world} rank{'s' * (world > 1)}: the sum stays exact"
+        )
+    micro = -(-run.global_batch_size // run.per_device_batch_size)
+    each = -(-micro // world)
+    even = micro % world == 0 and run.global_batch_size % run.per_device_batch_size == 0
+    rows = f"{run.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{run.per_device_batch_size}"
+    share = f"{world} rank{'s' * (world > 1)} × {each} accumulated" + (
+        "" if even else ", some fewer: the sum stays exact"
+    )
+    return f"{rows} = {share}"

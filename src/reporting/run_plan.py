@@ -1,0 +1,100 @@
+"""The plan in words and numbers: what `--dry_run` prints, and every run before its first step.
+
+Leave alone. Guarded by tests/config/test_command_line.py.
+"""
+
+import math
+
+import torch
+
+from src.config.schema import RunConfig
+from src.data.batch_plan import steps_per_epoch
+from src.data.data_stats import facts_in_words, notes_on_data
+from src.models import memory_estimate
+from src.training.optimizers import warmup_updates
+from src.training.state import Progress
+from src.training.step import Objective
+
+
+def total_steps(run: RunConfig, examples: int) -> int:
+    """Return the optimizer steps of the whole run."""
+    return run.max_steps or math.ceil(round(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size), 6))
+
+
+def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
+    """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
+    train = splits["train"]
+    model = model.model if isinstance(model, Objective) else model
+    counted = memory_estimate.count(model)
+    parameters, trainable = counted.parameters, counted.trained
+    width = torch.finfo(getattr(torch, run.dtype)).bits // 8
+    disk = (
+        width
+        * (parameters + memory_estimate.moments(run) * trainable)
+        * min(run.save_total_limit + 1 + bool(run.metric_for_best_model), saves(run, total) + 1)
+        + width * parameters
+    )
+    warmup = warmup_updates(run, total)
+    corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
+    rows = {"task": run.task, "training data": facts_in_words(train.facts)}
+    if train.quotas:
+        drawn = zip(train.segments(), train.quotas, strict=True)
+        rows["mixture"] = "; ".join(f"{name}: {draws:,} of {n:,} rows an epoch" for (name, *_), (n, draws) in drawn)
+    rows["evaluation data"] = (
+        facts_in_words(splits["validation"].facts) if "validation" in splits else "none: no evaluation"
+    )
+    rows |= _length(run, train, total)
+    rows["learning rate"] = f"{run.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
+    rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {run.dtype}"
+    # Activations are counted on a model that nothing has wrapped.
+    rows["memory"] = memory_estimate.in_words(run, model, _size, train.facts.get("longest") if run.dry_run else None)
+    rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {run.output_dir}"
+    return rows
+
+
+def _length(run: RunConfig, train, total: int) -> dict[str, str]:
+    """Return how long the run is, in steps and tokens."""
+    batch = run.global_batch_size
+    if run.streaming:
+        return {
+            "steps": f"{total:,} of {batch} examples from a stream of {len(train.shards):,} shards in {train.lanes} lanes"
+        }
+    per_epoch = steps_per_epoch(len(train), batch)
+    tail = len(train) - (per_epoch - 1) * batch
+    epochs = f"{total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
+    tokens = train.facts["tokens"] * total / per_epoch
+    return {
+        "steps": f"{total:,} of {batch} examples = {epochs}"
+        + (f"; the last of an epoch has {tail}" if tail != batch else ""),
+        "tokens": f"{tokens:,.0f} in the whole run",
+    }
+
+
+def saves(run: RunConfig, total: int) -> int:
+    return max(1, total // run.save_steps)
+
+
+def notes(run: RunConfig, splits: dict, start, progress: Progress, complete: bool) -> list[str]:
+    """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
+    found = [f"going on from {start}, step {progress.step:,}"] if start else []
+    if complete:
+        found.append(
+            f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
+            "--output_dir, or --resume never to start it anew"
+        )
+    found += notes_on_data(splits)
+    if run.warmup_steps > (total := total_steps(run, splits["train"].facts["examples"])):
+        found.append(
+            f"warning: warmup_steps {run.warmup_steps:g} is more than the {total} steps of the run (max_steps): {total} are used"
+        )
+    if run.max_steps and run.num_train_epochs != RunConfig.num_train_epochs:
+        found.append(f"num_train_epochs {run.num_train_epochs:g} is ignored: max_steps {run.max_steps} wins")
+    return found
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -1,0 +1,307 @@
+"""Tensors in parts, and files that many processes write together: what is put together is what was taken apart."""
+
+import json
+import os
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from src.checkpointing import sharded
+from src.checkpointing.format import write_index
+from src.checkpointing.sharded import Piece, Reader, Team, file_name, owners, partial, plain_name, whole
+from src.config.errors import UsageError
+from src.distributed import launch
+from src.storage import atomic_folder
+from tests.helpers import kit
+
+# ---- who writes what ---------------------------------------------------------------------------------------------------
+
+
+def held(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the tensors of a small model and its optimizer as checkpoint.tensors_of gives them."""
+    shapes = {"model.embed_tokens.weight": (50, 8), "model.norm.weight": (8,), "lm_head.weight": (50, 8)}
+    for layer in range(layers):
+        shapes |= {f"model.layers.{layer}.mlp.experts.{n}.weight": (8 + layer, 8) for n in range(2)}
+        shapes[f"model.layers.{layer}.norm.weight"] = (8,)
+    model = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    moments = {f"{key}/{name}": torch.zeros_like(value) for key in ("exp_avg", "step") for name, value in model.items()}
+    if tied:
+        model["lm_head.weight"] = model["model.embed_tokens.weight"]
+    return {"model": model, "optimizer": moments}
+
+
+def layer_of(name: str) -> str:
+    words = name.split("/")[-1].split(".")
+    return ".".join(words[:3]) if "layers" in words else ".".join(words)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 9, 30])
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_tensor_has_one_owner_and_a_layer_stays_together_with_its_moments(world, tied):
+    tensors = held(tied=tied)
+    owner = owners(tensors, world)
+    assert set(owner) == {(part, name) for part, named in tensors.items() for name in named}
+    assert set(owner.values()) <= set(range(world))
+    if tied:
+        assert owner["model", "lm_head.weight"] == owner["model", "model.embed_tokens.weight"]
+        del owner["model", "lm_head.weight"]
+    by_layer = {}
+    for (_, name), rank in owner.items():
+        by_layer.setdefault(layer_of(name), set()).add(rank)
+    assert all(len(ranks) == 1 for ranks in by_layer.values())
+    assert len({rank for ranks in by_layer.values() for rank in ranks}) == min(world, len(by_layer))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_no_rank_writes_more_than_its_share_and_a_layer(world):
+    tensors, loads, layers = held(layers=20), [0] * world, {}
+    for (part, name), rank in owners(tensors, world).items():
+        loads[rank] += tensors[part][name].nbytes
+        layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
+    assert max(loads) <= sum(loads) / world + max(layers.values())
+    in_turn = [0] * world  # the mutant: layers in the order of the model, cut into as many pieces
+    for i, size in enumerate(layers.values()):
+        in_turn[i * world // len(layers)] += size
+    assert max(loads) < max(in_turn)
+
+
+def test_the_owners_do_not_depend_on_where_tensors_lie():
+    """Each rank asks for itself, and must come to the same answer."""
+    assert owners(held(), 3) == owners(held(), 3)
+    assert owners({part: dict(reversed(named.items())) for part, named in held().items()}, 3) == owners(held(), 3)
+
+
+def test_files_are_named_as_transformers_names_them():
+    assert file_name("model", 0, 1) == "model.safetensors"
+    assert file_name("model", 1, 3) == "model-00002-of-00003.safetensors"
+    assert plain_name("layers.0._checkpoint_wrapped_module.mlp.weight") == "layers.0.mlp.weight"
+
+
+# ---- many writers ------------------------------------------------------------------------------------------------------
+
+
+def writes(rank: int, pause: float = 0.0):
+    """Return a function that writes this rank's file slowly, in two halves."""
+
+    def write(folder: Path) -> None:
+        with open(folder / f"part{rank}", "wb", buffering=0) as file:
+            file.write(bytes([rank]) * 1000)
+            time.sleep(pause)
+            file.write(bytes([rank + 100]) * 1000)
+
+    return write
+
+
+def test_what_others_wrote_is_collected_when_it_is_complete(tmp_path):
+    """The file of rank 1 is there long before it is whole; what counts is the word that follows it."""
+    parts, folder = tmp_path / ".step.1.parts", tmp_path / "folder"
+    folder.mkdir()
+    threads = [
+        threading.Thread(target=Team(rank, 3, 20).deliver, args=(parts, writes(rank, pause)))
+        for rank, pause in ((1, 0.5), (2, 0.0))
+    ]
+    for thread in threads:
+        thread.start()
+    kit.until((parts / "1" / "part1").exists)
+    assert (parts / "1" / "part1").stat().st_size <= 1000  # what the mutant would take that looks for the file
+    entries = Team(0, 3, 20).collect(parts, folder)
+    for thread in threads:
+        thread.join()
+    assert sorted(path.name for path in folder.iterdir()) == ["part1", "part2"]
+    assert entries == {name: atomic_folder.entry(folder / name) for name in ("part1", "part2")}
+    assert (folder / "part1").read_bytes() == bytes([1]) * 1000 + bytes([101]) * 1000
+    assert not parts.exists()
+
+
+def test_a_rank_that_cannot_write_says_why(tmp_path):
+    def failing(folder):
+        writes(1)(folder)
+        raise OSError(28, "No space left on device")
+
+    Team(1, 2, 5).deliver(tmp_path / "parts", failing)
+    with pytest.raises(OSError, match="No space left on device, on rank 1"):
+        Team(0, 2, 5).collect(tmp_path / "parts", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
+
+
+@pytest.mark.parametrize("left", ["nothing", "half a file"])
+def test_a_rank_that_says_nothing_is_not_waited_for_longer_than_patience(tmp_path, left):
+    if left != "nothing":
+        (tmp_path / "parts" / "1").mkdir(parents=True)
+        writes(1)(tmp_path / "parts" / "1")
+    began = time.monotonic()
+    with pytest.raises(OSError, match="rank 1 has not written its part: do all nodes see this folder"):
+        Team(0, 2, 0.3).collect(tmp_path / "parts", tmp_path)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert not (tmp_path / "part1").exists()
+
+
+def test_a_rank_with_nothing_to_write_has_delivered_all_the_same(tmp_path):
+    Team(1, 2, 5).deliver(tmp_path / "parts", lambda folder: None)
+    assert Team(0, 2, 5).collect(tmp_path / "parts", tmp_path) == {}
+
+
+def test_a_folder_of_all_writers_is_published_and_verifies(tmp_path):
+    parts = tmp_path / ".step.1.parts"
+    for rank in (1, 2):
+        Team(rank, 3, 5).deliver(parts, writes(rank))
+
+    def gathered(temporary):
+        writes(0)(temporary)
+        return Team(0, 3, 5).collect(parts, temporary)
+
+    atomic_folder.publish(tmp_path / "step", gathered, step=1)
+    listed = json.loads((tmp_path / "step" / atomic_folder.MANIFEST).read_text())["files"]
+    assert sorted(listed) == ["part0", "part1", "part2"]
+    assert atomic_folder.faults(tmp_path / "step") == []
+    (tmp_path / "step" / "part2").write_bytes(bytes(2000))
+    assert atomic_folder.faults(tmp_path / "step") == ["part2: its hash is not the one that was written"]
+
+
+@pytest.mark.parametrize("error, ends", [(OSError(28, "full"), False), (TypeError("a slip"), True)])
+def test_a_fault_of_the_disk_is_left_as_word_and_any_other_is_raised_besides(tmp_path, error, ends):
+    def write(folder):
+        raise error
+
+    with pytest.raises(TypeError) if ends else nullcontext():
+        Team(1, 2, 5).deliver(tmp_path / "parts", write)
+    assert str(error) in json.loads((tmp_path / "parts" / "1.json").read_text())["fault"]
+
+
+def _disk(folders: list[Path]) -> str:
+    torch.distributed.init_process_group("gloo")
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=world)
+    try:
+        sharded.check_disk(accelerator, launch.Agreement(accelerator, 20), folders[rank])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_disk_that_not_all_nodes_share_is_refused_on_all_ranks(tmp_path):
+    """The folder has one name everywhere, and is another one on the third node."""
+    assert kit.spawn(3, _disk, [tmp_path / "run"] * 3, out=tmp_path / "out") == [""] * 3
+    found = kit.spawn(3, _disk, [tmp_path / "run", tmp_path / "run", tmp_path / "else"], out=tmp_path / "out2")
+    assert all("output_dir: 1 processes do not see " in text for text in found)
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# ---- back into the process ---------------------------------------------------------------------------------------------
+
+SHAPES = {"a": (7, 5), "b": (2, 3), "c": (1,), "d": (12,), "e": (3, 2, 4)}
+
+
+def written(folder: Path, world: int) -> dict[str, torch.Tensor]:
+    """Write the tensors of SHAPES into as many files, and a number beside them; return them all."""
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    tensors["step/a"] = torch.tensor(3.0)
+    for rank in range(world):
+        mine = {name: value for i, (name, value) in enumerate(tensors.items()) if i % world == rank}
+        save_file(mine, folder / file_name("model", rank, world))
+    write_index(folder)
+    return tensors
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_reader_finds_every_tensor_in_however_many_files(tmp_path, world):
+    tensors = written(tmp_path / "step", world)
+    reader = Reader(tmp_path / "step", "model")
+    assert kit.same({name: reader.whole(name) for name in reader.where}, tensors)
+    assert Reader(tmp_path / "step", "optimizer").where == {}
+    index = tmp_path / "step" / "model.safetensors.index.json"
+    assert index.exists() == (world > 1)
+    if world > 1:
+        named = json.loads(index.read_text())["weight_map"]
+        assert {name: tmp_path / "step" / file for name, file in named.items()} == reader.where
+
+
+def test_what_was_read_does_not_change_with_the_file(tmp_path):
+    tensors = written(tmp_path / "step", 1)
+    reader = Reader(tmp_path / "step", "model")
+    read = {name: reader.whole(name) for name in reader.where}
+    file = tmp_path / "step" / "model.safetensors"
+    with file.open("r+b") as open_file:
+        open_file.write(bytes(file.stat().st_size))
+    assert kit.same(read, tensors)
+
+
+def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
+    """Return, for each tensor, whether its shards are those that torch cuts, and whether they make up the whole again."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", mesh_shape)
+    placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
+    tensors = load_file(folder / "model.safetensors")
+    reader, right = Reader(folder, "model"), []
+    for name in SHAPES:
+        parameter = distribute_tensor(tensors[name], mesh, placements)
+        empty = torch.nn.Parameter(torch.zeros_like(parameter))
+        found = reader.like(name, empty)
+        assert isinstance(found, DTensor)
+        assert (found.placements, found.device_mesh) == (parameter.placements, mesh)
+        right.append(torch.equal(found.to_local(), parameter.to_local()))
+        assert partial(found)
+        assert torch.equal(whole(found), tensors[name])
+    other = reader.like("step/a", empty)  # of another shape than the parameter, so each process has it
+    assert not partial(other)
+    assert torch.equal(other, tensors["step/a"])
+    return right
+
+
+@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2)])
+def test_each_process_reads_the_rows_that_are_its_own(tmp_path, mesh):
+    """Seven rows over three or four processes; and two rows, of which some processes have none."""
+    written(tmp_path / "step", 1)
+    world = torch.tensor(mesh).prod().item()
+    assert kit.spawn(world, _sharded, tmp_path / "step", mesh, out=tmp_path / "out") == [[True] * 5] * world
+
+
+def test_mutant_that_cuts_into_equal_parts_is_caught(tmp_path, monkeypatch):
+    import torch.distributed.tensor._utils as utils
+
+    def equal(shape, mesh, placements):
+        rows = shape[0] // mesh.size()
+        return (rows, *shape[1:]), (rows * mesh.get_rank(), *[0] * (len(shape) - 1))
+
+    written(tmp_path / "step", 1)
+    monkeypatch.setattr(utils, "compute_local_shape_and_global_offset", equal)
+    with pytest.raises((kit.RankFailed, AssertionError)):
+        assert kit.spawn(3, _sharded, tmp_path / "step", (3,), out=tmp_path / "out") == [[True] * 5] * 3
+
+
+def test_a_piece_is_asked_for_the_whole():
+    value = torch.arange(6.0)
+    piece = Piece(value.nbytes, lambda: value)
+    assert partial(piece)
+    assert whole(piece) is value
+    assert not partial(value)
+    assert whole(value) is value
+
+
+def _grown(folder: Path, mutant: bool) -> float:
+    """Return by how many MB this process has grown at most while it read every tensor and kept none."""
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
+    reader, before, most = Reader(folder, "model"), resident(), 0
+    for name in sorted(reader.where):
+        reader.whole(name)
+        reader.mapped *= not mutant  # the mutant keeps the file open
+        most = max(most, resident() - before)
+    return most * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def test_what_was_read_is_not_held_twice(tmp_path):
+    (tmp_path / "step").mkdir()
+    save_file({str(i): torch.full((1 << 21,), float(i)) for i in range(30)}, tmp_path / "step" / "model.safetensors")
+    [grown] = kit.spawn(1, _grown, tmp_path / "step", False, out=tmp_path / "out")
+    [mutant] = kit.spawn(1, _grown, tmp_path / "step", True, out=tmp_path / "out2")
+    assert grown < 150 < 200 < mutant  # of 252 MB, a window of 64 MiB and what was read last

@@ -1,0 +1,148 @@
+"""The commands as people type them: from any folder, with --help, with --dry_run, and the two that belong together."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import kit
+
+
+def command(*words, folder: Path) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_train_and_evaluate_from_another_folder_give_the_same_number(files, tmp_path):
+    recipe = kit.write_yaml(
+        tmp_path / "recipe.yaml",
+        {
+            "model_config": "configs/models/llama_small.yaml",  # found in the repository
+            "train_file": "here.jsonl",  # found in the working directory
+            "validation_file": str(files / "validation.jsonl"),
+            "max_eval_examples": 20,
+            "global_batch_size": 4,
+            "per_device_batch_size": 2,
+            "max_steps": 2,
+        },
+    )
+    kit.write_jsonl(tmp_path / "here.jsonl", [{"input_ids": [1, 2, 3, n]} for n in range(9)])
+    done = command(sys.executable, kit.REPOSITORY / "train.py", "--config", recipe, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = kit.Run(tmp_path / "runs" / "recipe")
+    assert str(run.folder.resolve()) in done.stdout
+
+    (tmp_path / "elsewhere").mkdir()
+    words = ["--checkpoint", run.folder, "--output_dir", "scores"]
+    done = command(sys.executable, kit.REPOSITORY / "eval.py", *words, folder=tmp_path / "elsewhere")
+    assert done.returncode == 0, done.stderr
+    values = json.loads((tmp_path / "elsewhere" / "scores" / "eval.json").read_text())
+    reported = run.kind("eval")[-1]
+    assert values["loss"] == reported["loss"]
+    assert values["examples"] == reported["examples"] == 20
+    assert str(reported["loss"]) in done.stdout  # to the last digit
+    assert "global batch" not in done.stdout  # a matter of training
+
+
+def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
+    """Both, as people try a template; the loss is the same to the last digit, and the sample is no file of the clone."""
+    for name in ("train.py", "eval.py", "src", "configs"):
+        copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
+        copy(kit.REPOSITORY / name, tmp_path / name)
+    launch = [sys.executable, "-m", "accelerate.commands.launch"]
+    none = command(sys.executable, "eval.py", folder=tmp_path)
+    assert none.returncode == 2
+    assert "runs/" in none.stderr.strip().splitlines()[-1]
+
+    small = ["--max_eval_examples", 4, "--sample_tokens", 1, "--max_length", 32]
+    done = command(*launch, "train.py", "--max_steps", 6, *small, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "configs/stdlib_lm.yaml" in done.stdout.splitlines()[0]
+    said = [line for line in (done.stdout + done.stderr).splitlines() if "warmup_steps" in line]
+    assert len(said) == 1
+    assert "50" in said[0]
+    assert "6 steps" in said[0]
+    run = kit.Run(tmp_path / "runs" / "stdlib_lm")
+    assert [line["step"] for line in run.kind("train")] == [6]
+    assert not (tmp_path / "data").exists()
+
+    done = command(*launch, "eval.py", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "runs/stdlib_lm" in done.stdout.splitlines()[0]
+    values = json.loads((run.folder / "eval.json").read_text())
+    assert values["loss"] == run.kind("eval")[-1]["loss"]
+
+
+def test_help_ends_well():
+    done = command(sys.executable, kit.REPOSITORY / "train.py", "--help", folder=Path("/"))
+    assert done.returncode == 0
+    for part in ("configs/stdlib_lm.yaml", "the run:", "task causal_lm:", "--global_batch_size", "--packing"):
+        assert part in done.stdout
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("target", [[], ["help"]])
+def test_make_explains_itself(target):
+    done = command("make", *target, folder=kit.REPOSITORY)
+    assert done.returncode == 0
+    for name in ("setup", "train", "eval", "test", "lint", "format", "bench", "report", "clean", "help"):
+        assert re.search(rf"^  {name}  +\w", done.stdout, re.MULTILINE)
+
+
+@pytest.fixture
+def plan(files, tmp_path):
+    """Return a function that makes a dry run of the given flags and returns what it prints."""
+
+    def dry_run(**flags) -> str:
+        values = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": "run"}
+        values |= {"global_batch_size": 32, "per_device_batch_size": 4, "dry_run": "true"} | flags
+        folder = tmp_path / "here"
+        folder.mkdir(exist_ok=True)
+        words = [word for name, value in values.items() for word in (f"--{name}", value)]
+        codes, [output] = kit.run_command("train.py", *words, folder=folder)
+        assert codes == [0], output
+        assert not list(folder.iterdir())  # a dry run writes nothing
+        return output
+
+    return dry_run
+
+
+def row(output: str, name: str) -> str:
+    return re.search(rf"^  {name}  +(.*)$", output, re.MULTILINE)[1]
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(files, plan):
+    output = plan(validation_file=files / "validation.jsonl", num_train_epochs=2, learning_rate=1e-3, warmup_steps=4)
+    tokens = sum(len(json.loads(line)["input_ids"]) for line in (files / "train.jsonl").read_text().splitlines())
+    assert row(output, "training data").startswith(f"1,003 rows, {tokens:,} tokens")
+    assert row(output, "evaluation data").startswith("103 rows")
+    # 1003 = 31 × 32 + 11
+    assert row(output, "steps") == "64 of 32 examples = 2.04 epochs of 32 steps; the last of an epoch has 11"
+    assert row(output, "tokens") == f"{2 * tokens:,} in the whole run"
+    corners = re.findall(r"([\d.e+-]+) at step (\d+)", row(output, "learning rate"))
+    assert corners == [("0.00e+00", "0"), ("1.00e-03", "4"), ("5.33e-04", "32"), ("1.67e-05", "63")]
+    # embeddings and head 2 × 500 × 32; a layer: q, o 32 × 32, k, v 32 × 16, three of 32 × 64, two norms of 32; one norm
+    parameters = 2 * 500 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
+    assert row(output, "parameters") == f"{parameters:,}, {parameters:,} of them trained, in float32"
+    assert row(output, "memory").startswith(
+        f"{4 * 4 * parameters / 1024:.3g} KiB per device"
+    )  # weights, gradients, 2 moments
+    assert row(output, "disk").endswith("in run")
+
+
+def test_a_dry_run_of_a_million_million_steps_takes_no_longer(plan):
+    output = plan(max_steps=10**12)
+    assert row(output, "steps").startswith("1,000,000,000,000 of 32 examples")
+    assert "5.00e-05 at step 0" in row(output, "learning rate")
+
+
+def test_a_dry_run_says_what_one_may_not_expect(plan):
+    output = plan(max_steps=5, num_train_epochs=3, max_length=8)
+    assert "num_train_epochs 3 is ignored: max_steps 5 wins" in output
+    assert "rows were longer than max_length and cut" in output
+    assert row(output, "evaluation data") == "none: no evaluation"

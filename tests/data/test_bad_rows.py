@@ -1,0 +1,589 @@
+"""Bad data, one kind at a time: it is refused with its file and line, or it is said and counted; nothing happens silently."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from datasets.packaged_modules.json.json import JsonConfig
+
+from src.config.errors import UsageError
+from src.data import arrow_cache as raw
+from src.data import file_errors, preprocessing, row_location, sources
+from src.data import streaming as stream
+from src.data.data_stats import notes_on_data, repeated
+from src.tasks import causal_lm
+from tests.helpers import kit
+
+MAX_LENGTH = 64
+GOOD = [{"text": f"def f{i} return self"} for i in range(9)]
+IDS = [{"input_ids": [1, 2, 3, i]} for i in range(9)]
+ODD = 31337  # stands in the row that is bad, so that its line can be looked up
+
+
+class Case(NamedTuple):
+    files: dict  # content by name: text, bytes, or columns of a parquet file
+    said: str | None  # words of the last lines, separated by |; {line} is where ODD stands; None: the run is good
+    streamed: str | None = ""  # the same of a stream; "": as above
+    code: int = 2
+    code_streamed: int = 1  # 2 where it is met in the first rows of all, before training begins
+
+
+def lines(*rows) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def among(rows: list, odd: str, at: int = 5, blank: str = "\n") -> str:
+    """Return rows as lines with a bad one among them, and a blank one before that."""
+    return lines(*rows[:at]) + blank + odd + "\n" + lines(*rows[at:])
+
+
+EXTRA = {"text": ["def f"] * 9, "n": [ODD] * 9}
+PLAIN = {"text": ["def f"] * 9}
+NONE = {"text": pa.array([], pa.string())}
+CASES = {
+    # ---- lines that are not what their file is to hold
+    "malformed line": Case(
+        {"a.jsonl": among(GOOD, f'{{"text": "{ODD}')}, "a.jsonl, line {line}: not valid JSON", code_streamed=2
+    ),
+    "a key twice": Case(
+        {"a.jsonl": among(GOOD, f'{{"text": "{ODD}", "text": "b"}}')},
+        "a.jsonl, line {line}: `text` is given twice",
+        code_streamed=2,
+    ),
+    "malformed line of the second file": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')}, "b.jsonl, line {line}: not valid JSON"
+    ),
+    "invalid UTF-8 in jsonl": Case(
+        {
+            "a.jsonl": lines(*GOOD),
+            "b.jsonl": among(GOOD, f'{{"text": "{ODD} \udcff y"}}').encode("utf-8", "surrogateescape"),
+        },
+        "b.jsonl, line {line}: train data, row 14: not UTF-8 text",
+        "b.jsonl, row 5: train data: not UTF-8 text",
+    ),
+    "invalid UTF-8 in csv": Case(
+        {"a.csv": "text\nx def\n", "b.csv": b"text\nx def\ny\n31337 \xe9t\xe9 def\n"},
+        "b.csv, line {line}, byte 6: not UTF-8 text",
+    ),
+    "invalid UTF-8 in txt": Case(
+        {"a.txt": "x def\n", "b.txt": b"x def\ny\n31337 \xe9t\xe9 def\n"}, "b.txt, line {line}, byte 6: not UTF-8 text"
+    ),
+    "half a surrogate": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD} \\ud800"}}')},
+        "b.jsonl, line {line}: |surrogate",
+    ),
+    "csv with a field too many": Case(
+        {"a.csv": "text,n\nx def,1\n", "b.csv": f"text,n\nx def,1\ny,{ODD},3\n"}, "b.csv, line {line}: 3 fields"
+    ),
+    # ---- types
+    "another type in a late row": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, json.dumps({"text": ODD}), blank="")},
+        "b.jsonl, line {line}: `text` is a number, and text in the rows before",
+    ),
+    "another type in a late row, of a column not needed": Case(
+        {
+            "a.jsonl": lines(*[row | {"n": 1} for row in GOOD]),
+            "b.jsonl": among([r | {"n": 1} for r in GOOD], f'{{"text": "x", "n": "{ODD}"}}', blank=""),
+        },
+        "b.jsonl, line {line}: `n` is text, and a number in the rows before",
+        None,
+        code_streamed=0,
+    ),
+    "another type in the second file": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": ODD}, {"text": 4})},
+        "b.jsonl|text: int64|a.jsonl|text: string",
+        "b.jsonl, row 0: train data: `text` holds int",
+    ),
+    "numbers first": Case(
+        {"a.jsonl": lines(*[row | {"n": 1} for row in GOOD]), "b.jsonl": lines({"text": "x", "n": f"{ODD}!"})},
+        "b.jsonl|n: string|a.jsonl|n: int64",
+        None,
+        code_streamed=0,
+    ),
+    "ids in words in a late row": Case(
+        {"a.jsonl": lines(*IDS), "b.jsonl": among(IDS, f'{{"input_ids": ["{ODD}"]}}', blank="")},
+        "b.jsonl, line {line}: ",
+    ),
+    "ids in words in the second file": Case(
+        {"a.jsonl": lines(*IDS), "b.jsonl": lines({"input_ids": f"{ODD}"})},
+        "b.jsonl|input_ids: string|a.jsonl|input_ids: list",
+        "b.jsonl, row 0: train data: `input_ids` must be a list",
+    ),
+    "numbers for words in csv": Case(
+        {"a.csv": "text,n\nx def,1\n", "b.csv": f"text,n\nx,{ODD}a\n"}, "b.csv|n: |a.csv", None, code_streamed=0
+    ),
+    "another type in the second parquet": Case(
+        {"a.parquet": PLAIN, "b.parquet": {"text": [ODD] * 3}},
+        "b.parquet|text: int64|a.parquet|text: string",
+        "b.parquet, row 0: train data: `text` holds int",
+    ),
+    # ---- columns
+    "a column more, jsonl": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": "x", "n": ODD})}, None, None, code_streamed=0
+    ),
+    "a column more, csv": Case({"a.csv": "text\nx def\n", "b.csv": "text,n\nx,1\n"}, None, None, code_streamed=0),
+    "a column more, parquet": Case({"a.parquet": PLAIN, "b.parquet": EXTRA}, None, None, code_streamed=0),
+    "a column fewer, jsonl": Case(
+        {"a.jsonl": lines(*[r | {"n": 1} for r in GOOD]), "b.jsonl": lines(*GOOD)}, None, None, code_streamed=0
+    ),
+    "a column fewer, csv": Case({"a.csv": "text,n\nx def,1\n", "b.csv": "text\nx\n"}, None, None, code_streamed=0),
+    "a column fewer, parquet": Case({"a.parquet": EXTRA, "b.parquet": PLAIN}, None, None, code_streamed=0),
+    "no text, jsonl": Case(
+        {"a.jsonl": lines(*[r | {"n": 1} for r in GOOD]), "b.jsonl": "\n" + lines({"n": ODD})},
+        "b.jsonl, line {line}: train data, row 9: `text` holds nothing",
+        "b.jsonl: there is no column `text` among n",
+    ),
+    "no text, csv": Case(
+        {"a.csv": "text,n\nx def,1\n", "b.csv": f"n\n{ODD}\n2\n"},
+        "b.csv, line {line}: train data, row 1: `text` holds nothing",
+        "b.csv: there is no column `text` among n",
+    ),
+    "no text, parquet": Case(
+        {"a.parquet": EXTRA, "b.parquet": {"n": [1] * 3}},
+        "b.parquet, row 0: train data, row 9: `text` holds nothing",
+        "b.parquet: there is no column `text`",
+    ),
+    # ---- nothing where something was expected
+    "an empty file among several": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": "", "c.jsonl": lines(*GOOD)},
+        "b.jsonl is empty and left out",
+        code=0,
+        code_streamed=0,
+    ),
+    "an empty parquet among several": Case(
+        {"a.parquet": PLAIN, "b.parquet": b"", "c.parquet": PLAIN},
+        "b.parquet is empty and left out",
+        code=0,
+        code_streamed=0,
+    ),
+    "a parquet without rows": Case(
+        {"a.parquet": PLAIN, "b.parquet": NONE, "c.parquet": PLAIN}, "b.parquet |left out", code=0, code_streamed=0
+    ),
+    "a parquet without rows first": Case(
+        {"a.parquet": NONE, "b.parquet": PLAIN}, "a.parquet |left out", code=0, code_streamed=0
+    ),
+    "no rows but in parquet": Case({"a.parquet": NONE}, "a.parquet |at least one row", code_streamed=2),
+    "null text": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')},
+        "b.jsonl, line {line}: train data, row 14: `text` holds nothing",
+        "b.jsonl, row 5: train data: `text` holds nothing",
+    ),
+    "null text in parquet": Case(
+        {"a.parquet": PLAIN, "b.parquet": {"text": ["x", "y", None, "z"]}},
+        "b.parquet, row 2: train data, row 11: `text` holds nothing",
+        "b.parquet, row 2: train data: `text` holds nothing",
+    ),
+    "null text in csv": Case(
+        {"a.csv": f'text,n\n"x\ndef",1\n,{ODD}\n'},
+        "a.csv, line {line}: train data, row 1: `text` holds nothing",
+        "a.csv, row 1: train data: `text` holds nothing",
+        code_streamed=2,
+    ),
+    "null throughout": Case(
+        {"a.jsonl": lines({"text": None, "n": ODD}, {"text": None, "n": 1})},
+        "a.jsonl, line {line}: train data, row 0: `text` holds nothing",
+        "a.jsonl, row 0: train data: `text` holds nothing",
+        code_streamed=2,
+    ),
+    "null throughout, not needed": Case(
+        {"a.jsonl": lines(*[row | {"n": None} for row in GOOD])}, None, None, code_streamed=0
+    ),
+    "null throughout the first file": Case(
+        {"a.jsonl": lines(*[row | {"n": None} for row in GOOD]), "b.jsonl": lines({"text": "x", "n": f"{ODD}!"})},
+        None,
+        None,
+        code_streamed=0,
+    ),
+    "a blank jsonl among several": Case(
+        {"a.jsonl": lines(*GOOD), "b.jsonl": "\n\n", "c.jsonl": lines(*GOOD)},
+        "b.jsonl |left out",
+        code=0,
+        code_streamed=0,
+    ),
+    "a csv of a header among several": Case(
+        {"a.csv": "text\nx def\n", "b.csv": "text\n", "c.csv": "text\nx def\n"},
+        "b.csv |left out",
+        code=0,
+        code_streamed=0,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    kit.tiny_tokenizer(folder / "tokenizer", ["def f return self"] * 2)
+    kit.write_yaml(folder / "llama.yaml", kit.TINY | {"vocab_size": 400, "n_positions": MAX_LENGTH})
+    return folder
+
+
+def write(folder: Path, files: dict) -> list[Path]:
+    for name, content in files.items():
+        path = folder / name
+        if isinstance(content, dict):
+            pyarrow.parquet.write_table(pa.table(content), path)
+        else:
+            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [folder / name for name in files]
+
+
+def odd_line(files: list[Path]) -> int | None:
+    """Return the number of the line where ODD stands, as an editor shows it."""
+    for file in files:
+        for i, text in enumerate(file.read_bytes().split(b"\n"), 1):
+            if str(ODD).encode() in text:
+                return i
+    return None
+
+
+def start(tools, folder: Path, files, **fields) -> tuple[int, str]:
+    """Train for a few steps through the command; return its exit code and what it printed, with short names of files."""
+    (folder / "here").mkdir(exist_ok=True)
+    fields = {
+        "model_config": tools / "llama.yaml",
+        "tokenizer_name": tools / "tokenizer",
+        "train_file": files,
+        "output_dir": "run",
+        "max_steps": 4,
+        "max_length": MAX_LENGTH,
+        "global_batch_size": 8,
+        "per_device_batch_size": 8,
+        "cache_dir": folder / "cache",
+    } | fields
+    [code], [text] = kit.run_command("train.py", *kit.flags(**fields), folder=folder / "here")
+    return code, text.replace(f"{folder}/", "")
+
+
+def last_lines(text: str) -> str:
+    return "\n".join(text.rstrip().splitlines()[-2:])
+
+
+def check(text: str, code: int, words: str | None, expected: int, line: int | None) -> None:
+    assert code == expected, text
+    if words is None:
+        assert "warning" not in text
+        assert "rain data:" not in text
+        return
+    told = text if code == 0 else last_lines(text)
+    for word in words.replace("{line}", str(line)).split("|"):
+        assert word in told
+    if code:
+        assert "Traceback" not in text
+        # the last words are of the user's files, not of those in the cache
+        assert not any(name in told for name in (".arrow", "cache/", "prepared", "__fragment"))
+
+
+@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
+@pytest.mark.parametrize("name", CASES)
+def test_bad_data_is_named_with_its_place(tools, tmp_path, name, streaming):
+    case = CASES[name]
+    files = write(tmp_path, case.files)
+    fields = {"streaming": True} if streaming else {}
+    code, text = start(tools, tmp_path, files, **fields)
+    words = case.said if not streaming or case.streamed == "" else case.streamed
+    expected = (case.code_streamed if streaming else case.code) if words is not None else 0
+    check(text, code, words, expected, odd_line(files))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
+def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
+    """Rows 0 … n−1 of several files, with blank lines, quoted line ends and carriage returns among them."""
+    files = {
+        "jsonl": {
+            "a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n',
+            "b.jsonl": '\n\n{"text": "r2"}\n  \n{"text": "r3"}',
+        },
+        "csv": {"a.csv": 'text,n\n"r0\n\nx",1\n  \n \t\nr1,2\n', "b.csv": 'n,text\r\n\r\n1,"r2\r\n"\r\n2,r3'},
+        "txt": {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
+        "json": {"a.json": '[{"text": "r0"},\n\n{"text": "r1"}]', "b.json": '[{"text": "r2"}, {"text": "r3"}]'},
+        "spread": {  # as a formatter leaves them
+            "a.json": '{\n  "text": "r0"\n}\n\n{\n  "text": "r1",\n  "n": {\n    "m": 1}\n}\n',
+            "b.json": '{\n"text": "r2"\n} {"text": "r3"}\n',
+        },
+        "parquet": {"a.parquet": {"text": ["r0", "r1"]}, "b.parquet": {"text": ["r2", "r3"]}},
+        "arrow": {},
+    }[kind]
+    paths = write(tmp_path, files)
+    if kind == "arrow":  # the two formats that there are
+        for name, writer, values in (
+            ("a.arrow", pa.ipc.new_stream, ["r0", "r1"]),
+            ("b.arrow", pa.ipc.new_file, ["r2", "r3"]),
+        ):
+            table = pa.table({"text": values})
+            with writer(tmp_path / name, table.schema) as out:
+                out.write_table(table)
+            paths.append(tmp_path / name)
+    seen = {}
+
+    def note(self, batch, places):
+        for i, value in enumerate(batch["text"]):
+            seen[value[:2]] = str(places[i])
+        return original(self, batch, places)
+
+    original = causal_lm.Task.encode
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm.Task, "encode", note)
+        fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": paths}
+        kit.open_data(**fields, cache_dir=tmp_path / "cache")
+    assert sorted(seen) == ["r0", "r1", "r2", "r3"]
+    for i in range(4):
+        file = paths[i // 2]
+        expected = f"row {i % 2}"
+        if kind in ("jsonl", "csv", "txt"):
+            raw = file.read_bytes()
+            before = raw[: raw.index(f"r{i}".encode())].count(b"\n") + 1
+            inside = {"r0": 2, "r2": 1}.get(f"r{i}", 0) if kind == "csv" else 0  # the last line of a row of several
+            expected = f"line {before + inside}"
+        elif kind == "spread":
+            expected = f"line {(1, 5, 1, 3)[i]}"  # where its object begins
+        assert seen[f"r{i}"] == f"{file}, {expected}: train data, row {i}"
+
+
+def test_mutants_that_name_another_line_are_caught(tools, tmp_path, monkeypatch):
+    """The number of the row for that of the line; and no file at all."""
+    case = CASES["malformed line"]
+    null = {"a.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')}
+    said = "a.jsonl, line {line}: train data, row 5: `text` holds nothing"
+    files = write(tmp_path, null)
+    code, text = start(tools, tmp_path, files)
+    check(text, code, said, 2, odd_line(files))
+    monkeypatch.setattr(row_location, "_find", lambda file, row: (9, f"line {row + 1}"))
+    code, text = start(tools, tmp_path, files)
+    with pytest.raises(AssertionError):
+        check(text, code, said, 2, odd_line(files))
+    files = write(tmp_path, case.files)
+    for module in ("raw", "sources"):
+        monkeypatch.setattr(f"src.{module}.fault", lambda *_: None)
+    code, text = start(tools, tmp_path, files)
+    with pytest.raises(AssertionError):
+        check(text, code, case.said, 2, odd_line(files))
+
+
+@pytest.mark.parametrize("where", ["another file", "another chunk"])
+def test_good_texts_beside_a_bad_one_are_not_changed(tools, tmp_path, monkeypatch, where):
+    """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent fault.
+
+    It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
+    good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
+    if where == "another file":
+        monkeypatch.setattr(raw, "MANY", 1)
+        files = write(tmp_path, {"a.jsonl": good, "b.jsonl": bad})
+    else:
+        monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
+        files = write(tmp_path, {"a.jsonl": good + bad})
+    fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": files}
+    with pytest.raises(UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: `text` is a number"):
+        task, splits = kit.open_data(**fields, cache_dir=tmp_path / "cache")
+        rows = splits["train"].rows(np.arange(len(splits["train"])))
+        texts = [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
+        assert texts[9:14] == [row["text"] for row in GOOD[:5]]
+
+
+def _with(kind, name: str, value) -> tuple:
+    """Return the defaults of a dataclass with one of them changed."""
+    names = [f.name for f in dataclasses.fields(kind)]
+    defaults = list(kind.__init__.__defaults__)
+    defaults[names.index(name) - len(names)] = value
+    return tuple(defaults)
+
+
+def test_the_files_of_other_splits_are_not_named(tools, tmp_path):
+    """Rows count from the first file of their own split; the mutant counts through the folder."""
+    (tmp_path / "set").mkdir()
+    write(tmp_path / "set", {"test.jsonl": lines(*GOOD), "train.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
+    fields = {
+        "model_config": tools / "llama.yaml",
+        "tokenizer_name": tools / "tokenizer",
+        "dataset_name": tmp_path / "set",
+    }
+    with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data, row 5: `text` holds nothing"):
+        kit.open_data(**fields, cache_dir=tmp_path / "cache")
+
+
+def test_a_fault_among_objects_over_several_lines_is_named(tmp_path):
+    rows = [json.dumps(row, indent=1) for row in GOOD]
+    file = tmp_path / "a.json"
+    for odd, said in (
+        ('{\n "text": 3\n}', "line 16: `text` is a number, and text in the rows before: 3"),
+        ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
+    ):
+        file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
+        assert file_errors.fault(str(file)) == f"{file}, {said}"
+    file.write_text("\n".join(rows))
+    assert file_errors.fault(str(file)) is None
+
+
+# ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
+
+
+def documents(task, split) -> list[list[int]]:
+    """Return the token ids of every document of prepared rows, in their order."""
+    found = []
+    for row in split.rows(np.arange(len(split))):
+        ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
+        found += [part.tolist() for part in np.split(row["input_ids"], ends[:-1])]
+    return found
+
+
+def opened(tools, folder, rows, **fields):
+    file = kit.write_jsonl(folder / "rows.jsonl", rows)
+    fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer"} | fields
+    return kit.open_data(train_file=file, max_length=MAX_LENGTH, cache_dir=folder / "cache", **fields)
+
+
+LONG = [*GOOD, {"text": "def f return self " * 40}, {"text": "return " * 90}]
+
+
+def counted(facts, task) -> tuple[int, int]:
+    """Return how many rows and tokens are to be cut, found by encoding texts one by one."""
+    lengths = [len(task.tokenizer(row["text"])["input_ids"]) + 1 for row in LONG]
+    return sum(n > MAX_LENGTH for n in lengths), sum(max(0, n - MAX_LENGTH) for n in lengths)
+
+
+def test_a_row_that_is_too_long_is_cut_and_counted(tools, tmp_path):
+    task, splits = opened(tools, tmp_path, LONG)
+    whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
+    facts = splits["train"].facts
+    assert counted(facts, task)[0] == 2
+    assert (facts["rows_cut"], facts["tokens_cut"]) == counted(facts, task)
+    assert documents(task, splits["train"]) == [ids[:MAX_LENGTH] for ids in whole]
+    share = facts["tokens_cut"] / sum(map(len, whole))
+    expected = f"train data: 2 rows were longer than max_length and cut: {share:.1%} of the tokens"
+    assert notes_on_data(splits) == [expected]
+    code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
+    assert (code, expected in text) == (0, True)
+
+
+def test_mutant_that_does_not_count_is_caught(tools, tmp_path, monkeypatch):
+    from src.text import encode_rows as rows
+
+    original = rows.Encoder._rows
+    monkeypatch.setattr(rows.Encoder, "_rows", lambda *args: [row | {"cut": 0} for row in original(*args)])
+    task, splits = opened(tools, tmp_path, LONG)
+    assert (splits["train"].facts["rows_cut"], splits["train"].facts["tokens_cut"]) != counted(None, task)
+
+
+def nothing_lost(task, split) -> bool:
+    whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
+    parts = sorted(ids[i : i + MAX_LENGTH] for ids in whole for i in range(0, len(ids), MAX_LENGTH))
+    return sorted(documents(task, split)) == [part for part in parts if len(part) > 1]
+
+
+def test_packing_splits_a_row_that_is_too_long_and_loses_nothing(tools, tmp_path, monkeypatch):
+    task, splits = opened(tools, tmp_path, LONG, packing=True)
+    assert nothing_lost(task, splits["train"])
+    assert splits["train"].facts["rows_cut"] == splits["train"].facts["tokens_cut"] == 0
+    assert notes_on_data(splits) == []
+    original = causal_lm.pack  # the mutant: what packers do that keep the first part of a document only
+
+    def first_parts(max_length, batch):
+        keep = [i for i, n in enumerate(batch["length"]) if i == 0 or batch["length"][i - 1] < max_length]
+        return original(max_length, {name: [values[i] for i in keep] for name, values in batch.items()})
+
+    monkeypatch.setattr(causal_lm, "pack", first_parts)
+    (other := tmp_path / "other").mkdir()
+    task, splits = opened(tools, other, LONG, packing=True)
+    assert not nothing_lost(task, splits["train"])
+
+
+def test_a_stream_cuts_alike(tools, tmp_path):
+    _, splits = opened(tools, tmp_path, LONG, streaming=True, max_steps=4)
+    _, kept = opened(tools, tmp_path, LONG)
+    table = pa.Table.from_pylist(LONG)
+    rows = splits["train"].prepared(table, 0, 0, 0)
+    got = {number & 0xFFFFF: row["input_ids"].tolist() for number, row, _ in rows}
+    assert [got[i] for i in range(len(LONG))] == documents(None, kept["train"])
+    code, text = start(tools, tmp_path, tmp_path / "rows.jsonl", streaming=True)
+    assert code == 0, text
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_rows_of_nothing_are_counted_and_have_no_target(tools, tmp_path, packing):
+    task, splits = opened(tools, tmp_path, [*GOOD, {"text": ""}, *GOOD, {"text": ""}], packing=packing)
+    facts, split = splits["train"].facts, splits["train"]
+    assert facts["source_rows"] == 20
+    if packing:  # they would fill a place and teach nothing
+        assert sum(len(ids) > 1 for ids in documents(task, split)) == len(documents(task, split)) == 18
+        return
+    assert (len(split), facts["without_target"]) == (20, 2)
+    expected = "train data: 2 of 20 rows have no target and count for nothing"
+    assert notes_on_data(splits) == [expected]
+    batch = task.collate(split.rows(np.array([8, 9])))
+    assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
+    code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
+    assert (code, expected in text) == (0, True)
+    code, text = start(tools, tmp_path, tmp_path / "rows.jsonl", streaming=True, output_dir="stream")
+    assert code == 0, text
+
+
+# ---- evaluation on what is trained on -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkeypatch, packing):
+    new = [{"text": f"return x{i} self"} for i in range(4)]
+    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
+    _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
+    assert repeated(splits) == (3, 8)
+    note = "validation data: 3 of 8 examples that were looked for are in the training data, too"
+    assert notes_on_data(splits) == [note]
+    code, text = start(tools, tmp_path, tmp_path / "rows.jsonl", validation_file=other, packing=packing)
+    assert code == 0
+    assert note in text
+    assert "is training data too" not in text  # another file
+    if packing:  # the mutant: whole rows are compared, which never are the same
+        monkeypatch.setattr(preprocessing, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
+        (tmp_path / "mutant").mkdir()
+        _, splits = opened(tools, tmp_path / "mutant", GOOD, validation_file=other, packing=True)
+        assert repeated(splits)[0] != 3
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+def test_the_same_file_for_both_is_warned_about(tools, tmp_path, packing, streaming):
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
+    os.symlink(file, tmp_path / "link.jsonl")
+    fields = {"packing": packing, "streaming": streaming}
+    code, text = start(tools, tmp_path, file, validation_file=tmp_path / "link.jsonl", **fields)
+    assert code == 0, text
+    assert text.count("warning: validation_file: rows.jsonl is training data too") == 1
+    note = f"validation data: {len(GOOD)} of {len(GOOD)} examples that were looked for are in the training data, too"
+    assert (note in text) == (not streaming)  # what a stream will bring is not known
+
+
+def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, monkeypatch):
+    """Also in a later block; the mutant counts within the block."""
+    rows = [{"text": f"def f{i}"} for i in range(20)]
+    file = write(tmp_path, {"a.jsonl": among(rows, f'{{"text": null, "n": {ODD}}}', 11)})
+    monkeypatch.setattr(stream, "BLOCK", 4)
+    said = "a.jsonl, row 11: train data: `text` holds nothing"
+    code, text = start(tools, tmp_path, file, streaming=True)
+    check(text, code, said, 1, None)
+    original = stream.ShardPlaces.__init__
+    monkeypatch.setattr(stream.ShardPlaces, "__init__", lambda self, name, first, count: original(self, name, 0, count))
+    code, text = start(tools, tmp_path, file, streaming=True, output_dir="mutant")
+    with pytest.raises(AssertionError):
+        check(text, code, said, 1, None)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
+def test_files_of_a_folder_that_are_not_read_are_named(tools, tmp_path, capsys, monkeypatch, name, streaming):
+    folder = tmp_path / "data"
+    (folder / name).parent.mkdir(parents=True)
+    for file in ("train.jsonl", "test.jsonl", name):
+        (folder / file).write_text(lines(*GOOD) if file.endswith("l") else "text\nx\n")
+    more = {"streaming": True, "max_steps": 1, "global_batch_size": 8} if streaming else {}
+    given = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "dataset_name": folder}
+    for _ in range(2):  # the second time, all is prepared
+        monkeypatch.setattr(sources, "_warned", set())
+        kit.open_data(**given, cache_dir=tmp_path / "cache", **more)
+        said = capsys.readouterr().err
+        assert said.count("not read") == 1
+        assert f"{folder / name} not read" in said

@@ -1,0 +1,191 @@
+"""The plan is a pure function: every id once, the same for any world size, entered anywhere at once."""
+
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from src.data.batch_plan import (
+    BLOCK,
+    assign,
+    cut,
+    evaluation_order,
+    order,
+    permute,
+    plan,
+    steps_per_epoch,
+    training_order,
+)
+
+LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1003, 4096, 70_001])
+def test_the_order_of_an_epoch_is_a_bijection(n):
+    for seed, epoch in ((0, 0), (0, 1), (7, 3)):
+        assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
+
+
+@pytest.mark.parametrize(
+    "start, stop", [(0, 7), (BLOCK - 3, BLOCK + 5), (BLOCK, 2 * BLOCK), (10_000, 10_001), (5, 3 * BLOCK)]
+)
+def test_the_order_read_in_blocks_is_the_permutation(start, stop):
+    assert np.array_equal(order(start, stop, 70_001, 3, 1), permute(np.arange(start, stop), 70_001, 3, 1))
+
+
+def test_the_order_is_a_function_of_seed_and_epoch():
+    a, again = permute(np.arange(1003), 1003, 1, 0), permute(np.arange(1003), 1003, 1, 0)
+    assert np.array_equal(a, again)
+    for seed, epoch in ((1, 1), (2, 0)):
+        assert (a == permute(np.arange(1003), 1003, seed, epoch)).mean() < 0.02
+
+
+def test_the_order_looks_random():
+    """Neighbours are no nearer than chance, positions and ids are uncorrelated, and every id reaches every place."""
+    n = 4099
+    order = permute(np.arange(n), n, 3, 5)
+    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.05
+    assert abs(np.abs(np.diff(order)).mean() / (n / 3) - 1) < 0.05
+    firsts = [int(permute(np.array([0]), 10, 0, epoch)[0]) for epoch in range(2000)]
+    counts = np.bincount(firsts, minlength=10)
+    assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-squared with 9 degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize(
+    "n, batch, micro", [(1003, 32, 4), (1003, 32, 5), (64, 64, 64), (7, 32, 4), (33, 32, 32), (1, 1, 1)]
+)
+def test_an_epoch_holds_every_example_exactly_once(n, batch, micro):
+    seen = []
+    steps = steps_per_epoch(n, batch)
+    for step in range(steps):
+        micro_batches = plan(n, batch, micro, 0, 2, step, LENGTHS)
+        sizes = [len(m.ids) for m in micro_batches]
+        assert max(sizes) <= micro
+        assert sum(sizes) == (batch if step < steps - 1 else n - batch * (steps - 1))
+        seen += [i for m in micro_batches for i in m.ids]
+    assert sorted(seen) == list(range(n))
+
+
+def test_which_examples_a_step_has_does_not_depend_on_the_micro_batch():
+    for step in range(steps_per_epoch(1003, 32)):
+        sets = [{int(i) for m in plan(1003, 32, micro, 0, 1, step, LENGTHS) for i in m.ids} for micro in (1, 4, 7, 32)]
+        assert all(ids == sets[0] for ids in sets)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
+def test_ranks_share_the_micro_batches_and_change_none(world):
+    micro_batches = plan(1003, 32, 4, 0, 0, 31, LENGTHS)  # the tail: 11 examples, 3 micro-batches
+    windows = assign(micro_batches, world)
+    real = [m for window in windows for m in window if not m.filler]
+    assert sorted(m.index for m in real) == list(range(len(micro_batches)))
+    for m in real:
+        assert np.array_equal(m.ids, micro_batches[m.index].ids)
+        assert m.seed == micro_batches[m.index].seed
+    for window in windows:
+        assert [m.last for m in window] == [False] * (len(window) - 1) + [True]
+        assert len(window) == 1 or not any(m.filler for m in window)
+    counts = [sum(not m.filler for m in window) for window in windows]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_seeds_differ_between_all_micro_batches():
+    seeds = [m.seed for e in range(3) for s in range(10) for m in plan(1003, 32, 4, 0, e, s)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_training_goes_through_epochs_and_can_be_entered_anywhere():
+    def ids(rank, world, start, stop):
+        return [
+            (m.step, m.index, m.seed, m.ids.tolist()) for m in training_order(100, 32, 8, 5, rank, world, start, stop)
+        ]
+
+    whole = ids(0, 1, 0, 12)
+    assert [m for m in whole if m[0] >= 5] == ids(0, 1, 5, 12)
+    epochs = [sorted(i for step, _, _, part in whole if step // 4 == e for i in part) for e in range(3)]
+    assert epochs == [list(range(100))] * 3
+    assert epochs[0] != [i for step, _, _, part in whole if step // 4 == 0 for i in part]
+    together = sorted(m for r in range(3) for m in ids(r, 3, 0, 12))
+    assert {tuple(map(str, m)) for m in whole} <= {tuple(map(str, m)) for m in together}
+
+
+@pytest.mark.parametrize("micro, batch, bar, naive", [(4, 64, 0.075, 0.45), (8, 256, 0.045, 0.55)])
+def test_cutting_by_length_leaves_little_padding(micro, batch, bar, naive):
+    n = 20_000
+    lengths = 3 + (94 * np.random.default_rng(1).random(n) ** 2.5).astype(int)
+
+    def padding(step_lengths):
+        real = rectangle = 0
+        for step in range(steps_per_epoch(n, batch)):
+            ids = np.concatenate([m.ids for m in plan(n, batch, micro, 0, 0, step)])
+            for part, _ in cut(ids, micro, step_lengths):
+                real += lengths[part].sum()
+                rectangle += lengths[part].max() * len(part)
+        return 1 - real / rectangle
+
+    assert padding(lengths) <= bar
+    assert padding(None) > naive  # the mutant: a random cut
+
+
+def test_token_balanced_assignment():
+    """No rank has more than a few percent above the mean; the mutant, dealing in order, has far more."""
+    worst = naive = 0.0
+    for step in range(30):
+        micro_batches = plan(1003, 64, 4, 0, 0, step % 15, LENGTHS)
+        mean = sum(m.cost for m in micro_batches) / 4
+        worst = max(worst, max(sum(m.cost for m in w) for w in assign(micro_batches, 4)) / mean)
+        naive = max(naive, max(sum(m.cost for m in micro_batches[4 * r : 4 * r + 4]) for r in range(4)) / mean)
+    assert worst < 1.1
+    assert naive > 1.5
+
+
+def test_evaluation_has_every_example_once_and_is_cut_the_same_for_every_world():
+    for n, size in ((103, 7), (1, 4), (5, 1), (1003, 16)):
+        order = list(evaluation_order(n, size, 0, LENGTHS))
+        assert sorted(int(i) for m in order for i in m.ids) == list(range(n))
+        assert [m.index for m in order] == list(range(len(order)))
+
+
+BILLION = """
+import resource, time
+from src.plan import plan
+import numpy
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+started = time.perf_counter()
+micro_batches = plan(10**9, 1024, 8, 0, 1, 10**7 % (10**9 // 1024))
+seconds = time.perf_counter() - started
+ids = numpy.concatenate([m.ids for m in micro_batches])
+assert len(set(ids.tolist())) == 1024 and ids.min() >= 0 and ids.max() < 10**9
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds)
+"""
+
+
+def test_a_billion_examples_cost_neither_memory_nor_time():
+    out = subprocess.run([sys.executable, "-c", BILLION], capture_output=True, text=True, check=True)
+    mebibytes, seconds = map(float, out.stdout.split())
+    assert mebibytes < 50
+    assert seconds < 1
+    started = time.perf_counter()
+    first = next(training_order(10**9, 1024, 8, 0, 3, 64, 10**7, 10**7 + 1))  # step 10^7 is in the eleventh epoch
+    assert first.step == 10**7
+    assert time.perf_counter() - started < 1
+
+
+@pytest.mark.parametrize("case", range(24))
+def test_an_epoch_is_the_data_set_for_any_processes_micro_batches_budgets_and_resume_points(case):
+    rng = np.random.default_rng(case)
+    n, batch, epoch = int(rng.integers(1, 300)), int(rng.integers(1, 70)), int(rng.integers(0, 3))
+    lengths = rng.integers(1, 60, n)
+    per_epoch = steps_per_epoch(n, batch)
+    first, stop = epoch * per_epoch, (epoch + 1) * per_epoch
+    resumed = int(rng.integers(first, stop + 1))
+    seen = []
+    for begin, end in ((first, resumed), (resumed, stop)):  # each part with another where
+        world, micro = int(rng.integers(1, 6)), int(rng.integers(1, batch + 1))
+        tokens = int(rng.integers(60, 400)) if rng.random() < 0.5 else None
+        for rank in range(world):
+            order = training_order(n, batch, micro, case, rank, world, begin, end, lengths, tokens)
+            seen += [i for m in order if not m.filler for i in m.ids.tolist()]
+    assert sorted(seen) == list(range(n))

@@ -1,0 +1,432 @@
+"""Micro-batches come in order whoever reads them; what a loader process was at when it died, hung or failed is named."""
+
+import json
+import os
+import pickle
+import re
+import signal
+import time
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from src.config.schema import RunConfig
+from src.data import data_loader
+from src.data.arrow_columns import views
+from src.data.batch_plan import training_order
+from src.tasks import causal_lm
+from tests.helpers import kit
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict:
+    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def data(tiny, tmp_path_factory):
+    """(task, split of 83 rows)"""
+    task, splits = kit.open_data(**tiny, cache_dir=tmp_path_factory.mktemp("cache"))
+    return task, splits["train"]
+
+
+def plan(split, steps: int = 11, micro: int = 4) -> list:
+    return list(training_order(len(split), 8, micro, 1, 0, 1, 0, steps, split.lengths))
+
+
+def strike(monkeypatch, blow) -> None:
+    """Let `blow(rows)` happen before each micro-batch is collated."""
+    original = causal_lm.Task.collate
+
+    def collate(self, rows):
+        blow(rows)
+        return original(self, rows)
+
+    monkeypatch.setattr(causal_lm.Task, "collate", collate)
+
+
+def once(folder: Path, name: str = "struck") -> bool:
+    """Return True to the first process that asks."""
+    try:
+        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def worker() -> int | None:
+    info = torch.utils.data.get_worker_info()
+    return None if info is None else info.id
+
+
+def contents(split, ids) -> list[list[int]]:
+    return [row["input_ids"].tolist() for row in split.rows(np.array(ids))]
+
+
+# ---- loader processes that die or hang ---------------------------------------------------------------------------------
+
+
+def named(text: str) -> list[tuple[int, int, list[int]]]:
+    """Return (micro-batch, step, ids) of what a message says was being read."""
+    found = re.findall(r"micro-batch (\d+) of step (\d+), of rows \[([\d, ]*)\]", text)
+    return [(int(m), int(s), [int(i) for i in ids.split(", ")]) for m, s, ids in found]
+
+
+def failure(data, folder: Path, monkeypatch, blow, workers: int = 2, timeout: int = 30) -> tuple[str, list, float]:
+    """Return (the message, rows that the worker was at when it was struck, seconds) of a reading that fails."""
+
+    def noted(rows):
+        if worker() is not None and len(contents_seen(folder)) >= 3 and once(folder):
+            time.sleep(0.3)  # so that it does not die with the lock of the queue that it answers through
+            (folder / "pid").write_text(str(os.getpid()))
+            (folder / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows]))
+            blow()
+        with open(folder / "seen", "a") as file:
+            file.write(".\n")
+
+    def reading():
+        task, split = data
+        run = RunConfig(dataloader_num_workers=workers, dataloader_timeout=timeout)
+        order, began = plan(split), time.monotonic()
+        with pytest.raises(RuntimeError) as error:
+            list(data_loader.read(split, task, iter(order), run, False))
+        seconds = time.monotonic() - began
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with suppress(ProcessLookupError):
+            os.kill(int((folder / "pid").read_text()), signal.SIGKILL)  # one that hangs
+        return str(error.value), seconds
+
+    strike(monkeypatch, noted)
+    [(message, seconds)] = kit.spawn(1, reading, out=folder / "out")
+    return message, json.loads((folder / "rows.json").read_text()), seconds
+
+
+def contents_seen(folder: Path) -> list[str]:
+    return (folder / "seen").read_text().split() if (folder / "seen").exists() else []
+
+
+def check_named(data, message: str, rows: list) -> None:
+    """Assert that exactly one of what the message names is where the worker was, and that it is of the plan."""
+    split, order = data[1], {(m.index, m.step + 1): m.ids.tolist() for m in plan(data[1])}
+    found = named(message)
+    assert found, message
+    assert all(order[micro, step] == ids for micro, step, ids in found)
+    assert [contents(split, ids) == rows for _, _, ids in found].count(True) == 1
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_killed_loader_process_is_named_with_its_rows(data, tmp_path, monkeypatch, workers):
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    message, rows, seconds = failure(data, tmp_path, monkeypatch, kill, workers)
+    assert "a loader process died (exit code -9; −9: killed, perhaps for memory) while it was reading" in message
+    check_named(data, message, rows)
+    assert len(named(message)) == 1  # only what the dead one was at
+    assert seconds < 20
+
+
+def test_a_loader_process_that_hangs_is_named_with_its_rows(data, tmp_path, monkeypatch):
+    message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(60), 2, 2)
+    assert "a loader process did not answer for 2 s (dataloader_timeout) while it was reading" in message
+    check_named(data, message, rows)
+    assert seconds < 20
+
+
+def test_mutant_that_names_what_was_asked_for_last_is_caught(data, tmp_path, monkeypatch):
+    """The reader knows best what it has handed out; what a process was at, only that process knows."""
+    original = data_loader._explain
+
+    def last(items, desk, sent, timeout):
+        for number in range(len(desk)):
+            desk[number] = torch.tensor(list(sent)[-1])
+        return original(items, desk, sent, timeout)
+
+    monkeypatch.setattr(data_loader, "_explain", last)
+    message, rows, _ = failure(data, tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+    with pytest.raises(AssertionError):
+        check_named(data, message, rows)
+
+
+def _ends(ranks: kit.Ranks, timeout: float) -> list[int | None]:
+    """Return the exit codes of ranks that may leave loader processes behind, for whom `Ranks.wait` would wait."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end and any(process.exitcode is None for process in ranks.processes):
+        time.sleep(0.01)
+    return [process.exitcode for process in ranks.processes]
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs"])
+def test_all_ranks_end_when_a_loader_process_does_not_answer(tiny, tmp_path, monkeypatch, how):
+    def blow(rows):
+        if worker() is not None and os.environ["RANK"] == "1" and once(tmp_path):
+            time.sleep(0.3)
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            (tmp_path / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows]))
+            if how == "hangs":
+                time.sleep(60)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    strike(monkeypatch, blow)
+    (folder := tmp_path / "here").mkdir()
+    fields = {"dataloader_num_workers": 2, "dataloader_timeout": 3, "global_batch_size": 8, "per_device_batch_size": 2}
+    fields |= {"max_steps": 40, "output_dir": "run", "cache_dir": tmp_path / "cache"}
+    began = time.monotonic()
+    ranks = kit.Ranks("train.py", *kit.flags(**tiny | fields), folder=folder, world=2)
+    codes = _ends(ranks, 45)
+    texts = [(ranks.out / f"rank{rank}.txt").read_text() for rank in range(2)]
+    assert codes == [1, 1], texts
+    assert time.monotonic() - began < 30
+    assert re.findall(r"rank (\d) failed:", "".join(texts)) == ["1"]
+    _, splits = kit.open_data(**tiny, cache_dir=tmp_path / "cache")
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    found = named(texts[1].rstrip().splitlines()[-1])
+    assert [contents(splits["train"], ids) == rows for _, _, ids in found].count(True) == 1
+    try:  # and no loader process outlives its rank, with its memory and its files
+        kit.until(lambda: _gone(int((tmp_path / "pid").read_text())), 5)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+
+
+# ---- faults in the collator ----------------------------------------------------------------------------------------------
+
+
+def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[str, list]:
+    """Return (what is printed, with the traceback; the micro-batch that failed) of a collator that fails."""
+    task, split = data
+    bad = plan(split)[at]
+    wanted = contents(split, bad.ids)
+
+    def blow(rows):
+        if [row["input_ids"].tolist() for row in rows] == wanted:
+            raise ValueError("a cosmic ray")
+
+    def reading():
+        seen = []
+        with pytest.raises(ValueError, match="a cosmic ray") as error:
+            for micro, _ in data_loader.read(
+                split, task, iter(plan(split)), RunConfig(dataloader_num_workers=workers), False
+            ):
+                seen.append((micro.step, micro.index))
+        traceback.print_exception(error.value)
+        return seen
+
+    strike(monkeypatch, blow)
+    [seen] = kit.spawn(1, reading, out=folder / "out")
+    assert seen == [(micro.step, micro.index) for micro in plan(split)[:at]]  # all before it have come
+    return (folder / "out" / "rank0.txt").read_text(), bad
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_a_fault_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, workers):
+    text, bad = fault(data, tmp_path, monkeypatch, workers)
+    assert f"micro-batch {bad.index} of step {bad.step + 1} " in text
+    assert f"of rows {bad.ids.tolist()}" in text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_mutant_without_a_word_of_it_is_caught(data, tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(data_loader, "collated", lambda task, micro, rows: (micro, task.collate(rows)))
+    text, bad = fault(data, tmp_path, monkeypatch, workers)
+    assert "ValueError: a cosmic ray" in text
+    assert str(bad.ids.tolist()) not in text
+
+
+# ---- threads of a loader process -------------------------------------------------------------------------------------------
+
+
+def threads(data_of, folder: Path) -> tuple[int, list[int]]:
+    """Write down the threads of a loader process, in a process that has several; return what that one has."""
+    from threadpoolctl import threadpool_info, threadpool_limits
+
+    torch.set_num_threads(2)
+    threadpool_limits(2)
+    for name in ("OMP_NUM_THREADS", "OPENCV_FOR_THREADS_NUM"):
+        os.environ.pop(name, None)
+    task, splits = kit.open_data(**data_of)
+    original = causal_lm.Task.collate
+
+    def collate(self, rows):
+        names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+        told = {name: os.environ.get(name) for name in names}
+        pools = [[pool["user_api"], pool["num_threads"]] for pool in threadpool_info()]
+        told |= {"torch": torch.get_num_threads(), "pools": pools}
+        (folder / f"worker{worker()}.json").write_text(json.dumps(told))
+        return original(self, rows)
+
+    causal_lm.Task.collate = collate
+    order = plan(splits["train"])
+    list(data_loader.read(splits["train"], task, iter(order), RunConfig(dataloader_num_workers=2), False))
+    return torch.get_num_threads(), [pool["num_threads"] for pool in threadpool_info()]
+
+
+def single(folder: Path) -> list[bool]:
+    """Return, for each loader process, whether it keeps to one thread."""
+    told = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+    assert len(told) == 2
+    assert all({kind for kind, _ in one["pools"]} >= {"openmp"} for one in told)
+    return [
+        one["torch"] == 1
+        and all(count == 1 for _, count in one["pools"])
+        and all(value == "1" for name, value in one.items() if name.isupper())
+        for one in told
+    ]
+
+
+def test_a_loader_process_keeps_to_one_thread(tiny, tmp_path):
+    fields = tiny | {"cache_dir": tmp_path / "cache"}
+    [(own, pools)] = kit.spawn(1, threads, fields, tmp_path, out=tmp_path / "out")
+    assert single(tmp_path) == [True, True]
+    assert own == 2  # and the rank itself keeps what it had
+    assert max(pools) == 2
+
+
+def test_mutant_that_leaves_threads_alone_is_caught(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(data_loader, "_begin_worker", lambda *_: None)
+    kit.spawn(1, threads, tiny | {"cache_dir": tmp_path / "cache"}, tmp_path, out=tmp_path / "out")
+    assert False in single(tmp_path)
+
+
+# ---- the same batches ------------------------------------------------------------------------------------------------------
+
+
+def batches(data, workers: int) -> list:
+    task, split = data
+    got = data_loader.read(split, task, iter(plan(split, 23)), RunConfig(dataloader_num_workers=workers), False)
+    return [
+        (m.step, m.index, m.ids.tolist(), m.seed, m.last, {k: v.tolist() for k, v in b.inputs.items()}, *b[1:])
+        for m, b in got
+    ]
+
+
+def test_batches_do_not_depend_on_workers(data):
+    one = batches(data, 0)
+    assert len(one) > 40
+    assert batches(data, 1) == one
+    assert batches(data, 3) == one
+
+
+def test_mutant_that_takes_what_is_ready_is_caught(data, monkeypatch):
+    """Batches of workers in another order than that of the plan."""
+    original = data_loader._watched
+
+    def as_they_come(items, *rest):
+        held = list(original(items, *rest))
+        return iter(held[1::2] + held[::2])
+
+    monkeypatch.setattr(data_loader, "_watched", as_they_come)
+    assert batches(data, 2) != batches(data, 0)
+
+
+def test_a_pickled_split_reads_the_same_rows(data):
+    """What a loader process gets where processes are spawned."""
+    _, split = data
+    ids = np.arange(len(split))[::-1]
+    split.rows(ids)  # files are open
+    text = pickle.dumps(split)
+    assert len(text) < 4000  # names, no rows
+    other = pickle.loads(text)
+    assert contents(other, ids) == contents(split, ids)
+    assert other.lengths.tolist() == split.lengths.tolist()
+    assert [sorted(row) for row in other.rows(ids[:3])] == [sorted(row) for row in split.rows(ids[:3])]
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------------
+
+
+COLUMNS = {
+    "int32": pa.array([3, -1, 7], pa.int32()),
+    "int64": pa.array([3, 2**40, 7], pa.int64()),
+    "float64": pa.array([0.5, -1.25, 3e300], pa.float64()),
+    "lists": pa.array([[1, 2, 3], [], [4]], pa.list_(pa.int32())),
+    "large_lists": pa.array([[1, 2, 3], [], [4]], pa.large_list(pa.int64())),
+    "floats": pa.array([[0.5], [1.5, 2.5], []], pa.list_(pa.float32())),
+    "strings": pa.array(["für", "", "漢字"]),
+    "nulls": pa.array([1, None, 3]),
+    "null_lists": pa.array([[1], None, [2, 3]], pa.list_(pa.int32())),
+    "nested": pa.array([[[1], [2, 3]], [], [[4]]]),
+    "bytes": pa.array([b"\x00\xff", b"", b"x"]),
+    "bools": pa.array([True, False, True]),
+    "objects": pa.array([{"a": 1}, {"a": 2}, None]),
+    "length": pa.array([1, 2, 3]),
+}
+ZERO_COPY = {"int32", "int64", "float64", "lists", "floats"}
+
+
+def taken(batch: pa.RecordBatch) -> dict[str, list]:
+    return {name: [take(i) for i in range(batch.num_rows)] for name, take in views(batch)}
+
+
+def plain(value):
+    return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+
+
+@pytest.mark.parametrize("part", [slice(0, 3), slice(1, 3)], ids=["whole", "a slice"])
+def test_values_are_those_of_the_column(part):
+    batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS)).slice(part.start, part.stop - part.start)
+    got = taken(batch)
+    assert got.keys() == COLUMNS.keys() - {"length"}  # a column for the plan, of no use to `collate`
+    for name, values in got.items():
+        if name == "null_lists":
+            continue
+        assert [plain(value) for value in values] == batch[name].to_pylist(), name
+
+
+def test_a_list_that_is_null_is_nothing():
+    batch = pa.record_batch([COLUMNS["null_lists"]], names=["null_lists"])
+    assert [plain(value) or None for value in taken(batch)["null_lists"]] == [[1], None, [2, 3]]
+
+
+def _copies(batch: pa.RecordBatch) -> list[str]:
+    """Return the columns of numbers and lists of which a value has memory of its own."""
+    found = []
+    for name, values in taken(batch).items():
+        column = batch[name]
+        if name not in ZERO_COPY:
+            continue
+        if name in ("lists", "floats"):
+            whole = column.values.to_numpy(zero_copy_only=True)
+            shared = all(np.shares_memory(value, whole) for value in values if len(value))
+        else:
+            buffer = np.frombuffer(column.buffers()[1], np.uint8)
+            shared = np.shares_memory(dict(views(batch))[name].__self__, buffer)
+        if not shared:
+            found.append(name)
+    return found
+
+
+def test_numbers_and_lists_are_not_copied(data, tmp_path):
+    batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS))
+    assert _copies(batch) == []
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", batch.schema) as out:
+        out.write_batch(batch)
+    [mapped] = pa.ipc.open_stream(pa.memory_map(str(tmp_path / "rows.arrow"))).read_all().to_batches()
+    assert _copies(mapped) == []
+    _, split = data
+    one, again = (split.rows(np.array([5]))[0]["input_ids"] for _ in range(2))
+    assert np.shares_memory(one, again)  # the same place of the file
+    assert not one.flags.writeable  # which nobody writes to by mistake
+
+
+def test_mutant_that_copies_is_caught(monkeypatch):
+    from src.data import arrow_columns
+
+    def copying(column):
+        if column.type in (pa.int32(), pa.int64(), pa.float64()):
+            return column.to_numpy(zero_copy_only=False).copy().__getitem__
+        return lambda i: np.array(column[i].as_py(), dtype=object)
+
+    monkeypatch.setattr(arrow_columns, "_taker", copying)
+    batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS))
+    assert set(_copies(batch)) == ZERO_COPY

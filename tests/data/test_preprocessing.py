@@ -1,0 +1,365 @@
+"""The same bytes whoever prepares them, used again by the next start, and complete or not there; rows are full, memory is bounded."""
+
+import hashlib
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from src.config.errors import UsageError
+from src.data import preprocessing
+from src.tasks import causal_lm, text_classification
+from tests.helpers import kit
+
+WORDS = ["def", "return", "self", "import", "class", "yield", "lambda", "für", "漢字", "0x1f", "assert", "None", "True"]
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tools")
+    generator = np.random.default_rng(0)
+    rows = []
+    for i in range(300):
+        words = generator.choice(WORDS, int(3 + 94 * generator.random() ** 2.5))
+        rows.append({"text": " ".join(words), "label": ["a", "b", "c"][i % 3]})
+    kit.tiny_tokenizer(folder / "tokenizer", [row["text"] for row in rows])
+    kit.write_jsonl(folder / "texts.jsonl", rows)
+    kit.write_yaml(folder / "gpt2.yaml", kit.TINY | {"vocab_size": 400, "n_positions": 128})
+    bert = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    kit.write_yaml(folder / "bert.yaml", bert | {"intermediate_size": 32, "max_position_embeddings": 64})
+    return folder
+
+
+KINDS = {
+    "rows": {"model_config": "gpt2.yaml"},
+    "packed": {"model_config": "gpt2.yaml", "packing": True, "max_length": 100},
+    "labels": {"task": "text_classification", "model_config": "bert.yaml"},
+}
+
+
+def fields_of(tools, kind: str) -> dict:
+    fields = {"tokenizer_name": tools / "tokenizer", "train_file": tools / "texts.jsonl"} | KINDS[kind]
+    return fields | {"model_config": tools / fields["model_config"]}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Many pieces of several blocks each; children inherit it."""
+    monkeypatch.setattr(preprocessing, "PIECE", 4000)
+    monkeypatch.setattr(preprocessing, "BLOCK", 1500)
+
+
+def opened(fields: dict, cache: Path) -> int:
+    _, splits = kit.open_data(**fields, cache_dir=cache)
+    return len(splits["train"])
+
+
+def digest(cache: Path) -> dict[str, str]:
+    """Return hashes of the files of what counts as complete, by name."""
+    found = {}
+    for facts in cache.glob("prepared/*/facts.json"):
+        files = sorted(path for path in facts.parent.iterdir() if path.suffix in (".arrow", ".npy") or path == facts)
+        for path in files:
+            found[f"{facts.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return found
+
+
+def calls(monkeypatch, folder: Path, seconds: float = 0.0, blow=lambda count: None) -> None:
+    """Leave a line for each block that is encoded."""
+
+    def counted(original):
+        count = [0]
+
+        def encode(self, batch, places):
+            count[0] += 1
+            blow(count[0])
+            with open(folder / "calls", "a") as file:
+                file.write(f"{places.start}\n")
+            time.sleep(seconds)
+            return original(self, batch, places)
+
+        return encode
+
+    for task in (causal_lm.Task, text_classification.Task):
+        monkeypatch.setattr(task, "encode", counted(task.encode))
+
+
+def encoded(folder: Path) -> list[int]:
+    file = folder / "calls"
+    return sorted(map(int, file.read_text().split())) if file.exists() else []
+
+
+# ---- the same bytes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_do_not_depend_on_processes(tools, tmp_path, small, monkeypatch, kind):
+    calls(monkeypatch, tmp_path, 0.005)
+    fields, found = fields_of(tools, kind), {}
+    for world, helpers in ((1, 1), (2, 1), (3, 1), (1, 3), (2, 3)):
+        cache = tmp_path / f"{world}{helpers}"
+        kit.spawn(world, opened, fields | {"preprocessing_num_workers": helpers}, cache, out=tmp_path / "out")
+        found[world, helpers] = digest(cache)
+        shutil.move(tmp_path / "calls", cache / "calls")
+        assert encoded(cache) == encoded(tmp_path / "11")  # each block once
+    one = found[1, 1]
+    assert sum(name.endswith(".arrow") for name in one) >= 8
+    assert {Path(name).name for name in one} > {"lengths.npy", "hashes.npy", "facts.json"}
+    assert len(encoded(tmp_path / "11")) > 2 * sum(name.endswith(".arrow") for name in one)
+    assert [other == one for other in found.values()] == [True] * 5
+
+
+def test_mutant_with_pieces_by_rank_is_caught(tools, tmp_path, small, monkeypatch):
+    def by_rank(rows, size):
+        pieces = 4 * int(os.environ["WORLD_SIZE"])
+        return [rows * i // pieces for i in range(pieces + 1)]
+
+    monkeypatch.setattr(preprocessing, "cut", by_rank)
+    found = []
+    for world in (1, 2):
+        kit.spawn(world, opened, fields_of(tools, "packed"), tmp_path / f"{world}", out=tmp_path / "out")
+        found.append(digest(tmp_path / f"{world}"))
+    assert found[0] != found[1]
+
+
+def test_pieces_follow_from_the_data_alone():
+    for rows, size in ((1, 1), (7, 10**9), (10**9, 10**14), (5000, 3 * preprocessing.PIECE), (3, 0)):
+        bounds = preprocessing.cut(rows, size)
+        assert bounds[0] == 0
+        assert bounds[-1] == rows
+        assert all(a < b for a, b in pairwise(bounds))
+        assert len(bounds) - 1 <= preprocessing.PIECES
+
+
+# ---- prepared once -----------------------------------------------------------------------------------------------------
+
+
+def test_the_second_start_opens_without_encoding_and_soon(tools, tmp_path, monkeypatch):
+    rows = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
+    file = kit.write_jsonl(tmp_path / "many.jsonl", rows * 30)
+    fields = fields_of(tools, "rows") | {"train_file": file}
+    opened(fields_of(tools, "rows"), tmp_path / "warm")  # imports
+    began = time.perf_counter()
+    opened(fields, tmp_path / "cache")
+    first = time.perf_counter() - began
+    calls(monkeypatch, tmp_path)
+    began = time.perf_counter()
+    assert opened(fields, tmp_path / "cache") == 9000
+    second = time.perf_counter() - began
+    assert encoded(tmp_path) == []
+    print(f"first {first:.2f} s, second {second:.3f} s")
+    assert second < first / 5
+
+
+def test_two_jobs_that_start_together_prepare_once(tools, tmp_path, small, monkeypatch):
+    fields = fields_of(tools, "packed")
+    calls(monkeypatch, tmp_path, 0.02)
+    opened(fields, tmp_path / "alone")
+    shutil.move(tmp_path / "calls", tmp_path / "alone" / "calls")
+    jobs = [kit.fork(1, opened, fields, tmp_path / "cache", out=tmp_path / name)[0] for name in ("a", "b")]
+    for job in jobs:
+        job.join(30)
+    assert [job.exitcode for job in jobs] == [0, 0]
+    assert encoded(tmp_path) == encoded(tmp_path / "alone")
+    assert digest(tmp_path / "cache") == digest(tmp_path / "alone") != {}
+
+
+def killed(fields: dict, cache: Path, out: Path, world: int = 1) -> None:
+    with pytest.raises(kit.RankFailed) as failed:
+        kit.spawn(world, opened, fields, cache, out=out, timeout=30)
+    assert -9 in failed.value.codes
+    assert None not in failed.value.codes
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_preparation_is_gone_on_with(tools, tmp_path, small, monkeypatch, world):
+    fields = fields_of(tools, "packed")
+    with pytest.MonkeyPatch.context() as patch:
+        calls(patch, tmp_path)
+        opened(fields, tmp_path / "straight")
+        whole = encoded(tmp_path)
+        (tmp_path / "calls").unlink()
+    with pytest.MonkeyPatch.context() as patch:
+        last = str(world - 1)
+        dies = lambda n: n > 12 and os.environ["RANK"] == last and os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        calls(patch, tmp_path, 0.01, dies)
+        killed(fields, tmp_path / "cache", tmp_path / "out", world)
+        (tmp_path / "calls").unlink()
+    assert digest(tmp_path / "cache") == {}  # nothing that counts as complete
+    assert (ready := list((tmp_path / "cache").glob("prepared/*/piece_*.json")))
+    calls(monkeypatch, tmp_path)
+    opened(fields, tmp_path / "cache")
+    assert len(encoded(tmp_path)) <= len(whole) - len(ready)  # pieces that were ready are used
+    assert digest(tmp_path / "cache") == digest(tmp_path / "straight") != {}
+
+
+def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypatch):
+    """A cache that says it is complete before it is: half of it is opened, or it is found damaged, but never whole."""
+    fields = fields_of(tools, "rows")
+    opened(fields, tmp_path / "straight")
+    (facts,) = (tmp_path / "straight").glob("prepared/*/facts.json")
+    original = preprocessing._with_helpers
+
+    def marked(run, crew, targets, *rest):
+        targets[0].parent.mkdir(parents=True)
+        shutil.copy(facts, targets[0].parent)
+        original(run, crew, targets, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preprocessing, "_with_helpers", marked)
+        calls(patch, tmp_path, 0, lambda n: n > 12 and os.kill(os.getpid(), signal.SIGKILL))
+        killed(fields, tmp_path / "cache", tmp_path / "out")
+    assert digest(tmp_path / "cache").keys() < digest(tmp_path / "straight").keys()  # what the test above would see
+    with pytest.raises(UsageError, match=r"bytes, .* were written: remove the folder"):
+        opened(fields, tmp_path / "cache")
+
+
+# ---- the process group does not wait -------------------------------------------------------------------------------------
+
+
+def test_preparation_may_take_longer_than_a_collective_may_wait(tmp_path, monkeypatch):
+    original = causal_lm.Task.encode
+
+    def slow(self, batch, places):
+        time.sleep(8 if places.split == "train" else 0)
+        return original(self, batch, places)
+
+    monkeypatch.setattr(causal_lm.Task, "encode", slow)
+    fields = kit.tiny_files(tmp_path) | {"cache_dir": tmp_path / "cache", "max_steps": 2, "global_batch_size": 8}
+    began = time.monotonic()
+    run = kit.run_training(2, tmp_path / "run", *kit.flags(**fields, ddp_timeout=3))
+    assert 8 < time.monotonic() - began < 40
+    assert run.kind("eval")
+
+
+def test_mutant_that_waits_in_a_collective_is_caught(tmp_path):
+    """What `main_process_first` of accelerate does: the others wait in a barrier, which gives up."""
+
+    def main_first():
+        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate.utils import timedelta
+
+        accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
+        with accelerator.main_process_first():
+            time.sleep(5 if accelerator.is_main_process else 0)
+
+    with pytest.raises(kit.RankFailed):
+        kit.spawn(2, main_first, out=tmp_path, timeout=30)
+
+
+# ---- rows are full, memory is bounded ------------------------------------------------------------------------------------
+
+
+def fill(split, max_length: int) -> float:
+    return split.facts["tokens"] / (len(split) * max_length)
+
+
+def test_packed_rows_are_full(tools, tmp_path):
+    generator = np.random.default_rng(1)
+    lengths = 3 + (94 * generator.random(8000) ** 2.5).astype(int)
+    rows = [{"input_ids": generator.integers(0, 400, n).tolist()} for n in lengths]
+    file = kit.write_jsonl(tmp_path / "ids.jsonl", rows)
+    fields = {"model_config": tools / "gpt2.yaml", "packing": True, "max_length": 128, "cache_dir": tmp_path / "cache"}
+    _, splits = kit.open_data(**fields, train_file=file)
+    ids = fill(splits["train"], 128)
+    texts = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
+    generator.shuffle(texts)
+    file = kit.write_jsonl(
+        tmp_path / "texts.jsonl", [{"text": row["text"][: 4 + i % 300]} for i, row in enumerate(texts * 8)]
+    )
+    _, splits = kit.open_data(**fields, train_file=file, tokenizer_name=tools / "tokenizer")
+    of_texts = fill(splits["train"], 128)
+    print(f"ids {ids:.4f}, texts {of_texts:.4f}")
+    assert min(ids, of_texts) >= 0.98
+
+
+def test_mutant_that_packs_in_the_order_of_the_file_is_caught(tools, tmp_path, monkeypatch):
+    def first_come(max_length, batch):
+        rows, room = [], 0
+        for i, n in enumerate(batch["length"]):
+            if n > room:
+                rows, room = [*rows, []], max_length
+            rows[-1].append(i)
+            room -= n
+        joined = {"input_ids": [[x for i in row for x in batch["input_ids"][i]] for row in rows]}
+        sums = {
+            name: [sum(batch[name][i] for i in row) for row in rows] for name in ("length", "targets", "bytes", "cut")
+        }
+        return joined | sums | {"documents": [[batch["length"][i] for i in row] for row in rows]}
+
+    monkeypatch.setattr(causal_lm, "pack", first_come)
+    _, splits = kit.open_data(**fields_of(tools, "packed"), cache_dir=tmp_path / "cache")
+    assert fill(splits["train"], 100) < 0.95
+
+
+def test_memory_does_not_grow_with_the_data(tools, tmp_path):
+    """60 MB of texts, of words that are a token each, so that it is soon done; the raw rows are mapped, not read."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = [f"{i:x}" * 8 for i in range(4096, 4396)]
+    model = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(["<eos>", "<unk>", *words])}, unk_token="<unk>")
+    )
+    model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<eos>", unk_token="<unk>").save_pretrained(
+        tmp_path / "words"
+    )
+    file, text = tmp_path / "large.jsonl", " ".join(words)
+    with open(file, "w") as out:
+        for i in range(60_000_000 // len(text[:3000])):
+            out.write(json.dumps({"text": text[i % 99 * 33 :][:3000]}) + "\n")
+    assert file.stat().st_size > 55e6
+
+    def grown():
+        import ctypes
+
+        kit.open_data(**fields_of(tools, "rows"), cache_dir=tmp_path / "warm")  # imports
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        ctypes.CDLL(None).malloc_trim(0)
+        fields = fields_of(tools, "rows") | {"train_file": file, "tokenizer_name": tmp_path / "words"}
+        began = time.perf_counter()
+        kit.open_data(**fields, cache_dir=tmp_path / "cache")
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return (peak - before) / 1e6, time.perf_counter() - began
+
+    [(megabytes, seconds)] = kit.spawn(1, grown, out=tmp_path / "out")
+    print(f"{megabytes:.0f} MB more at the peak, {seconds:.1f} s")
+    assert megabytes < 600
+
+
+# ---- make data -----------------------------------------------------------------------------------------------------------
+
+
+def test_make_data_prepares_what_training_then_opens(tools, tmp_path, monkeypatch):
+    fields = fields_of(tools, "rows") | {"validation_file": tools / "texts.jsonl", "max_steps": 1}
+    run = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
+    file = kit.write_yaml(tmp_path / "run.yaml", run | {"cache_dir": str(tmp_path / "cache")})
+    command = [
+        "make",
+        "-s",
+        "-o",
+        ".venv/done",
+        "data",
+        f"CONFIG={file}",
+    ]  # calls python -m src.data.dataset --config FILE
+    done = subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    printed = {line.split(":")[0]: line for line in done.stdout.splitlines()}
+    for split in ("train", "validation"):
+        assert f"{split}: 300 rows, " in printed[split]
+        assert Path(printed[split].rsplit(": ", 1)[1], "facts.json").exists()
+    assert not (tmp_path / "run").exists()
+    calls(monkeypatch, tmp_path)
+    codes, [text] = kit.run_command("train.py", "--config", file, "--output_dir", tmp_path / "run", folder=tmp_path)
+    assert codes == [0], text
+    assert encoded(tmp_path) == []
+    assert "preparing" not in text

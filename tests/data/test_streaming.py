@@ -1,0 +1,340 @@
+"""Data without a length: every row once a pass, the same steps on any number of processes, and from where a run was."""
+
+import json
+import os
+import shutil
+import time
+from itertools import chain, pairwise
+
+import datasets
+import numpy as np
+import pytest
+
+from src.config.errors import UsageError
+from src.data.streaming import BLOCK
+from src.reporting import ledger
+from tests.helpers import kit
+
+
+def shards(folder, sizes, low=3, kind="jsonl") -> list:
+    """Write files of rows, each row known by its first id and number; return their paths."""
+    generator = np.random.default_rng(0)
+    files, number = [], 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for shard, size in enumerate(sizes):
+        rows = []
+        for _ in range(size):
+            length = int(generator.integers(low, 12))
+            rows.append({"input_ids": [number // 50 % 50, number % 50, *generator.integers(0, 50, length).tolist()]})
+            number += 1
+        path = folder / f"shard{shard}.{kind}"
+        if kind == "jsonl":
+            kit.write_jsonl(path, rows)
+        else:
+            datasets.Dataset.from_list(rows).to_parquet(path)
+        files.append(path)
+    return files
+
+
+def recipe(folder, files, **fields) -> list[str]:
+    model = folder / "gpt2.yaml"
+    if not model.exists():
+        kit.write_yaml(model, kit.TINY)
+    fields = {
+        "model_config": model,
+        "train_file": files,
+        "streaming": True,
+        "dtype": "float64",
+        "global_batch_size": 8,
+        "per_device_batch_size": 4,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "cache_dir": folder / "cache",
+    } | fields
+    return kit.flags(**fields)
+
+
+def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int = 0) -> tuple:
+    """Return (numbers of the rows of each step on this rank, how often a pass was over, where the lanes are), without a model.
+
+    Plays train.py's loop, with a sum over ranks in place of the vector."""
+    import torch.distributed as dist
+
+    from src.config import parsing
+    from src.data import dataset as data
+    from src.distributed import launch
+    from src.tasks import make_task
+    from src.training.state import Progress
+
+    run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)])
+    parsing.check(run, options)
+    stream = data.load(run, make_task(run, options), wanted=("train",))["train"]
+    accelerator = launch.start(run)
+    agree = launch.Agreement(accelerator, run.ddp_timeout)
+    progress = Progress(step=start[0] if start else 0, stream=start[1] if start else None)
+    found, turns = [], []
+    for window, _ in stream.windows(rank, world, progress, pin=False):
+        rows = [
+            int(a) * 50 + int(b)
+            for micro, batch in window
+            if not micro.filler
+            for a, b in batch.inputs["input_ids"][:, :2].tolist()
+        ]
+        assert all(micro.last == (i == len(window) - 1) for i, (micro, _) in enumerate(window))
+        if progress.step == steps:
+            break
+        if not agree([len(rows)])[0]:
+            stream.turn()
+            turns.append(progress.step)
+            continue
+        progress.step += 1
+        found.append(rows)
+    place = stream.position(progress.step, agree)
+    if dist.is_initialized():
+        dist.barrier()
+    return found, turns, (progress.step, place)
+
+
+def read(world: int, argv, steps: int, out, start=None, workers: int = 0):
+    """Return (rows of each step over all ranks, sorted; steps at which passes ended; where the lanes are)."""
+    argv = [str(word) for word in argv]
+    ranks = kit.spawn(
+        world,
+        lambda: seen_rows(world, int(os.environ["RANK"]), argv, steps, start, workers),
+        out=out,
+    )
+    assert len({json.dumps([turns, place]) for _, turns, place in ranks}) == 1  # all ranks agree
+    merged = [sorted(chain(*parts)) for parts in zip(*(rank[0] for rank in ranks), strict=True)]
+    return merged, ranks[0][1], ranks[0][2]
+
+
+CASES = [([20, 7, 3], 2), ([9, 9, 2, 6, 4], 3), ([10, 10, 10], 4), ([1, 29], 2), ([30], 2)]
+
+
+@pytest.mark.parametrize("sizes, world", CASES)
+def test_every_row_once_a_pass(tmp_path, sizes, world):
+    argv = recipe(tmp_path, shards(tmp_path / "data", sizes), stream_lanes=min(len(sizes), 3))
+    steps, turns, _ = read(world, argv, 22, tmp_path / "out")
+    ends = [0, *turns]
+    assert len(ends) > 2  # more than one pass was seen
+    passes = [list(chain(*steps[a:b])) for a, b in pairwise(ends)]
+    assert [sorted(rows) for rows in passes] == [list(range(sum(sizes)))] * len(passes)
+    alone, turns_alone, _ = read(1, argv, 22, tmp_path / "alone")
+    assert (steps, turns) == (alone, turns_alone)  # the same steps on one process
+    assert steps[0] != steps[turns[0]] or sum(sizes) <= 8  # and other ones in the next pass
+
+
+def test_a_plain_split_by_node_loses_or_repeats_rows(tmp_path):
+    """The mutant: what every rank reads for itself until its rows end, dropping uneven ends as an even split has to."""
+    from datasets.distributed import split_dataset_by_node
+
+    files = [str(file) for file in shards(tmp_path / "data", [20, 7, 3])]
+    whole = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+    counts = [sum(1 for _ in split_dataset_by_node(whole.shard(2, rank), 0, 1)) for rank in range(2)]
+    assert counts[0] != counts[1]  # ranks that run dry at different steps: a hang, or rows left over
+    assert 2 * min(counts) < 30
+
+
+@pytest.mark.parametrize("stop, world, other", [(1, 2, 2), (5, 2, 3), (9, 3, 1), (11, 1, 2)])
+def test_a_resumed_stream_goes_on_with_the_next_row(tmp_path, stop, world, other):
+    argv = recipe(tmp_path, shards(tmp_path / "data", [9, 9, 2, 6, 4]), stream_lanes=3)
+    straight, turns, end = read(1, argv, 20, tmp_path / "straight")
+    before, early, place = read(world, argv, stop, tmp_path / "before")
+    after, late, last = read(other, argv, 20, tmp_path / "after", start=place)
+    assert before + after == straight
+    assert [step for step in early if step < stop] + late == [
+        step for step in turns if step not in early or step < stop
+    ]
+    assert last == end
+
+
+def test_a_loader_process_reads_the_same(tmp_path):
+    argv = recipe(tmp_path, shards(tmp_path / "data", [20, 7, 3]), stream_lanes=3)
+    assert read(2, argv, 12, tmp_path / "a", workers=2) == read(2, argv, 12, tmp_path / "b")
+
+
+def test_rows_of_many_blocks_are_shuffled_and_complete(tmp_path):
+    size = 2 * BLOCK + 37
+    argv = recipe(
+        tmp_path, shards(tmp_path / "data", [size, 11], low=3), global_batch_size=64, per_device_batch_size=64
+    )
+    steps, turns, _ = read(1, argv, 40, tmp_path / "out")
+    numbers = [n % 2500 for n in range(size + 11)]
+    assert sorted(chain(*steps[: turns[0]])) == sorted(numbers)
+    assert max(steps[0]) - min(steps[0]) > 200  # not the first 64 rows of the file
+    middle = read(1, argv, 7, tmp_path / "middle")
+    rest = read(1, argv, 40, tmp_path / "rest", start=middle[2])
+    assert middle[0] + rest[0] == steps
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    files = shards(folder / "data", [20, 7, 3, 12, 8])
+    validation = shards(folder / "validation", [9])
+    argv = recipe(folder, files, validation_file=validation, stream_lanes=4, max_steps=18, save_steps=6, eval_steps=9)
+    return folder, argv, kit.run_training(1, folder / "one", *argv)
+
+
+def test_numbers_do_not_depend_on_processes(data, tmp_path):
+    _, argv, one = data
+    for world in (2, 3):
+        run = kit.run_training(world, tmp_path / f"{world}", *argv)
+        assert kit.distance(one.weights, run.weights) <= (1e-10 if world == 2 else 1e-6)  # DDP divides by 3 in float32
+        assert ledger.compare(one.folder, run.folder) is None
+        assert [line["epoch"] for line in run.kind("train")] == [line["epoch"] for line in one.kind("train")]
+    assert one.kind("train")[-1]["epoch"] >= 1
+    assert one.kind("eval")[-1]["examples"] == 9
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(data, tmp_path, world):
+    _, argv, one = data
+    ranks = kit.Ranks("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=world)
+    kit.until(lambda: kit.last_step(tmp_path / "run") >= 7)
+    ranks.signal(9)
+    ranks.wait()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012", ignore_errors=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000018", ignore_errors=True)
+    run = kit.run_training(1, tmp_path / "run", *argv)
+    assert kit.distance(one.weights, run.weights) <= (0 if world == 1 else 1e-10)
+    assert ledger.compare(one.folder, run.folder) is None
+    with pytest.raises(UsageError, match="a stream has no plan"):
+        ledger.compare(run.folder)
+
+
+def test_mutant_without_the_place_of_the_lanes_is_caught(data, tmp_path, monkeypatch):
+    from src.data.streaming import Stream
+
+    _, argv, one = data
+    shutil.copytree(one.folder, tmp_path / "run")
+    for name in ("final", "checkpoints/step_00000018"):
+        shutil.rmtree(tmp_path / "run" / name)
+    forget = Stream.windows
+    monkeypatch.setattr(
+        Stream, "windows", lambda self, rank, world, progress, pin: forget(self, rank, world, _without(progress), pin)
+    )
+    run = kit.run_training(1, tmp_path / "run", *argv)
+    assert kit.distance(one.weights, run.weights) > 1e-6
+
+
+def _without(progress):
+    progress.stream = None
+    return progress
+
+
+def test_a_stream_of_parquet_reads_what_jsonl_reads(data, tmp_path):
+    _, argv, one = data
+    files = shards(tmp_path / "data", [20, 7, 3, 12, 8], kind="parquet")
+    at = argv.index("--train_file")
+    argv = [*argv[: at + 1], *(str(file) for file in files), *argv[at + 6 :]]
+    run = kit.run_training(1, tmp_path / "run", *argv)
+    assert kit.same(one.weights, run.weights)
+
+
+def test_packing_and_texts(tmp_path):
+    kit.tiny_tokenizer(tmp_path / "tokenizer", ["def f return self"] * 2)
+    texts = [f"def f{n} " + "return self " * (n % 9) for n in range(90)]
+    for i in range(3):
+        kit.write_jsonl(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i * 30 : i * 30 + 30]])
+    model = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
+    fields = {"model_config": model, "tokenizer_name": tmp_path / "tokenizer", "packing": True, "max_length": 32}
+    argv = recipe(tmp_path, [tmp_path / f"{i}.jsonl" for i in range(3)], **fields, max_steps=6)
+    one = kit.run_training(1, tmp_path / "one", *argv)
+    two = kit.run_training(2, tmp_path / "two", *argv, "--per_device_batch_tokens", "64")
+    assert kit.distance(one.weights, two.weights) <= 1e-9
+    assert min(line["padding"] for line in one.kind("train")) < 0.1
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"max_steps": None}, "a stream has no length, so give --max_steps"),
+        ({"per_device_batch_size": "auto"}, "does not know its longest rows"),
+        ({"stream_lanes": 9}, "more than global_batch_size, which is 8"),
+        ({"streaming": False, "stream_lanes": 2}, "stream_lanes is given without streaming"),
+        ({"stream_lanes": 2}, "stream_lanes is 2, but there are 1 shards (files): give at most as many lanes"),
+    ],
+)
+def test_what_a_stream_cannot_do_is_said(tmp_path, fields, message):
+    argv = recipe(tmp_path, shards(tmp_path / "data", [5]), **({"max_steps": 3} | fields))
+    argv = [word for name, word in zip(["", *argv], argv, strict=False) if "None" not in (word, name) or word != "None"]
+    argv = [w for i, w in enumerate(argv) if not (w == "--max_steps" and fields.get("max_steps", 0) is None)]
+    codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path)
+    assert codes == [2], texts
+    assert message in texts[0]
+
+
+def opened(folder, files, **fields):
+    """Return a stream, opened in this process."""
+    if "model_config" not in fields:
+        fields["model_config"] = kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
+    fields |= {"train_file": files} if files else {}
+    fields = {"streaming": True, "max_steps": 3, "cache_dir": folder / "cache"} | fields
+    return kit.open_data(**fields)[1]["train"]
+
+
+def test_a_local_shard_that_changes_is_refused(tmp_path):
+    for when in ("between passes", "during one"):
+        file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
+        stream = opened(tmp_path, file)
+        blocks = stream.blocks(0)
+        rows = next(blocks).num_rows if when == "during one" else sum(table.num_rows for table in stream.blocks(0))
+        assert rows == (512 if when == "during one" else 600)
+        with open(file, "a") as more:
+            more.write('{"input_ids": [1, 2, 3]}\n')
+        with pytest.raises(UsageError, match=r"changing\.jsonl changed while"):
+            list(blocks)
+
+
+def test_a_column_of_a_later_shard_is_not_dropped(tmp_path):
+    kit.write_jsonl(tmp_path / "0.jsonl", [{"input_ids": [1, 2, 3]}] * 9)
+    kit.write_jsonl(tmp_path / "1.jsonl", [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}] * 9)
+    stream = opened(tmp_path, [tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
+    with pytest.raises(UsageError, match=r"1\.jsonl: there is a column `attention_mask`"):
+        list(stream.blocks(1))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
+    """Also in a later block, and a rank without rows gets a filler that is none of those."""
+    monkeypatch.setattr("src.data.streaming.BLOCK", 8)
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 20
+    files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", rows) for i in range(2)]
+    if masked:
+        with pytest.raises(UsageError, match=r"0.jsonl, .*1.jsonl holds no rows with anything to train on.*masked"):
+            opened(tmp_path, files)
+        return
+    kit.write_jsonl(files[1], [*rows, {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}])
+    number, *_ = opened(tmp_path, files).spare
+    assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
+
+
+def test_uneven_files_are_warned_about(tmp_path, capfd):
+    text = "the longest of 3 lanes has 2.6 times the mean, and steps are smaller than global_batch_size"
+    for sizes in ([10, 11, 9], [100, 8, 7]):
+        files = shards(tmp_path / f"{sizes[0]}", sizes)
+        assert opened(tmp_path, files, stream_lanes=3).lanes == 3
+        assert (text in capfd.readouterr().err) == (sizes[0] == 100)
+
+
+def test_what_save_to_disk_wrote_cannot_be_streamed(tmp_path):
+    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}] * 9)
+    for name, saved in (("one", rows), ("several", datasets.DatasetDict(train=rows))):
+        saved.save_to_disk(tmp_path / name)
+        with pytest.raises(UsageError, match=f"{name} was written by save_to_disk, which cannot be streamed"):
+            opened(tmp_path, [], dataset_name=tmp_path / name)
+
+
+def test_a_bad_row_of_a_stream_ends_all_ranks_and_is_named(tmp_path):
+    files = shards(tmp_path / "data", [9, 9, 9])
+    files[1].write_text(files[1].read_text() + '{"input_ids": [1, 99]}\n')
+    argv = recipe(tmp_path, files, max_steps=9, stream_lanes=3)
+    began = time.monotonic()
+    codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=2)
+    assert 0 not in codes
+    assert time.monotonic() - began < 40
+    assert "shard1.jsonl, row 9: train data: `input_ids` holds 99" in "".join(texts)

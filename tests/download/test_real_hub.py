@@ -1,0 +1,50 @@
+"""The run file that fine-tunes a Hub model on a Hub data set, run on local folders in the Hub's own formats."""
+
+import json
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from tests.helpers import kit
+
+CHATS = [
+    [
+        {"role": "user", "content": f"What is {a} plus {b}?"},
+        {"role": "assistant", "content": f"It is {a + b}."},
+        {"role": "user", "content": "Thank you."},
+        {"role": "assistant", "content": "You are welcome."},
+    ]
+    for a in range(8)
+    for b in range(8)
+]
+
+
+def test_a_pretrained_folder_is_fine_tuned_on_chats(tmp_path):
+    texts = [turn["content"] for chat in CHATS for turn in chat]
+    model = kit.tiny_tokenizer(tmp_path / "model", texts, chat_template=kit.CHATML)
+    torch.manual_seed(0)
+    shape = {k: v for k, v in kit.LLAMA.items() if k not in ("model_type", "vocab_size")}
+    LlamaForCausalLM(LlamaConfig(vocab_size=320, **shape)).save_pretrained(model)
+    (tmp_path / "chats").mkdir()
+    kit.write_jsonl(tmp_path / "chats" / "train.jsonl", [{"messages": chat} for chat in CHATS[:56]])
+    kit.write_jsonl(tmp_path / "chats" / "test.jsonl", [{"messages": chat} for chat in CHATS[56:]])
+    values = {"max_length": 250, "global_batch_size": 8, "max_steps": 6, "learning_rate": 5e-3, "logging_steps": 1}
+    local = kit.flags(model_name_or_path=model, dataset_name=tmp_path / "chats", **values)
+    flags = ["--config", "configs/finetune_hub.yaml", *local]
+    run = kit.run_training(2, tmp_path / "run", *flags)
+    assert run.losses()[-1] < run.losses()[0]
+    assert run.kind("eval")[-1]["examples"] < 8  # packed
+
+    # The weight is the number of the assistant's tokens, and nothing of the user's.
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    answers = sum(
+        len(tokenizer(turn["content"] + "<|endoftext|>\n", add_special_tokens=False)["input_ids"])
+        for chat in CHATS[56:]
+        for turn in chat
+        if turn["role"] == "assistant"
+    )
+    assert run.kind("eval")[-1]["weight"] == answers
+    tuned = AutoModelForCausalLM.from_pretrained(run.folder / "final")
+    assert tuned.config.vocab_size == 320
+    assert AutoTokenizer.from_pretrained(run.folder / "final").chat_template == kit.CHATML
+    assert json.loads((run.folder / "environment.json").read_text())["world_size"] == 2

@@ -1,0 +1,411 @@
+"""A Hugging Face Hub and file server on 127.0.0.1 that serves a plain folder and misbehaves when told to; for tests.
+
+    FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges and conditions
+    FOLDER/models/ORG/NAME/...                 a model at `main`; datasets/ and spaces/ likewise
+    FOLDER/.kept/KIND/ORG/NAME/REVISION/...    what `commit` keeps
+
+A repository's sha is a hash of its contents: edit a file, and the next request sees another. `commit` it first, and the
+old one is still served. Files are read whole. `python -m tests.helpers.fake_hub FOLDER` is for people.
+Guarded by tests/download/test_hub_server_helper.py.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import struct
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from fnmatch import fnmatchcase
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+NAME = r"([^/]+?(?:/[^/]+?)??)"  # gpt2 or org/model
+RESOLVE = re.compile(rf"/(?:(datasets|spaces)/)?{NAME}/resolve/([^/]+)/(.+)")
+API = re.compile(rf"/api/(models|datasets|spaces)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
+RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
+
+
+@dataclass
+class Fault:
+    """What goes wrong with a request; `times` counts down to 0, when it is over (None: never).
+
+    no_range, slow and close_after concern bodies: a HEAD neither meets nor counts them."""
+
+    times: int | None = None
+    status: int | None = None  # answer this instead
+    headers: dict = field(default_factory=dict)  # with any answer, for example Retry-After
+    delay: float = 0  # seconds before the answer
+    silent: bool = False  # never answer
+    no_range: bool = False  # send all of a file when a part was asked for
+    slow: float | None = None  # bytes per second
+    close_after: int | None = None  # bytes of the body, though Content-Length has promised all
+    reset: bool = False  # close_after is a "connection reset by peer" instead of an early end
+
+    def concerns(self, method: str) -> bool:
+        of_bodies = self.no_range or self.slow is not None or self.close_after is not None
+        return self.times != 0 and not (method == "HEAD" and of_bodies)
+
+
+@dataclass
+class Request:
+    """What was asked and answered; in `Hub.requests` from the first moment, complete once it is answered."""
+
+    method: str
+    path: str  # as sent, with the query
+    range: str | None
+    status: int | None = None  # None: not answered (yet)
+    sent: int = 0  # bytes of the body
+    size: int | None = None  # bytes of the whole file; None: the answer is no file
+    time: float = field(default_factory=time.monotonic)
+
+    def matches(self, pattern: str) -> bool:
+        path = unquote(self.path.partition("?")[0])
+        return path == pattern or fnmatchcase(path, pattern)
+
+
+class Refusal(Exception):
+    """An answer that is an error; from the code huggingface_hub knows which."""
+
+    def __init__(self, status: int, code: str = "", message: str = ""):
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+class Hub:
+    """The server: up at `url` inside `with`, or from `start` to `stop`, which may be repeated at the same address.
+
+    `faults` maps a path, or a pattern like "*/resolve/*/train.jsonl", to a Fault or to a function that is given the
+    Request and returns one or None; the first that applies is it. Repositories in `private` and `gated`, "org/name",
+    are read with `token` only, and nothing is written without it. `requests` has every Request."""
+
+    def __init__(self, folder, private=(), gated=(), token: str = "hf_token_of_the_tests", port: int = 0):
+        self.folder, self.token, self.port = Path(folder).resolve(), token, port
+        self.private, self.gated = set(private), set(gated)
+        self.requests: list[Request] = []
+        self.faults: dict[str, Fault | Callable[[Request], Fault | None]] = {}
+        self.lock, self.ids = threading.RLock(), {}
+
+    def start(self) -> "Hub":
+        self.stopped = threading.Event()
+        self.server = _Server(("127.0.0.1", self.port), _Handler)
+        self.server.hub, self.port = self, self.server.server_port
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.files_url = f"http://localhost:{self.port}/files"  # after HF_ENDPOINT it would be taken for a repository
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def stop(self) -> None:
+        """End at once, whatever clients wait for; from here on nobody can connect."""
+        self.stopped.set()
+        self.server.shutdown()
+        for connection in (self.server.socket, *self.server.connections):
+            with suppress(OSError):  # to close is not enough: forked processes have the same sockets
+                connection.shutdown(socket.SHUT_RDWR)
+        self.server.server_close()
+
+    __enter__ = start
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    def environment(self, folder=None) -> dict[str, str]:
+        """Return the variables with which a new process sees this Hub only, without a token, and HF_HOME in `folder`.
+
+        Processes that are forked `adopt` them."""
+        folder = Path(folder or self.folder / ".homes")
+        folder.mkdir(parents=True, exist_ok=True)
+        home = tempfile.mkdtemp(prefix="home-", dir=folder)
+        values = {"HF_ENDPOINT": self.url, "HF_HOME": home}
+        values |= {"HF_HUB_CACHE": f"{home}/hub", "HF_DATASETS_CACHE": f"{home}/datasets"}
+        values |= dict.fromkeys(("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"), "5")
+        values |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS"), "0")
+        values |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+        off = ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")
+        return values | {f"HF_HUB_DISABLE_{name}": "1" for name in off}
+
+    def count(self, method: str = "", substring: str = "") -> int:
+        """Return the number of requests of a method ("": of any) with this in their path."""
+        return sum(r.method.startswith(method) and substring in r.path for r in list(self.requests))
+
+    def downloads(self, path: str) -> int:
+        """Return how many GETs of a path, or of all that match a pattern, were sent the whole file."""
+        return sum(r.method == "GET" and r.sent == r.size and r.matches(path) for r in list(self.requests))
+
+    def sent(self, path: str) -> int:
+        """Return how many bytes of a file, or of all that match a pattern, were sent."""
+        return sum(r.sent for r in list(self.requests) if r.size is not None and r.matches(path))
+
+    def fault(self, request: Request) -> Fault:
+        for path, fault in list(self.faults.items()):
+            if request.matches(path) and (found := fault if isinstance(fault, Fault) else fault(request)):
+                with self.lock:
+                    if found.concerns(request.method):
+                        found.times = found.times and found.times - 1
+                        return found
+        return Fault()
+
+    # ---- a repository, such as "models/org/name", is a folder at every revision --------------------------------------
+
+    def commit(self, repository: str, tag: str | None = None) -> str:
+        """Keep a repository as it is now under its sha, and under a tag if there is one; return the sha."""
+        with self.lock:
+            kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
+            if not kept.exists():
+                shutil.copytree(self.folder / repository, kept)
+            if tag:
+                kept.with_name(tag).unlink(missing_ok=True)
+                kept.with_name(tag).symlink_to(kept.name)
+            return kept.name
+
+    def at(self, repository: str, revision: str) -> Path:
+        folder, kept = self.folder / repository, inside(self.folder / ".kept" / repository, revision)
+        if revision == "main" or (not kept.is_dir() and revision == self.sha(folder)):
+            return folder
+        if not kept.is_dir():
+            raise Refusal(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        return kept
+
+    def write(self, repository: str, operations: list[dict]) -> str:
+        """Do what a commit says, having kept what it replaces; return the new sha."""
+        with self.lock:
+            root, before = self.folder / repository, self.commit(repository)
+            for key, value in ((operation["key"], operation["value"]) for operation in operations):
+                file = inside(root, value.get("path", ""))
+                if key == "header" and value.get("parentCommit", before) != before:
+                    raise Refusal(412, message="A commit has happened since. Please refresh and try again.")
+                if key == "file":
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(base64.b64decode(value["content"]))
+                elif key != "header":  # deletedFile, deletedFolder
+                    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+            return self.sha(root)
+
+    def sha(self, folder: Path) -> str:
+        return hashlib.sha1(repr(self.files(folder)).encode()).hexdigest()
+
+    def files(self, folder: Path) -> dict[str, str]:
+        """Return git's id of every file in a folder, by its path there."""
+        with self.lock:
+            files = sorted(file for file in folder.rglob("*") if file.is_file())
+            return {file.relative_to(folder).as_posix(): self.id(file) for file in files}
+
+    def entry(self, root: Path, item: Path) -> dict:
+        kind, oid = ("directory", "0" * 40) if item.is_dir() else ("file", self.id(item))
+        return {"type": kind, "oid": oid, "path": item.relative_to(root).as_posix(), "size": item.stat().st_size}
+
+    def id(self, file: Path) -> str:
+        stat = file.stat()
+        if not (found := self.ids.get(key := (file, stat.st_mtime_ns, stat.st_size, stat.st_ino))):
+            found = git_id(file.read_bytes())
+            if time.time() - stat.st_mtime > 1:  # a younger file may change again while its time does not
+                self.ids[key] = found
+        return found
+
+
+def adopt(environment: dict[str, str]) -> None:
+    """Do in a forked process, whose libraries have read their environment already, what it does for a new one."""
+    import datasets.config
+    from huggingface_hub import constants, hf_api
+
+    os.environ |= environment
+    url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])
+    constants.ENDPOINT = hf_api.api.endpoint = datasets.config.HF_ENDPOINT = url
+    constants.HUGGINGFACE_CO_URL_TEMPLATE = url + "/{repo_id}/resolve/{revision}/{filename}"
+    constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = environment["HF_HUB_OFFLINE"] == "1"
+    constants.HF_HUB_CACHE = datasets.config.HF_HUB_CACHE = environment["HF_HUB_CACHE"]
+    datasets.config.HF_DATASETS_CACHE, datasets.config.DOWNLOADED_DATASETS_PATH = cache, cache / "downloads"
+    constants.HF_HUB_DISABLE_XET, datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = True, False
+    for name in ("HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT"):
+        setattr(constants, name, float(environment[name]))
+
+
+def git_id(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def inside(root: Path, name: str) -> Path:
+    if not (path := Path(os.path.normpath(root / name))).is_relative_to(root):
+        raise Refusal(400, message=f"{name} leads outside")
+    return path
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads, block_on_close, request_queue_size = True, False, 128
+
+    def __init__(self, *args):
+        self.connections: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+        super().__init__(*args)
+
+    def get_request(self):
+        connection, address = super().get_request()
+        self.connections.add(connection)
+        return connection, address
+
+    def handle_error(self, request, client_address):
+        if not isinstance(sys.exception(), ConnectionError):  # clients may leave when they like
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version, disable_nagle_algorithm = "HTTP/1.1", True
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        self.hub, self.url, self.sha = self.server.hub, urlsplit(self.path), ""
+        self.body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.record = Request(self.command, self.path, self.headers.get("Range"))
+        self.hub.requests.append(self.record)
+        self.fault = self.hub.fault(self.record)
+        if self.hub.stopped.wait(None if self.fault.silent else self.fault.delay):
+            self.close_connection = True
+            return
+        try:
+            if self.fault.status:
+                raise Refusal(self.fault.status, message="as was asked for")
+            self.answer(self.url.path, self.headers.get("Authorization"))
+        except Refusal as no:
+            headers = {"X-Error-Code": no.code, "X-Error-Message": str(no), "X-Repo-Commit": self.sha}
+            self.reply(no.status, {"error": str(no)}, {name: value for name, value in headers.items() if value})
+
+    do_HEAD = do_POST = do_GET
+
+    def answer(self, path: str, authorization: str | None):
+        self.known = authorization == f"Bearer {self.hub.token}"
+        if authorization and not self.known:
+            raise Refusal(401, message="Invalid credentials in Authorization header")
+        if path == "/api/validate-yaml":
+            self.reply(200, {"errors": [], "warnings": []})
+        elif not self.known and (self.command == "POST" or path == "/api/whoami-v2"):
+            raise Refusal(401, message="Invalid username or password.")
+        elif path == "/api/whoami-v2":
+            self.reply(200, {"type": "user", "name": "user", "fullname": "User", "orgs": []})
+        elif path == "/api/repos/create":
+            self.create(**json.loads(self.body))
+        elif path.startswith("/files/"):
+            self.file(inside(self.hub.folder / "files", unquote(path.removeprefix("/files/"))))
+        elif match := RESOLVE.fullmatch(path):
+            kind, name, revision, file = (unquote(part or "models") for part in match.groups())
+            root = self.hub.at(self.repository(kind, name), revision)
+            self.sha = self.hub.sha(root)  # in a 404 too: clients remember what a commit does not have
+            self.file(inside(root, file))
+        elif match := API.fullmatch(path):
+            kind, name, verb, revision, file = (unquote(part or "") for part in match.groups())
+            self.api(self.repository(kind, name), verb, revision or "main", file)
+        else:
+            raise Refusal(404, message=f"there is no {path} here")
+
+    def repository(self, kind: str, name: str) -> str:
+        """Return the key of a repository that exists, if this client may see it."""
+        if not inside(self.hub.folder / kind, name).is_dir() or (name in self.hub.private and not self.known):
+            status, message = (404, "") if self.known else (401, "Invalid username or password.")
+            raise Refusal(status, "RepoNotFound", message)
+        if name in self.hub.gated and not self.known:
+            raise Refusal(401, "GatedRepo", f"Access to {name} is restricted: you must be authenticated.")
+        return f"{kind}/{name}"
+
+    def create(self, name: str, organization: str | None = None, type: str = "model", visibility: str = "", **_):
+        name = f"{organization or 'user'}/{name}"
+        url = f"{self.hub.url}/{name}" if type == "model" else f"{self.hub.url}/{type}s/{name}"
+        folder = inside(self.hub.folder, f"{type}s/{name}")
+        if folder.exists():
+            return self.reply(409, {"error": f"You already created this {type} repo", "url": url})
+        folder.mkdir(parents=True)
+        self.hub.private |= {name} if visibility == "private" else set()
+        self.reply(200, {"url": url, "name": name})
+
+    def api(self, repository: str, verb: str, revision: str, path: str):
+        hub, name = self.hub, repository.partition("/")[2]
+        root = hub.at(repository, revision)
+        files = hub.files(root)
+        if verb in ("", "revision"):
+            siblings = [{"rfilename": f, "blobId": id, "size": (root / f).stat().st_size} for f, id in files.items()]
+            facts = {"private": name in hub.private, "gated": name in hub.gated and "auto", "disabled": False}
+            self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | facts)
+        elif verb == "tree":
+            if not (top := inside(root, path)).is_dir():
+                raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")
+            items = sorted(top.rglob("*") if "recursive=true" in self.url.query else top.iterdir())
+            self.reply(200, [hub.entry(root, item) for item in items])
+        elif revision != "main":
+            raise Refusal(404, "RevisionNotFound", f"there is no branch {revision}")
+        elif verb == "preupload":  # uploads are never LFS, which is another protocol
+            plain = {"uploadMode": "regular", "shouldIgnore": False}
+            paths = [file["path"] for file in json.loads(self.body)["files"]]
+            self.reply(200, {"files": [{"path": path, "oid": files.get(path)} | plain for path in paths]})
+        else:
+            sha = hub.write(repository, [json.loads(line) for line in self.body.splitlines()])
+            url = f"{hub.url}/{repository.removeprefix('models/')}/commit/{sha}"
+            self.reply(200, {"success": True, "commitOid": sha, "commitUrl": url})
+
+    def file(self, file: Path):
+        if not file.is_file():
+            raise Refusal(404, "EntryNotFound", f"{file.name} does not exist")
+        body, modified = file.read_bytes(), formatdate(file.stat().st_mtime, usegmt=True)
+        size, etag, status = len(body), f'"{git_id(body)}"', 200
+        headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
+        headers |= {"Content-Type": "application/octet-stream"} | ({"X-Repo-Commit": self.sha} if self.sha else {})
+        if etag in self.headers.get("If-None-Match", ""):
+            return self.reply(304, b"", headers)
+        self.record.size = size
+        asked = RANGE.fullmatch(self.record.range or "")
+        if asked and not self.fault.no_range and self.headers.get("If-Range", etag) in (etag, modified):
+            first, last, tail = asked.groups()
+            start = int(first) if first else max(0, size - int(tail))
+            end = min(int(last) + 1, size) if last else size
+            if start >= end:
+                return self.reply(416, b"", headers | {"Content-Range": f"bytes */{size}"})
+            status, body, headers["Content-Range"] = 206, body[start:end], f"bytes {start}-{end - 1}/{size}"
+        self.reply(status, body, headers)
+
+    def reply(self, status: int, body: bytes | dict | list, headers: dict | None = None):
+        fault, self.record.status = self.fault, status
+        if not isinstance(body, bytes):
+            body, headers = json.dumps(body).encode(), {"Content-Type": "application/json"} | (headers or {})
+        self.send_response(status)
+        for name, value in (headers | fault.headers | {"Content-Length": str(len(body))}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        step = max(1, int(fault.slow / 20)) if fault.slow else 1 << 16
+        body = memoryview(body)[: fault.close_after]
+        for start in range(0, len(body), step):
+            part = body[start : start + step]
+            self.record.sent += len(part)  # before: whoever has read all of it finds it here
+            self.wfile.write(part)
+            if fault.slow and self.hub.stopped.wait(len(part) / fault.slow):
+                break
+        if fault.close_after is not None:
+            self.close_connection = True
+            if fault.reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.server.close_request(self.connection)
+
+
+def main() -> None:
+    with Hub(sys.argv[1], port=int(sys.argv[2]) if len(sys.argv) > 2 else 0) as hub:
+        variables = hub.environment() | {"HF_TOKEN": hub.token}
+        print(*(f"export {name}={value}" for name, value in variables.items()), "", sep="\n", flush=True)
+        with suppress(KeyboardInterrupt):
+            shown = 0
+            while not time.sleep(0.2):
+                print(*hub.requests[shown:], sep="\n", end="\n" * (len(hub.requests) > shown), flush=True)
+                shown = len(hub.requests)
+
+
+if __name__ == "__main__":
+    main()

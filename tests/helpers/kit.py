@@ -1,0 +1,404 @@
+"""What the tests share: real processes over gloo, tiny models, whole runs in a folder, and how to compare them."""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.multiprocessing
+import yaml
+from safetensors.torch import load_file
+
+from src.distributed import stop_signals
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 500,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+GPT2 = {  # has dropout in the embedding, the attention and the residual stream
+    "model_type": "gpt2",
+    "vocab_size": 500,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 256,
+    "embd_pdrop": 0.2,
+    "attn_pdrop": 0.2,
+    "resid_pdrop": 0.2,
+}
+TINY = GPT2 | {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_positions": 32}
+
+
+def write_jsonl(path, rows) -> Path:
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return Path(path)
+
+
+def write_yaml(path, values) -> Path:
+    Path(path).write_text(yaml.safe_dump(values))
+    return Path(path)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+class RankFailed(AssertionError):
+    """Some rank ended badly; carries the exit code of every rank (None: killed for being late) and what it printed."""
+
+    def __init__(self, codes: list[int | None], texts: list[str]):
+        super().__init__(f"exit codes {codes}\n" + "\n".join(texts))
+        self.codes, self.texts = codes, texts
+
+
+def where(name: str, world: int, **keys) -> dict[str, str]:
+    """Return the environment that `accelerate launch --config_file accelerate_configs/NAME.yaml` gives each of `world`
+    processes, by accelerate's own code; `keys` are put into the file's fsdp, DeepSpeed or parallelism part, or on top."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
+
+    values = yaml.safe_load((REPOSITORY / "accelerate_configs" / f"{name}.yaml").read_text())
+    for key, value in keys.items():
+        inside = [part for part in values.values() if isinstance(part, dict) and key in part]
+        (inside[0] if inside else values)[key] = value
+    before = dict(os.environ)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        yaml.safe_dump(values, file)
+        file.flush()
+        words = ["--config_file", file.name, "--num_processes", str(world), "train.py"]
+        args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+    deepspeed = values["distributed_type"] == "DEEPSPEED"
+    args.deepspeed_fields_from_accelerate_config = ",".join([*values.get("deepspeed_config", {}), "mixed_precision"])
+    made = prepare_deepspeed_cmd_env(args)[1] if deepspeed else prepare_multi_gpu_env(args)
+    os.environ.clear()
+    os.environ.update(before)
+    found = {key: value for key, value in made.items() if before.get(key) != value}
+    return {key: value for key, value in found.items() if not key.startswith(("MASTER_", "OMP_"))}
+
+
+def _over_gloo(self, cpu=False, sagemaker_dp=False, backend=None):
+    from accelerate.utils import DistributedType
+
+    return "gloo", DistributedType.MULTI_GPU
+
+
+def _enter(rank, world, port, out, target, args, env):
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    } | (env or {})
+    if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
+        # accelerate would make these plain DDP on a CPU; with this, its own code for them runs over gloo.
+        from accelerate.state import PartialState
+
+        PartialState._prepare_backend = _over_gloo
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+    stop_signals.PARENT = os.getppid()  # as if this process had imported it
+    stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
+    os.dup2(stream.fileno(), 1)
+    os.dup2(stream.fileno(), 2)
+    sys.stdout = sys.stderr = stream
+    torch.set_num_threads(1)
+    try:
+        result = target(*args)
+        torch.save(result, f"{out}/rank{rank}.pt")
+        code = 0
+    except SystemExit as stop:
+        code = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    stream.flush()
+    os._exit(code)
+
+
+# What every forked child would otherwise import for itself, which takes seconds.
+ONCE = ["train", "eval", "datasets", "accelerate.tracking", "torch._dynamo", "transformers.hf_argparser"]
+ONCE += ["transformers.optimization", "transformers.convert_slow_tokenizer", "src.tasks.causal_lm"]
+ONCE += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
+ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict", "accelerate.utils.fsdp_utils"]
+
+
+def fork(world: int, target, *args, out, env=None) -> list:
+    """Start `target(*args)` in `world` forked processes that see each other as ranks; return the processes.
+
+    Half a second instead of the fifteen of a launcher, because imports are done once."""
+    for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
+        import_module(name)
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    context = torch.multiprocessing.get_context("fork")
+    port = free_port()
+    ranks = [
+        context.Process(target=_enter, args=(rank, world, port, str(out), target, args, env)) for rank in range(world)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
+    """Run `target(*args)` on `world` ranks as `fork` starts them; return what each returned.
+
+    Raises RankFailed with the output of all ranks when one fails or does not end in time."""
+    ranks, out = fork(world, target, *args, out=out, env=env), Path(out)
+    for process in ranks:
+        process.join(timeout)
+    late = [process for process in ranks if process.is_alive()]
+    codes = [process.exitcode for process in ranks]
+    for process in late:
+        process.kill()
+    texts = [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
+    if any(codes) or None in codes:
+        raise RankFailed(codes, texts)
+    return [torch.load(out / f"rank{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+class Ranks:
+    """A command in `world` forked processes that run beside the test; each leads a process group, with its loaders in it."""
+
+    def __init__(self, script: str, *argv, folder, world: int = 1, env=None):
+        self.out = Path(folder).with_suffix(".out")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.processes = fork(world, _lead, script, argv, folder, out=self.out, env=env)
+
+    def signal(self, number: int, *ranks: int, group: bool = False) -> None:
+        """Send a signal to these ranks (none given: to all), or to their loaders as well."""
+        chosen = [self.processes[rank].pid for rank in ranks] or [process.pid for process in self.processes]
+        for pid in chosen:
+            (os.killpg if group else os.kill)(pid, number)
+
+    def wait(self, timeout: float = 60) -> list[int | None]:
+        """Return the exit code of every rank, None for one that did not end in time, when all have ended."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
+            time.sleep(0.01)  # `join` would wait for their loaders as well
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes
+
+    def text(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.txt")))
+
+
+def _lead(script, argv, folder):
+    os.setpgrp()
+    _command(script, argv, folder)
+
+
+def until(true, timeout: float = 60):
+    """Return what `true` returns as soon as that is something."""
+    end = time.monotonic() + timeout
+    while not (found := true()):
+        assert time.monotonic() < end, "this never came true"
+        time.sleep(0.005)
+    return found
+
+
+def _command(script, argv, folder):
+    from src.distributed import launch
+
+    os.chdir(folder)
+    sys.argv = [script, *(str(word) for word in argv)]
+    launch.main(import_module(Path(script).stem).main)
+
+
+def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
+    """Run train.py or eval.py in `folder` as the command does, up to its exit; return exit codes and outputs by rank."""
+    out = Path(folder).with_suffix(".out")
+    try:
+        spawn(world, _command, script, argv, folder, out=out, env=env, timeout=timeout)
+    except RankFailed as failed:
+        return failed.codes, failed.texts
+    return [0] * world, [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
+
+
+def _train(argv):
+    import torch.distributed as dist
+
+    import train
+
+    seen = {}
+    original, prepare = train.train, train.placing.prepare
+
+    def spy(run, options, task, splits, accelerator):
+        seen["world"] = accelerator.num_processes
+        seen["initialised"] = dist.is_initialized()
+        original(run, options, task, splits, accelerator)
+
+    def prepared(*args):
+        module, optimizer = prepare(*args)
+        mesh = getattr(next(module.parameters()), "device_mesh", None)
+        seen["mesh"] = mesh and tuple(mesh.shape)
+        seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
+        return module, optimizer
+
+    train.train, train.placing.prepare = spy, prepared
+    train.main([str(word) for word in argv])
+    return seen
+
+
+def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
+    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size, and that FSDP2
+    sharded every layer over as many processes as the file says, if it was asked for."""
+    argv = [*argv, "--output_dir", folder]
+    seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
+    assert [s["world"] for s in seen] == [world] * world
+    copies = int((env or {}).get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    mesh = (copies, world // copies) if copies > 1 else (world,)
+    for s in seen:
+        assert s["mesh"] == (mesh if "ACCELERATE_USE_FSDP" in (env or {}) else None)
+        assert s["mesh"] is None or s["units"] > 1
+    return Run(folder)
+
+
+def _evaluate(argv):
+    import eval as evaluation
+
+    evaluation.main([str(word) for word in argv])
+
+
+def run_evaluation(world: int, folder, *argv, env=None) -> dict:
+    """Evaluate through eval.py's own main on `world` processes; return eval.json."""
+    spawn(world, _evaluate, [*argv, "--output_dir", folder], out=Path(folder).with_suffix(".out"), env=env)
+    return json.loads((Path(folder) / "eval.json").read_text())
+
+
+def evaluate_here(argv) -> dict:
+    """Evaluate in this process, which `spawn` has made; return eval.json."""
+    argv = [str(word) for word in argv]
+    _evaluate(argv)
+    return json.loads((Path(argv[argv.index("--output_dir") + 1]) / "eval.json").read_text())
+
+
+def last_step(folder) -> int:
+    """Return the step of the last line of a run that may still be going on."""
+    file = Path(folder) / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+class Run:
+    """A finished run, read back from its folder."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        self.weights = load_weights(self.folder / "final")
+
+    def kind(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.kind("train")]
+
+
+def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
+    """Return the tensors of a part of a checkpoint or final model, in however many files they are."""
+    paths = [*Path(folder).glob(f"{part}.safetensors"), *Path(folder).glob(f"{part}-*-of-*.safetensors")]
+    found = [item for path in paths for item in load_file(path).items()]
+    assert len(found) == len(dict(found)) > 0
+    return dict(found)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two sets of weights, relative to the largest weight of each tensor.
+
+    A tensor that stays at zero but for rounding is measured against 0.001."""
+    assert one.keys() == other.keys()
+    assert one
+    return max(((one[k] - other[k]).abs().max() / one[k].abs().max().clamp(min=1e-3)).item() for k in one)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two sets of weights are equal to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def timeless(folder) -> list[dict]:
+    """Return the lines of metrics.jsonl without what a clock has a part in."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+
+
+def ledger_text(folder) -> str:
+    """Return what was trained on, step by step."""
+    return (Path(folder) / "ledger.jsonl").read_text()
+
+
+def tiny_files(folder) -> dict[str, Path]:
+    """Return the fields of a model with dropout whose steps take ten milliseconds, and 83 rows of data.
+
+    With a global batch of 8 an epoch has 11 steps, the last one of 3 examples."""
+    generator = np.random.default_rng(0)
+    fields = {"model_config": write_yaml(Path(folder, "gpt2.yaml"), TINY)}
+    for name, count in (("train", 83), ("validation", 21)):
+        lengths = generator.integers(3, 12, count)
+        rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in lengths]
+        fields[f"{name}_file"] = write_jsonl(Path(folder, f"{name}.jsonl"), rows)
+    return fields
+
+
+def flags(**fields) -> list[str]:
+    """Return the command line that sets these fields."""
+    words = []
+    for name, value in fields.items():
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [f"--{name}", *(str(v).lower() if isinstance(v, bool) else str(v) for v in values)]
+    return words
+
+
+def open_data(**fields):
+    """Return (task, its prepared splits), opened as train.py opens them."""
+    from src.config import parsing
+    from src.data import dataset
+    from src.tasks import make_task
+
+    run, options = parsing.parse(flags(**fields))
+    parsing.check(run, options)
+    task = make_task(run, options)
+    return task, dataset.load(run, task)
+
+
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|endoftext|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def tiny_tokenizer(folder, texts=(), size: int = 320, chat_template: str | None = None) -> Path:
+    """Save a byte-level BPE tokenizer trained on `texts` as transformers expects it; it can write any text."""
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    model = ByteLevelBPETokenizer()
+    special = ["<|endoftext|>", "<|pad|>"]
+    model.train_from_iterator(list(texts), vocab_size=size, special_tokens=special, show_progress=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=model._tokenizer, eos_token=special[0], pad_token=special[1])
+    fast.chat_template = chat_template
+    fast.save_pretrained(folder)
+    return Path(folder)

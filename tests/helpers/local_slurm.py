@@ -1,0 +1,173 @@
+"""A real Slurm on one machine, as any user, without services: to try the files of slurm/ before a cluster has them.
+
+    python -m tests.helpers.local_slurm sbatch --wait --nodes 2 slurm/train.sbatch configs/stdlib_lm.yaml     runs a command beside it
+
+Leave alone. Guarded by tests/distributed/test_slurm.py. Needs slurmctld, slurmd and Slurm's commands (Debian: slurmctld slurmd
+slurm-client). Everything lives in one folder and on free ports, and ends with the process that started it.
+"""
+
+import os
+import pwd
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
+NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "setpriv")
+# A job of the partition `urgent` that needs a node takes it from a job of `normal`, which is put back into the queue.
+# A job that was put back waits for cred_expire + 1 seconds.
+CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/none
+CredType=cred/none
+AuthInfo=cred_expire=5
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+ReturnToService=2
+JobRequeue=1
+KillWait={kill_wait}
+FirstJobId={first}
+SlurmdParameters=config_overrides
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=normal Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptMode=OFF
+"""
+
+
+def missing() -> str:
+    """Return why there can be no Slurm here, or nothing."""
+    absent = [name for name in NEEDED if not shutil.which(name, path=PATH)]
+    return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client)" * bool(
+        absent
+    )
+
+
+class Slurm:
+    """A controller and some nodes of four CPUs each, from `with Slurm() as slurm:` to its end."""
+
+    def __init__(self, nodes: int = 2, kill_wait: int = 20):
+        self.nodes, self.kill_wait, self.daemons = nodes, kill_wait, []
+        self.folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: it holds sockets
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
+        self.env |= {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def __enter__(self) -> "Slurm":
+        host, sockets = socket.gethostname().split(".")[0], [socket.socket() for _ in range(self.nodes + 1)]
+        for each in sockets:  # all open at the same time, so that no port comes twice
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+        for each in sockets:
+            each.close()
+        names = [f"n{number}" for number in range(1, self.nodes + 1)]
+        nodes = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
+            for name, port in zip(names, ports[1:], strict=True)
+        ]
+        values = {"host": host, "port": ports[0], "user": pwd.getpwuid(os.getuid()).pw_name, "folder": self.folder}
+        values |= {"kill_wait": self.kill_wait, "nodes": "\n".join(nodes), "first": random.randrange(1000, 60_000)}
+        (self.folder / "slurm.conf").write_text(CONF.format(**values))
+        for name in ("state", *names):
+            (self.folder / name).mkdir()
+        try:
+            self._start("slurmctld", "-c")
+            for name in names:
+                self._start("slurmd", "-N", name)
+            deadline = time.monotonic() + 60
+            while self("sinfo", "--noheader", "--format=%D %t", check=False).splitlines()[:1] != [f"{self.nodes} idle"]:
+                if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self.daemons):
+                    logs = [file.read_text()[-2000:] for file in sorted(self.folder.glob("*.log"))]
+                    raise RuntimeError("Slurm does not start:\n" + "\n".join(logs))
+                time.sleep(0.2)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_) -> None:
+        """End all jobs and daemons, whatever state they are in; jobs and what became of them are not waited for."""
+        for daemon in self.daemons:
+            daemon.terminate()
+        for _ in range(3):  # what ends may have begun something else
+            for pid in self._ours():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.1)
+        for daemon in self.daemons:
+            daemon.wait()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _ours(self) -> list[int]:
+        """Return the processes of this Slurm: its daemons, and jobs with all that they have started."""
+        found, mark = [], str(self.folder)
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            with suppress(OSError):
+                process = Path("/proc", pid)
+                named = f"SLURM_CONF={mark}/".encode() in (process / "environ").read_bytes()
+                if named or any(os.readlink(fd).startswith(mark) for fd in (process / "fd").iterdir()):
+                    found.append(int(pid))
+        return [pid for pid in found if pid != os.getpid()]
+
+    def _start(self, daemon: str, *arguments: str) -> None:
+        """Start a daemon that the kernel ends with this process, should that die without a word."""
+        command = ["setpriv", "--pdeathsig", "TERM", daemon, "-D", *arguments]
+        quiet = subprocess.DEVNULL
+        self.daemons.append(
+            subprocess.Popen(command, env=self.env, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
+        )
+
+    def __call__(self, *command, check: bool = True, env=None, cwd=None, timeout: float = 30) -> str:
+        """Return what one of Slurm's commands prints; AssertionError if it fails."""
+        words = [str(word) for word in command]
+        try:
+            done = subprocess.run(
+                words, env=self.env | (env or {}), cwd=cwd, capture_output=True, text=True, timeout=timeout, check=False
+            )
+        except (subprocess.TimeoutExpired, FileNotFoundError):
+            if check:
+                raise
+            return ""
+        assert not check or done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout.strip()
+
+    def job(self, job: str) -> dict[str, str]:
+        """Return what Slurm knows of a job: JobState, Restarts, ExitCode, …"""
+        words = self("scontrol", "--oneliner", "show", "job", job).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def main(command: list[str]) -> int:
+    if fault := missing():
+        print(fault, file=sys.stderr)
+        return 2
+    with Slurm() as slurm:
+        return subprocess.run(command or ["bash"], env=slurm.env, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,208 @@
+"""Compiled layers, checkpointed activations and compressed gradients: faster or smaller, and the numbers stay what they say."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import train
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.models import compile_and_recompute
+from tests.helpers import kit
+
+pytestmark = pytest.mark.cluster
+
+COMPILE = torch.nn.Module.compile
+
+
+def recipe(files, **fields) -> list[str]:
+    values = {"model_config": files / "llama.yaml", "validation_file": files / "validation.jsonl"}
+    values |= {"train_file": files / "train.jsonl", "global_batch_size": 16, "per_device_batch_size": 4}
+    values |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 3e-3, "dtype": "float64"}
+    return kit.flags(**values | fields)
+
+
+@pytest.fixture(scope="module")
+def plain(files, tmp_path_factory):
+    return kit.run_training(1, tmp_path_factory.mktemp("speed") / "plain", *recipe(files))
+
+
+def losses_agree(run, plain, bound: float) -> bool:
+    pairs = zip(run.losses(), plain.losses(), strict=True)
+    return all(one == pytest.approx(other, rel=bound) for one, other in pairs)
+
+
+# ---- torch.compile -----------------------------------------------------------------------------------------------------
+
+
+def _compiled(argv):
+    """Train with Dynamo's own backend, which needs no compiler of C++."""
+    torch.nn.Module.compile = lambda block: COMPILE(block, backend="eager")
+    train.main([str(word) for word in argv])
+
+
+def compiled(world: int, folder, flags) -> kit.Run:
+    argv = [*flags, "--compile", "true", "--output_dir", folder]
+    kit.spawn(world, _compiled, argv, out=folder.with_suffix(".out"))
+    return kit.Run(folder)
+
+
+def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tmp_path):
+    run = compiled(2, tmp_path / "run", recipe(files, pad_to_multiple_of=32, save_steps=3))
+    assert losses_agree(run, plain, 1e-12)
+    assert run.kind("eval")[0]["loss"] == pytest.approx(plain.kind("eval")[0]["loss"], rel=1e-12)
+    graphs = [line["graphs"] for line in run.kind("train")]
+    assert 0 < graphs[-1] <= 4  # all layers share them
+    for path in run.folder.rglob("*.safetensors"):
+        assert not any("_orig_mod" in name for name in load_file(path))
+    assert run.weights.keys() == plain.weights.keys()
+    assert "graphs" not in plain.kind("train")[0]
+
+
+def test_names_stay_what_they_are_where_the_mutant_renames_them(files):
+    """The mutant is `torch.compile(model)`, as most scripts have it."""
+    task, _ = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
+    model = task.build()
+    names = [*model.state_dict()]
+    assert [*compile_and_recompute.tuned(model, RunConfig(compile=True), torch.device("cpu")).state_dict()] == names
+    assert len(compile_and_recompute.blocks(model)) == kit.LLAMA["num_hidden_layers"]
+    assert all(block._compiled_call_impl is not None for block in compile_and_recompute.blocks(model))
+    assert all(name.startswith("_orig_mod.") for name in torch.compile(model).state_dict())
+
+
+def test_many_shapes_are_warned_about_once(monkeypatch, capsys):
+    from torch._dynamo import config, utils
+
+    graphs = compile_and_recompute.Graphs(RunConfig(compile=True))
+    monkeypatch.setitem(utils.counters["stats"], "unique_graphs", config.recompile_limit - 1)
+    assert graphs.line() == {"graphs": config.recompile_limit - 1}
+    assert "graphs" not in capsys.readouterr().err
+    utils.counters["stats"]["unique_graphs"] += 1
+    assert graphs.line() == graphs.line() == {"graphs": config.recompile_limit}
+    assert capsys.readouterr().err.count("--pad_to_multiple_of") == 1
+    assert compile_and_recompute.Graphs(RunConfig()).line() == {}
+
+
+# ---- activations -------------------------------------------------------------------------------------------------------
+
+
+def _kept(files, checkpointed: bool) -> tuple[int, list]:
+    """Return the bytes that a forward pass keeps for backward, and the gradients, of a model with dropout."""
+    from src.data.data_loader import seed_everything
+    from src.training.step import Objective
+
+    fields = {"gradient_checkpointing": checkpointed, "dtype": "float64"}
+    task, splits = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl", **fields)
+    model = compile_and_recompute.tuned(
+        task.build(), RunConfig(gradient_checkpointing=checkpointed), torch.device("cpu")
+    )
+    objective, kept = Objective(model, task).train(), {}
+    inputs = task.collate(splits["train"].rows(range(8))).inputs
+    seed_everything(3)
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = objective(inputs)["loss"]
+    held = sum(kept.values())
+    loss.backward()
+    return held, [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def test_checkpointed_activations_are_not_kept_and_dropout_is_the_same(files):
+    whole, gradients = _kept(files, False)
+    less, same = _kept(files, True)
+    assert less < whole / 2
+    assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))
+
+
+def test_checkpointing_works_under_ddp_with_accumulation(files, plain, tmp_path):
+    """The reentrant form would hand gradients to DDP twice."""
+    run = kit.run_training(2, tmp_path / "run", *recipe(files, gradient_checkpointing=True))
+    assert losses_agree(run, plain, 1e-12)
+    assert kit.distance(run.weights, plain.weights) <= 1e-10
+
+
+def test_a_model_that_cannot_checkpoint_is_refused():
+    with pytest.raises(UsageError, match="gradient_checkpointing: Linear does not offer it"):
+        compile_and_recompute.tuned(torch.nn.Linear(1, 1), RunConfig(gradient_checkpointing=True), torch.device("cpu"))
+
+
+# ---- width -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lengths, multiple, most, expected",
+    [
+        ([3, 7], None, 64, 7),
+        ([3, 7], 8, 64, 8),
+        ([8], 8, 64, 8),
+        ([61], 8, 62, 62),
+        ([0], None, 9, 1),
+        ([70], 8, 64, 70),
+    ],
+)
+def test_width(lengths, multiple, most, expected):
+    from src.tasks import width
+
+    assert width(lengths, multiple, most) == expected
+
+
+def test_a_multiple_changes_the_padding_and_not_the_numbers(files, plain, tmp_path):
+    run = kit.run_training(1, tmp_path / "run", *recipe(files, pad_to_multiple_of=32))
+    assert losses_agree(run, plain, 1e-12)
+    assert run.kind("train")[-1]["padding"] > plain.kind("train")[-1]["padding"]
+
+
+# ---- what DDP sends ----------------------------------------------------------------------------------------------------
+
+
+def _hooked(argv) -> int:
+    """Train; return how many gradient buckets went through the hook that rounds to 16 bits."""
+    count, original = [0], default_hooks.fp16_compress_hook
+
+    def counted(group, bucket):
+        count[0] += 1
+        return original(group, bucket)
+
+    default_hooks.fp16_compress_hook = counted
+    train.main([str(word) for word in argv])
+    return count[0]
+
+
+def test_a_comm_hook_rounds_gradients_once_a_step(files, plain, tmp_path):
+    argv = [*recipe(files, ddp_comm_hook="fp16", dtype="float32"), "--output_dir", tmp_path / "run"]
+    counts = kit.spawn(2, _hooked, argv, out=tmp_path / "out")
+    assert counts == [6, 6]  # one bucket, six steps of two micro-batches a rank
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert first == pytest.approx(plain.losses(), rel=1e-2)  # other random weights: those of float32
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"ddp_comm_hook": "fp16"}, "ddp_comm_hook fp16 is ignored"),
+        ({"sync_each_batch": True}, "sync_each_batch is ignored"),
+        ({"tf32": True}, "tf32 is ignored"),
+    ],
+)
+def test_what_is_asked_for_in_vain_is_said(files, tmp_path, fields, words):
+    (tmp_path / "here").mkdir()
+    argv = [*recipe(files, max_steps=1, **fields), "--output_dir", "run"]
+    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here")
+    assert codes == [0]
+    assert words in outputs[0]
+
+
+def test_a_hook_that_a_cpu_does_not_have_is_refused(files, tmp_path):
+    (tmp_path / "here").mkdir()
+    argv = [*recipe(files, ddp_comm_hook="bf16"), "--output_dir", "run"]
+    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
+    assert codes == [2, 2]
+    assert "ddp_comm_hook is bf16, which torch has for GPUs only" in outputs[0]

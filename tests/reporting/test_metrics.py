@@ -1,0 +1,114 @@
+"""metrics.jsonl is strict JSON that says exactly what was optimised."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from src.reporting.environment import arithmetic
+from src.reporting.metrics import Meter, strict
+from tests.helpers import kit
+
+
+def flags(files, **values):
+    values = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "max_steps": 10,
+        "learning_rate": 1e-2,
+    } | values
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def test_a_train_line_is_the_mean_by_weight_since_the_last_line(files, tmp_path):
+    each = kit.run_training(1, tmp_path / "each", *flags(files, logging_steps=1)).kind("train")
+    every = kit.run_training(2, tmp_path / "every", *flags(files, logging_steps=4)).kind("train")
+    assert [line["step"] for line in every] == [4, 8, 10]
+    for line, part in zip(every, (each[:4], each[4:8], each[8:]), strict=True):
+        weight = sum(one["weight"] for one in part)
+        assert line["weight"] == weight
+        assert line["loss"] == pytest.approx(sum(one["loss"] * one["weight"] for one in part) / weight, rel=1e-6)
+        assert line["epoch"] == line["step"] / 32
+        assert {"learning_rate", "grad_norm", "tokens_per_second", "padding", "data_seconds", "skipped"} <= set(line)
+
+
+def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
+    run = kit.run_training(2, tmp_path / "run", *flags(files, validation_file=files / "validation.jsonl"))
+    names = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
+    expected = {
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "logs/rank_0.log",
+        "logs/rank_1.log",
+        "final/README.md",
+    }
+    assert expected <= names
+    environment = json.loads((run.folder / "environment.json").read_text())
+    assert environment["world_size"] == 2
+    assert environment["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert environment["global_batch"] == "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"
+    for line in run.lines:
+        assert line["kind"] in ("train", "eval")
+        assert isinstance(line["step"], int)
+    assert {"loss", "weight", "examples", "perplexity"} <= set(run.kind("eval")[0])
+
+
+def test_numbers_that_are_not_finite_become_null():
+    values = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": 3}
+    assert json.dumps(strict(values), allow_nan=False) == '{"a": null, "b": [null, 1.5], "c": {"d": null}, "e": 3}'
+    with pytest.raises(ValueError):
+        json.dumps(values, allow_nan=False)
+
+
+def test_a_meter_without_any_weight_has_no_loss():
+    meter = Meter()
+    meter.add(None, 0.0, 0.0, 0.0, 0.1)
+    line = meter.line(torch.as_tensor)
+    assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
+
+
+def test_evaluation_and_saving_are_no_part_of_the_throughput():
+    """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
+    meter = Meter()
+    meter.add(torch.ones(2), 1.0, 100.0, 100.0, 0.0)
+    time.sleep(0.2)
+    with meter.paused():
+        time.sleep(0.5)
+    line = meter.line(torch.as_tensor)
+    assert 0.2 <= line["seconds"] < 0.5
+    assert line["tokens_per_second"] == pytest.approx(100 / line["seconds"])
+
+
+@pytest.mark.parametrize(
+    "batch, micro, world, text",
+    [
+        (32, 8, 1, "32 examples = 4 micro-batches of 8 = 1 rank × 4 accumulated"),
+        (32, 8, 2, "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"),
+        (
+            32,
+            5,
+            2,
+            "32 examples = 7 micro-batches of up to 5 = 2 ranks × 4 accumulated, some fewer: the sum stays exact",
+        ),
+    ],
+)
+def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
+    from src.config.schema import RunConfig
+
+    assert arithmetic(RunConfig(global_batch_size=batch, per_device_batch_size=micro), world) == text
+
+
+def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
+    from src.data.batch_plan import permute
+
+    rows = [{"input_ids": [5] * 6, "labels": [5] * 6 if i == 0 else [-100] * 6} for i in range(6)]
+    data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
+    seed = next(s for s in range(100) if permute(np.array([0]), 6, s, 0)[0] != 0)
+    one = {"global_batch_size": 1, "per_device_batch_size": 1, "max_steps": 6, "logging_steps": 1}
+    run = kit.run_training(1, tmp_path / "run", *flags(files, train_file=data, seed=seed, **one))
+    first = run.kind("train")[0]
+    assert (first["loss"], first["learning_rate"], first["grad_norm"], first["skipped"]) == (None, None, None, 1)
+    assert run.kind("train")[-1]["skipped"] == 5

@@ -1,0 +1,106 @@
+"""Every command of the README is run here (shortened), or is the one that runs this."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from src.config import parsing
+from tests.helpers import kit
+
+README = (kit.REPOSITORY / "README.md").read_text()
+COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for line in block.strip().splitlines()]
+HUB = "finetune_hub.yaml"  # the one command that needs the Hub: its run file is checked, tests/download/test_real_hub.py runs its path
+
+
+def shell(command: str, **env) -> str:
+    """Run a command as a user would, in the repository, with the interpreter of this test first in the path."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    clean = {k: v for k, v in os.environ.items() if k not in ("ACCELERATE_DEBUG_MODE",)}
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=kit.REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=clean | {"PATH": path} | env,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_readme_begins_with_two_commands():
+    assert COMMANDS[:2] == ["make train", "make eval"]
+
+
+def test_make_train_and_make_eval_print_the_same_numbers(tmp_path):
+    """`make train`, `make train NPROC=2`, `make eval`, with a run of four steps and an evaluation of 40 rows."""
+    short = f"--max_steps 4 --warmup_steps 1 --max_eval_examples 40 --sample_tokens 5 --resume never --output_dir {tmp_path}/run"
+    text = shell(f"make train ARGS='{short}'")
+    assert "def " in text.split("A sample of the trained model")[1]
+    assert str(tmp_path / "run" / "final") in text
+    reported = kit.Run(tmp_path / "run").kind("eval")[-1]
+    assert str(reported["loss"]) in text
+    assert {"perplexity", "bits_per_byte", "accuracy"} <= set(reported)
+    evaluated = shell(f"make eval RUN={tmp_path}/run NPROC=2")
+    assert str(reported["loss"]) in evaluated
+    assert json.loads((tmp_path / "run" / "eval.json").read_text()) == reported
+    shell(f"make report RUN={tmp_path}/run")
+    assert (tmp_path / "run" / "report.html").stat().st_size > 1000
+
+
+def test_make_train_on_two_processes_gets_two(tmp_path):
+    short = f"--max_steps 2 --warmup_steps 1 --max_eval_examples 20 --sample_tokens 5 --output_dir {tmp_path}/run"
+    shell(f"make train NPROC=2 ARGS='{short}'")
+    assert json.loads((tmp_path / "run" / "environment.json").read_text())["world_size"] == 2
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
+def test_commands_of_train_py_are_right(command):
+    """Run as they stand, but for the plan only."""
+    text = shell(command if "--help" in command or "--dry_run" in command else f"{command} --dry_run")
+    assert "learning rate" in text or "learning_rate" in text
+
+
+def test_the_run_file_for_the_hub_is_valid():
+    assert any(HUB in command for command in COMMANDS)
+    for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
+        parsing.check(*parsing.parse(["--config", str(path)]))
+        first = path.read_text().splitlines()[0]
+        assert first.startswith("# accelerate launch --config_file accelerate_configs/")
+        assert first.endswith(f"train.py --config configs/{path.name}")
+
+
+def test_every_make_target_of_the_readme_exists_and_help_lists_them():
+    text = shell("make")
+    for target in set(re.findall(r"make ([a-z]+)", " ".join(COMMANDS))) | {
+        "setup",
+        "train",
+        "eval",
+        "test",
+        "lint",
+        "format",
+        "bench",
+        "report",
+        "clean",
+        "help",
+    }:
+        assert re.search(rf"^  {target}\s", text, re.M), target
+
+
+def test_every_guarantee_names_a_test_that_is_there():
+    rows = re.findall(r"^\| .* \| `(tests/[\w/]+\.py)` \|$", README, re.M)
+    assert len(rows) >= 15
+    for row in rows:
+        assert (kit.REPOSITORY / row).exists(), row
+
+
+def test_links_of_the_documents_lead_somewhere():
+    for page in [kit.REPOSITORY / "README.md", *(kit.REPOSITORY / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,215 @@
+"""Trackers get every line of a run under one id, and one that fails or hangs neither delays nor ends it."""
+
+import json
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
+
+from src.config.schema import RunConfig
+from src.reporting import trackers
+from tests.helpers import kit
+
+
+class Good(GeneralTracker):
+    """Keeps what it gets in a file; each call takes some time, as with a server."""
+
+    name, requires_logging_directory, main_process_only = "good", True, False
+
+    def __init__(self, project, folder):
+        super().__init__()
+        self.project, self.file = project, f"{folder}.jsonl"
+
+    tracker = None
+
+    def start(self):
+        self._write({"project": self.project})
+
+    def log(self, values, step=None, **_):
+        time.sleep(0.02)
+        self._write(values | {"step": step})
+
+    def finish(self):
+        time.sleep(0.2)
+        self._write({"finished": True})
+
+    def _write(self, values):
+        with open(self.file, "a") as file:
+            file.write(json.dumps(values) + "\n")
+
+
+def _forever(*args, **kwargs):
+    time.sleep(1000)
+
+
+def _raise(*args, **kwargs):
+    raise ConnectionError("no server")
+
+
+def _register():
+    bad = {
+        "hangs_in_start": {"start": _forever},
+        "hangs_in_log": {"log": _forever},
+        "hangs_at_end": {"finish": _forever},
+    }
+    bad |= {"raises_in_start": {"start": _raise}, "raises_in_log": {"log": _raise}}
+    register_tracker_class(Good)
+    for name, methods in bad.items():
+        fields = {"name": name, "requires_logging_directory": False, "tracker": None}
+        fields["__init__"] = lambda self, project: GeneralTracker.__init__(self)
+        register_tracker_class(type(name, (GeneralTracker,), fields | methods))
+    return list(bad)
+
+
+@pytest.fixture
+def registered():
+    before = dict(LOGGER_TYPE_TO_CLASS)
+    yield _register()
+    LOGGER_TYPE_TO_CLASS.clear()
+    LOGGER_TYPE_TO_CLASS.update(before)
+    trackers._senders.clear()
+    trackers._closing.clear()
+
+
+def received(folder) -> list[dict]:
+    file = folder / "trackers.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def expected(folder) -> list[tuple]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["kind"], line["loss"]) for line in lines]
+
+
+def losses(lines) -> list[tuple]:
+    found = [(line, "eval" if "eval/loss" in line else "train") for line in lines if "step" in line]
+    return [(line["step"], kind, line[f"{kind}/loss"]) for line, kind in found]
+
+
+def flags(files, **values):
+    values = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "validation_file": files / "validation.jsonl",
+        "max_eval_examples": 8,
+        "global_batch_size": 8,
+        "logging_steps": 1,
+        "eval_steps": 2,
+        "report_to": "good",
+        "output_dir": "run",
+    } | values
+    return [str(word) for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+
+
+def _train(argv, folder, patience, fails=None):
+    import os
+
+    import train
+
+    _register()
+    trackers.START = trackers.CLOSE = patience
+    if fails is not None and os.environ["RANK"] == str(fails):
+        original, calls = train.update, []
+
+        def update(*args):
+            calls.append(1)
+            if len(calls) == 4:
+                raise ZeroDivisionError("in the middle")
+            return original(*args)
+
+        train.update = update
+    kit._command("train.py", argv, folder)
+
+
+def run(files, folder, patience=10.0, world=1, fails=None, **values):
+    """Return the exit codes of a run, and what the main process printed."""
+    folder.mkdir()
+    argv, out = flags(files, **values), folder / "out"
+    ranks = kit.fork(world, _train, argv, folder, patience, fails, out=out)
+    for process in ranks:
+        process.join(90)
+        process.kill()
+    return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
+
+
+def test_trackers_that_hang_or_raise_are_warnings(files, tmp_path, registered):
+    names = " ".join([*registered, "good"])
+    codes, text = run(files, tmp_path / "all", patience=2.0, max_steps=3, report_to=names)
+    assert codes == [0], text
+    folder = tmp_path / "all" / "run"
+    assert (folder / "final" / "config.json").exists()
+    assert json.loads((folder / "status.json").read_text())["status"] == "complete"
+    lines = received(folder)
+    assert losses(lines) == expected(folder)
+    assert len(expected(folder)) == 5
+    assert lines[0] == {"project": kit.REPOSITORY.name}
+    assert lines[-1] == {"finished": True}
+    for name in registered:
+        assert f"warning: report_to: {name} " in text
+    assert "hangs_in_log has not taken 5 of 5 lines" in text
+    assert "good" not in text
+
+
+@pytest.mark.parametrize("end", ["complete", "time limit", "rank 0 fails", "rank 1 fails"])
+def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
+    limit = {"time_limit": 0.0001, "max_steps": 500} if end == "time limit" else {"max_steps": 6}
+    fails = int(end.split()[1]) if end.startswith("rank") else None
+    codes, text = run(files, tmp_path / "end", world=2, fails=fails, **limit)
+    assert codes == [{"complete": 0, "time limit": 75}.get(end, 1)] * 2, text
+    folder = tmp_path / "end" / "run"
+    assert losses(received(folder)) == expected(folder) != []
+    assert received(folder)[-1] == {"finished": True}
+    assert "report_to" not in text
+
+
+def start(folder, config="a: 1", step=0, lines=()):
+    """Start the good tracker in this process, as train.py does; return what is in trackers.json."""
+    folder.mkdir(exist_ok=True)
+    run = RunConfig(output_dir=str(folder), report_to=["good"], project="p/q")
+    trackers.start(SimpleNamespace(log_with=["good"], trackers=[]), run, config, step, list(lines))
+    return json.loads((folder / "trackers.json").read_text())
+
+
+def line(step):
+    return {"kind": "train", "step": step, "loss": float(step)}
+
+
+def test_a_resumed_run_sends_what_a_tracker_may_lack(tmp_path, registered, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
+    first = start(tmp_path / "run")
+    assert sys.argv == ["train.py"]
+    for step in (1, 2):
+        trackers.add(line(step))
+    assert trackers.close()
+    assert start(tmp_path / "run", "a: 2", 2, map(line, (1, 2)))["run_id"] == first["run_id"]
+    trackers.add(line(3))
+    trackers._senders[0].lines.put(None)  # this process is killed: nothing is noted in trackers.json
+    trackers._senders[0].thread.join()
+    (tmp_path / "run" / "trackers.json").write_text(json.dumps(first | {"complete": {"good": 2}}))
+    start(tmp_path / "run", "a: 2", 4, map(line, (1, 2, 3, 4)))
+    assert trackers.close()
+    assert [step for step, *_ in losses(received(tmp_path / "run"))] == [1, 2, 3, 3, 4]
+    assert json.loads((tmp_path / "run" / "trackers.json").read_text())["complete"] == {"good": 4}
+
+
+def test_only_another_run_gets_another_id(tmp_path):
+    first = trackers._identity(tmp_path, "a: 1", 0)["run_id"]
+    assert trackers._identity(tmp_path, "a: 1", 0)["run_id"] == first  # killed before its first checkpoint
+    assert trackers._identity(tmp_path, "a: 2", 10)["run_id"] == first  # resumed, with another flag
+    second = trackers._identity(tmp_path, "a: 3", 0)["run_id"]
+    assert second != first
+    (tmp_path / "trackers.json").write_text("[]")
+    assert trackers._identity(tmp_path, "a: 3", 10)["run_id"] not in (first, second)
+
+
+def test_variables_of_wandb_win_over_defaults(tmp_path, monkeypatch):
+    run, folder = RunConfig(output_dir=str(tmp_path / "x")), tmp_path / "x"
+    keywords = trackers._settings(run, folder, "id")["wandb"]
+    assert keywords == {"name": "x", "id": "id", "resume": "allow", "dir": str(folder)}
+    for name in ("NAME", "RUN_ID", "RESUME", "DIR"):
+        monkeypatch.setenv(f"WANDB_{name}", "theirs")
+    assert trackers._settings(run, folder, "id")["wandb"] == {}
+    run.run_name = "mine"
+    assert trackers._settings(run, folder, "id")["wandb"] == {"name": "mine"}

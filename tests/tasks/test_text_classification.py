@@ -1,0 +1,286 @@
+"""Text classification: labels of any kind, each example exactly once, accuracy and F1 as an independent loop has them."""
+
+import json
+from collections import Counter
+from fractions import Fraction
+
+import datasets
+import evaluate  # takes seconds to import: done here once, inherited by the processes that are forked
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
+
+from src.config.errors import REPOSITORY, UsageError
+from tests.helpers import kit
+
+BERT = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+LABELS = ["blue", "green", "red"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Texts whose label is mostly the colour they name, pairs of texts, a BERT tokenizer and a tiny BERT."""
+    folder = tmp_path_factory.mktemp("classification")
+    generator = np.random.default_rng(0)
+    words = [*LABELS, "a", "sky", "of", "grass", "##s", "rose"]
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
+
+    def rows(count):
+        for _ in range(count):
+            colour = generator.integers(0, 3)
+            text = generator.permutation([LABELS[colour], *generator.choice(words[3:], generator.integers(1, 20))])
+            noisy = (colour + (generator.random() < 0.2)) % 3
+            yield {"text": " ".join(text), "other": str(generator.choice(words)), "label": LABELS[noisy]}
+
+    for name, count in (("train", 160), ("validation", 47), ("two", 2)):
+        kit.write_jsonl(folder / f"{name}.jsonl", rows(count))
+    kit.write_yaml(folder / "bert.yaml", BERT)
+    return folder
+
+
+def recipe(folder, **fields):
+    return {
+        "task": "text_classification",
+        "model_config": folder / "bert.yaml",
+        "tokenizer_name": folder / "tokenizer",
+        "train_file": folder / "train.jsonl",
+        "validation_file": folder / "validation.jsonl",
+        "cache_dir": folder / "cache",
+        "dtype": "float64",
+    } | fields
+
+
+def open_data(folder, **fields):
+    return kit.open_data(**recipe(folder, **fields))
+
+
+def everything(split):
+    return split.rows(np.arange(len(split)))
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_texts_become_what_the_tokenizer_makes_of_them(folder):
+    task, splits = open_data(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    got = everything(splits["train"])
+    assert [row["input_ids"].tolist() for row in got] == tokenizer([row["text"] for row in rows])["input_ids"]
+    assert [LABELS[row["label"]] for row in got] == [row["label"] for row in rows]
+    batch = task.collate(got)
+    expected = tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
+    assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
+    assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
+    assert (batch.weight, batch.tokens) == (160, expected["attention_mask"].sum())
+
+
+def test_pairs_equal_the_tokenizer_and_the_model(folder):
+    """Also through the model: it must know which tokens are the second text's."""
+    task, splits = open_data(folder, text_pair_column="other")
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    pair = [row["text"] for row in rows], [row["other"] for row in rows]
+    expected = tokenizer(*pair, padding=True, return_tensors="pt")
+    assert expected["token_type_ids"].any()
+    batch = task.collate(everything(splits["train"]))
+    assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
+    model = task.build().eval()
+    labels = torch.tensor([LABELS.index(row["label"]) for row in rows])
+
+    def check(inputs):
+        with torch.no_grad():
+            loss = torch.nn.functional.cross_entropy(model(**inputs).logits, labels, reduction="sum")
+            return task.loss(model, batch.inputs)["loss"].item() == pytest.approx(loss.item(), rel=1e-12)
+
+    assert check(expected)
+    assert not check({k: v for k, v in expected.items() if k != "token_type_ids"})  # the mutant
+
+
+def test_a_model_without_types_of_tokens_gets_none(folder):
+    values = {k: v for k, v in BERT.items() if k != "model_type"} | {"max_position_embeddings": 66}
+    kit.write_yaml(folder / "roberta.yaml", values | {"model_type": "roberta", "pad_token_id": 0, "type_vocab_size": 1})
+    task, splits = open_data(folder, model_config=folder / "roberta.yaml", text_pair_column="other")
+    assert task.tokenizer("a", "sky")["token_type_ids"][-1] == 1  # would fall outside the model's embedding
+    out = task.loss(task.build(), task.collate(everything(splits["train"])[:4]).inputs)
+    assert out["loss"].isfinite()
+
+
+def test_what_is_cut_is_counted(folder):
+    _, whole = open_data(folder)
+    _, cut = open_data(folder, max_length=8)
+    lengths = whole["train"].lengths
+    assert cut["train"].facts["rows_cut"] == (lengths > 8).sum() > 0
+    assert cut["train"].facts["tokens_cut"] == np.maximum(lengths - 8, 0).sum()
+    assert (cut["train"].lengths == np.minimum(lengths, 8)).all()
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+def labelled(folder, name, values):
+    return kit.write_jsonl(folder / name, [{"text": "a sky", "label": value} for value in values])
+
+
+@pytest.mark.parametrize(
+    "values, names",
+    [
+        (["red", "blue", "red"], ["blue", "red"]),
+        ([10, 2, 10, 1], ["1", "2", "10"]),  # in the order of numbers, not of their spelling
+        ([0, 1, 2], ["0", "1", "2"]),
+        ([True, False], ["False", "True"]),
+    ],
+)
+def test_labels_are_names_or_numbers(folder, values, names):
+    file = labelled(folder, "labels.jsonl", values)
+    task, splits = open_data(folder, train_file=file, validation_file=file)
+    assert task.labels == names
+    for split in splits.values():
+        assert [names[row["label"]] for row in everything(split)] == [str(value) for value in values]
+    model = task.build()
+    assert model.config.id2label == dict(enumerate(names))
+    assert model.num_labels == len(names)
+
+
+def test_class_labels_keep_the_order_of_their_names(folder):
+    names = ["red", "blue", "green"]  # not sorted, and green does not occur
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    rows = datasets.Dataset.from_dict({"text": ["a", "of", "sky"], "label": [1, 0, 1]}, features)
+    datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(folder / "disk")
+    fields = recipe(folder, dataset_name=folder / "disk")
+    task, splits = kit.open_data(**{k: v for k, v in fields.items() if not k.endswith("_file")})
+    assert task.labels == names
+    assert [row["label"] for row in everything(splits["validation"])] == [1, 0, 1]
+
+
+def test_a_label_that_training_does_not_know_is_refused(folder):
+    file = labelled(folder, "unknown.jsonl", ["red", "purple"])
+    with pytest.raises(
+        UsageError, match=r"validation data, row 1: the label 'purple' is none of the 3 known: blue, green, red"
+    ):
+        open_data(folder, validation_file=file)
+
+
+def test_a_missing_label_is_refused(folder):
+    file = labelled(folder, "missing.jsonl", ["red", "blue", None])
+    with pytest.raises(UsageError, match=r"train data, row 2: `label` holds nothing"):
+        open_data(folder, train_file=file)
+
+
+def test_a_missing_column_is_refused(folder):
+    with pytest.raises(UsageError, match=r"no column `colour` among text, other, label: see .*--label_column"):
+        open_data(folder, label_column="colour")
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def macro_f1(predictions, references):
+    """F1 from the counts of a plain loop, in exact fractions."""
+    counts = Counter(zip(predictions, references, strict=True))
+    scores = []
+    for label in {*predictions, *references}:
+        hit = counts[label, label]
+        missed = sum(n for (p, r), n in counts.items() if (p == label) != (r == label))
+        scores.append(Fraction(2 * hit, 2 * hit + missed))
+    return float(sum(scores) / len(scores))
+
+
+def test_the_f1_metric():
+    metric = evaluate.load(str(REPOSITORY / "src" / "metrics" / "f1.py"))
+    generator = np.random.default_rng(0)
+    for classes in (2, 3, 7):
+        predictions, references = generator.integers(0, classes, (2, 50)).tolist()
+        got = metric.compute(predictions=predictions, references=references, average="macro")
+        assert got == {"f1": pytest.approx(macro_f1(predictions, references), abs=1e-15)}
+    assert metric.compute(predictions=[0, 0, 0, 1], references=[0, 0, 1, 1])["f1"] == pytest.approx((4 / 5 + 2 / 3) / 2)
+    assert metric.compute(predictions=[2, 2], references=[1, 1])["f1"] == 0
+    with pytest.raises(ValueError, match="only macro is shipped"):
+        metric.compute(predictions=[0], references=[0], average="micro")
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    fields = recipe(folder, global_batch_size=16, max_steps=100, learning_rate=2e-3, per_device_eval_batch_size=4)
+    return kit.run_training(2, tmp_path_factory.mktemp("trained") / "run", *kit.flags(**fields))
+
+
+@torch.no_grad()
+def by_hand(folder, run, file):
+    """Return the numbers of an eval line from a plain loop over single texts."""
+    model = AutoModelForSequenceClassification.from_pretrained(run.folder / "final", dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    rows = [json.loads(line) for line in (folder / file).read_text().splitlines()]
+    loss, guesses = 0.0, []
+    for row in rows:
+        logits = model(**tokenizer(row["text"], return_tensors="pt")).logits[0]
+        loss -= logits.log_softmax(-1)[model.config.label2id[row["label"]]].item()
+        guesses.append(model.config.id2label[logits.argmax().item()])
+    truth = [row["label"] for row in rows]
+    accuracy = sum(g == t for g, t in zip(guesses, truth, strict=True)) / len(rows)
+    return {"loss": loss / len(rows), "accuracy": accuracy, "f1": macro_f1(guesses, truth), "examples": len(rows)}
+
+
+def test_numbers_do_not_depend_on_the_processes(folder, trained, tmp_path):
+    """The eval line of training on two processes, and eval.py on one, two and three, to the last digit."""
+    expected = by_hand(folder, trained, "validation.jsonl")
+    (line,) = trained.kind("eval")
+    assert expected["examples"] == line["examples"] == line["weight"] == 47
+    for name in ("loss", "accuracy", "f1"):
+        assert line[name] == pytest.approx(expected[name], rel=1e-12)
+    assert 0.5 < line["accuracy"] < 1
+    assert line["f1"] != line["accuracy"]
+    for world in (1, 2, 3):
+        again = kit.run_evaluation(world, tmp_path / f"eval{world}", "--checkpoint", trained.folder)
+        assert again == {k: v for k, v in line.items() if k in again}
+        assert again.keys() >= {"loss", "weight", "examples", "accuracy", "f1"}
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_fewer_examples_than_ranks(folder, trained, tmp_path, world):
+    fields = kit.flags(checkpoint=trained.folder, validation_file=folder / "two.jsonl", per_device_eval_batch_size=1)
+    line = kit.run_evaluation(world, tmp_path / "eval", *fields)
+    expected = by_hand(folder, trained, "two.jsonl")
+    assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+
+
+def test_mutant_repeated_examples_are_caught(folder, trained, tmp_path, monkeypatch):
+    """Ranks filled up to the same length with examples that were already seen, as samplers do."""
+    from src.training import evaluation
+
+    def padded(count, size, seed, lengths=None):
+        order = list(original(count, size, seed, lengths))
+        return order + order[: -len(order) % 3]
+
+    original = evaluation.evaluation_order
+    monkeypatch.setattr(evaluation, "evaluation_order", padded)
+    with pytest.raises(kit.RankFailed, match="evaluated more than once"):
+        kit.run_evaluation(3, tmp_path / "eval", "--checkpoint", trained.folder, "--per_device_eval_batch_size", 12)
+
+
+def test_metrics_can_be_switched_off_and_unknown_ones_are_named(folder):
+    rows = {"prediction": np.array([0, 1]), "label": np.array([0, 1])}
+    for metrics, expected in ((["none"], {}), (["f1"], {"f1": 1.0})):
+        task, _ = open_data(folder, metrics=metrics)
+        assert task.row_metrics(rows) == expected
+    with pytest.raises(UsageError, match=r"no_such_metric.*--trust_remote_code"):
+        open_data(folder, metrics=["no_such_metric"])
+
+
+def test_final_loads_with_the_names_of_the_labels(folder, trained):
+    from transformers import pipeline
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(trained.folder / "final", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.config.id2label == dict(enumerate(LABELS))
+    assert pipeline("text-classification", model=str(trained.folder / "final"))("a blue sky")[0]["label"] in LABELS

@@ -1,0 +1,70 @@
+"""`per_device_batch_size: auto`: one rank runs out of memory, and all agree on what fits it."""
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from src.config.schema import RunConfig
+from src.training import auto_batch_size
+from tests.helpers import kit
+
+
+def flags(files, **values):
+    common = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl"}
+    return kit.flags(**common, max_steps=4, logging_steps=1, **values)
+
+
+def _search(files, limits: list[int]):
+    """Search on this rank with a model that runs out of memory above this rank's limit; return (size, trials, clean)."""
+    from accelerate import Accelerator
+
+    from src.distributed.launch import Agreement
+    from src.training.step import Objective
+
+    accelerator = Accelerator(cpu=True)
+    task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
+    objective = Objective(task.build(), task)
+    limit, trials, forward = limits[accelerator.process_index], [], objective.forward
+
+    def bounded(inputs):
+        trials.append(len(inputs["input_ids"]))
+        if trials[-1] > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(inputs)
+
+    objective.forward = bounded
+    module = accelerator.prepare(objective)
+
+    def fits(n):
+        return auto_batch_size.fits(accelerator, module, task, splits["train"].rows(np.arange(n)))
+
+    size = auto_batch_size.search(16, fits, Agreement(accelerator, 60))
+    return size, trials, all(p.grad is None for p in module.parameters())
+
+
+@pytest.mark.parametrize("limits, size", [([100, 100], 16), ([100, 4], 4), ([6, 100], 4), ([1, 1], 1)])
+def test_all_ranks_agree_on_what_fits_the_smallest(files, tmp_path, limits, size):
+    results = kit.spawn(2, _search, files, limits, out=tmp_path)
+    assert [r[0] for r in results] == [size, size]
+    assert results[0][1] == results[1][1]  # every rank made every trial, so no collective was left waiting
+    assert all(clean for *_, clean in results)
+
+
+def test_auto_is_resolved_and_kept_when_the_run_goes_on(files, tmp_path):
+    auto = kit.run_training(1, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
+    said = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["per_device_batch_size"]
+    assert said == auto_batch_size.ON_CPU
+    fixed = kit.run_training(1, tmp_path / "fixed", *flags(files, per_device_batch_size=said))
+    assert kit.same(auto.weights, fixed.weights)
+    kit.run_training(2, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
+    assert "nothing is left to train" in (tmp_path / "auto.out" / "rank0.txt").read_text()
+
+
+def test_the_share_of_a_rank_bounds_it():
+    class One:
+        num_processes, device = 3, torch.device("cpu")
+
+    for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
+        run = RunConfig(global_batch_size=batch)
+        assert auto_batch_size.largest_that_fits(One, None, run, None, None, np.zeros(0)) == size

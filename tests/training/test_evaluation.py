@@ -1,0 +1,205 @@
+"""Evaluation is one number: exact, every example once, the same to the last bit on any number of processes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from src.config.errors import UsageError
+from src.runtime import run_status
+from tests.helpers import kit
+
+
+@pytest.fixture(scope="module")
+def trained(files, tmp_path_factory):
+    """A short float64 run with an evaluation at its end."""
+    folder = tmp_path_factory.mktemp("trained")
+    values = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "validation_file": files / "validation.jsonl",
+        "dtype": "float64",
+        "max_steps": 15,
+        "learning_rate": 1e-2,
+        "per_device_eval_batch_size": 7,
+    }
+    return kit.run_training(1, folder / "run", *[word for k, v in values.items() for word in (f"--{k}", v)])
+
+
+@pytest.fixture(scope="module")
+def independent(trained, files):
+    """(sum of losses, targets, right answers) by transformers alone, one row at a time."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(trained.folder / "final").eval()
+    assert model.dtype == torch.float64
+    loss = targets = correct = 0
+    for line in (files / "validation.jsonl").read_text().splitlines():
+        ids = torch.tensor([json.loads(line)["input_ids"]])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        loss += torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item()
+        correct += (logits.argmax(-1) == ids[0, 1:]).sum().item()
+        targets += ids.shape[1] - 1
+    return loss, targets, correct
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7])
+def test_exact_and_bitwise_the_same_on_one_two_three_processes(trained, independent, tmp_path, batch):
+    loss, targets, correct = independent
+    lines = [
+        kit.run_evaluation(
+            world, tmp_path / f"{world}", "--checkpoint", trained.folder, "--per_device_eval_batch_size", batch
+        )
+        for world in (1, 2, 3)
+    ]
+    assert lines[0] == lines[1] == lines[2]  # every number, to the last bit
+    line = lines[0]
+    assert abs(line["loss"] - loss / targets) <= 1e-12
+    assert (line["weight"], line["examples"]) == (targets, 103)
+    assert line["accuracy"] == correct / targets
+    assert line["perplexity"] == pytest.approx(math.exp(loss / targets), rel=1e-12)
+
+
+def test_what_training_reports_evaluation_recomputes_to_the_last_digit(trained, tmp_path):
+    reported = trained.kind("eval")[-1]
+    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", trained.folder) == reported
+    newest = trained.folder / "checkpoints" / "step_00000015"
+    assert kit.run_evaluation(1, tmp_path / "checkpoint", "--checkpoint", newest) == reported
+
+
+THREADS = """
+import sys
+from contextlib import nullcontext
+import torch
+import eval
+from src import evaluation, step
+forward = step.Objective.forward
+def watched(self, inputs):
+    print("threads", torch.get_num_threads())
+    return forward(self, inputs)
+step.Objective.forward = watched
+if sys.argv.pop(1) == "mutant":
+    evaluation._one_thread = lambda device: nullcontext()
+eval.main(sys.argv[1:])
+"""
+
+
+def test_float32_too_with_another_number_of_threads(files, tmp_path):
+    """The last bit of a matrix product depends on the threads that share it, and one process has more than three have."""
+    model = kit.write_yaml(tmp_path / "wide.yaml", kit.LLAMA | {"hidden_size": 128, "vocab_size": 1000})
+    flags = ["--model_config", model, "--train_file", files / "train.jsonl"]
+    flags += ["--validation_file", files / "validation.jsonl", "--per_device_eval_batch_size", 16]
+    run = kit.run_training(1, tmp_path / "run", *flags, "--max_steps", 2)
+    threads = {}
+    for kind in ("guarded", "mutant"):
+        command = [sys.executable, "-c", THREADS, kind, "--checkpoint", run.folder, "--output_dir", tmp_path / kind]
+        env = os.environ | {"OMP_NUM_THREADS": "2"}
+        done = subprocess.run(
+            [str(word) for word in command], check=True, env=env, cwd=kit.REPOSITORY, capture_output=True, text=True
+        )
+        threads[kind] = {line for line in done.stdout.splitlines() if line.startswith("threads ")}
+    assert json.loads((tmp_path / "guarded" / "eval.json").read_text()) == run.kind("eval")[-1]
+    assert threads == {"guarded": {"threads 1"}, "mutant": {"threads 2"}}
+
+
+@pytest.mark.parametrize("rows, world", [(1, 3), (2, 3), (3, 2), (5, 4)])
+def test_fewer_examples_than_ranks_and_other_uneven_shares(trained, files, tmp_path, rows, world):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((files / "validation.jsonl").read_text().splitlines(True)[:rows]))
+    flags = ["--checkpoint", trained.folder, "--validation_file", few, "--per_device_eval_batch_size", 1]
+    one, many = (kit.run_evaluation(w, tmp_path / f"{w}", *flags) for w in (1, world))
+    assert one == many
+    assert one["examples"] == rows
+
+
+def test_max_eval_examples_takes_the_first_rows(trained, files, tmp_path):
+    few = tmp_path / "few.jsonl"
+    few.write_text("".join((files / "validation.jsonl").read_text().splitlines(True)[:10]))
+    base = ["--checkpoint", trained.folder, "--per_device_eval_batch_size", 4]
+    by_file = kit.run_evaluation(1, tmp_path / "a", *base, "--validation_file", few)
+    assert kit.run_evaluation(2, tmp_path / "b", *base, "--max_eval_examples", 10) == by_file
+
+
+def test_no_collective_carries_logits(trained, tmp_path):
+    sizes = kit.spawn(2, _sizes_of_collectives, trained.folder, out=tmp_path)
+    assert max(sizes[0]) <= 200  # a few sums per micro-batch; the logits would be 2,800 × 500
+
+
+def _sizes_of_collectives(folder):
+    import torch.distributed as dist
+
+    sizes = []
+    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "all_gather_object"):
+        original = getattr(dist, name)
+
+        def counted(value, *args, _original=original, **kwargs):
+            sizes.append(value.numel() if torch.is_tensor(value) else 1)
+            return _original(value, *args, **kwargs)
+
+        setattr(dist, name, counted)
+    kit.evaluate_here(["--checkpoint", folder, "--output_dir", str(folder) + ".sizes"])
+    return sizes
+
+
+def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent, files):
+    """What most loops report: the mean of the batches' means, and samples repeated to fill up the last round."""
+    from transformers import AutoModelForCausalLM
+
+    loss, targets, _ = independent
+    model = AutoModelForCausalLM.from_pretrained(trained.folder / "final").eval()
+    rows = [json.loads(line)["input_ids"] for line in (files / "validation.jsonl").read_text().splitlines()]
+
+    def sums(ids):
+        ids = torch.tensor([ids])
+        with torch.no_grad():
+            logits = model(input_ids=ids).logits[0, :-1]
+        return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="sum").item(), ids.shape[1] - 1
+
+    each = [sums(row) for row in rows]
+    mean_of_means = sum(s / n for s, n in each) / len(each)
+    repeated = [*each, *each[:5]]
+    with_repeats = sum(s for s, _ in repeated) / sum(n for _, n in repeated)
+    assert abs(mean_of_means - loss / targets) > 1e-4
+    assert abs(with_repeats - loss / targets) > 1e-6
+
+
+def _same_weights(*names) -> str:
+    import eval as evaluation
+    from src.config.schema import RunConfig
+    from src.distributed import launch
+
+    accelerator = launch.start(RunConfig(output_dir="unused"))
+    try:
+        evaluation.same_weights(accelerator, names[accelerator.process_index])
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_found_different_weights_refuse(tmp_path):
+    assert kit.spawn(2, _same_weights, "runs/a/final", "runs/a/final", out=tmp_path / "one") == ["", ""]
+    one, other = kit.spawn(2, _same_weights, "step_10", "step_20", out=tmp_path / "two")
+    assert one == other
+    assert "step_10 and step_20" in one
+
+
+def test_the_newest_run_with_weights(tmp_path):
+    assert run_status.newest_run(tmp_path / "runs") is None
+    for age, name in enumerate(["new", "old", "without weights", "not a run"]):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        if name != "not a run":
+            (folder / "metrics.jsonl").touch()
+            os.utime(folder / "metrics.jsonl", (1e9, 1e9 - age))
+    (tmp_path / "runs" / "old" / "checkpoints" / "step_00000010").mkdir(parents=True)
+    (tmp_path / "runs" / "new" / "final").mkdir()
+    os.utime(tmp_path / "runs" / "without weights" / "metrics.jsonl", (2e9, 2e9))
+    assert run_status.newest_run(tmp_path / "runs").name == "new"
+    (tmp_path / "runs" / "old" / "status.json").touch()  # it was resumed
+    assert run_status.newest_run(tmp_path / "runs").name == "old"
+    assert run_status.newest_run(tmp_path / "runs", weights=False).name == "without weights"

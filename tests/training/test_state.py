@@ -1,0 +1,449 @@
+"""What is not finite changes nothing on any rank, is counted and named; and a run ends early on all ranks alike."""
+
+import inspect
+import json
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import train
+from src.checkpointing.format import read_state
+from src.config import best_metric
+from src.config.errors import Failure, UsageError
+from src.config.parsing import RunConfig
+from src.tasks import causal_lm
+from src.training import evaluation, step
+from src.training.state import Flag, Outcome, Progress, Rhythm
+from tests.helpers import kit
+
+STEPS = 12  # of 8 examples; the first epoch ends after 11
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> dict:
+    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+def recipe(tiny, **fields) -> list[str]:
+    values = {"global_batch_size": 8, "per_device_batch_size": 2, "per_device_eval_batch_size": 4, "max_steps": STEPS}
+    values |= {"learning_rate": 3e-3, "logging_steps": 1, "save_steps": 1, "save_total_limit": 99, "dtype": "float64"}
+    return kit.flags(**tiny | values | fields)
+
+
+# ---- a fault in one micro-batch of one rank ------------------------------------------------------------------------------
+
+
+def not_a_number(loss: torch.Tensor, model) -> torch.Tensor:
+    return loss * float("nan")
+
+
+def infinite_with_a_finite_gradient(loss: torch.Tensor, model) -> torch.Tensor:
+    return loss + torch.tensor(float("inf"), dtype=loss.dtype)
+
+
+def one_gradient_not_a_number(loss: torch.Tensor, model) -> torch.Tensor:
+    """A finite loss; the gradient of a single parameter has a single number that is none."""
+    parameter = model.get_input_embeddings().weight
+
+    def spoil(gradient):
+        handle.remove()
+        gradient = gradient.clone()
+        gradient[3, 3] = float("nan")
+        return gradient
+
+    handle = parameter.register_hook(spoil)
+    return loss
+
+
+FAULTS = [not_a_number, infinite_with_a_finite_gradient, one_gradient_not_a_number]
+
+
+def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
+    """Apply `fault` to the loss of the first micro-batch of one rank's window in these steps; write down its examples."""
+    gradient, loss, armed = train.gradient, causal_lm.Task.loss, [False]
+
+    def noting(accelerator, module, window, *rest):
+        micro = window[0][0]
+        if micro.step + 1 in steps and accelerator.process_index == rank(accelerator.num_processes):
+            armed[0] = True
+            Path(os.environ["NOTES"], f"{micro.step + 1}.json").write_text(json.dumps(micro.ids.tolist()))
+        return gradient(accelerator, module, window, *rest)
+
+    def poisoned(self, model, inputs):
+        sums = loss(self, model, inputs)
+        if armed[0] and model.training:
+            armed[0] = False
+            sums = sums | {"loss": fault(sums["loss"], model)}
+        return sums
+
+    monkeypatch.setattr(train, "gradient", noting)
+    monkeypatch.setattr(causal_lm.Task, "loss", poisoned)
+
+
+def trained(world: int, folder: Path, flags: list[str]) -> kit.Run:
+    return kit.run_training(world, folder, *flags, env={"NOTES": str(folder.parent)})
+
+
+def saved(folder: Path, at: int) -> dict[str, torch.Tensor]:
+    """Return weights, moments and step counts of a checkpoint."""
+    names = ("model.safetensors", "optimizer.safetensors")
+    return {
+        f"{name}/{k}": v for name in names for k, v in load_file(folder / f"checkpoints/step_{at:08d}/{name}").items()
+    }
+
+
+def check_skipped(run: kit.Run, wrong: list[int]) -> None:
+    """Assert that the steps of `wrong` changed nothing and were counted, and that every other step did what it does."""
+    lines = {line["step"]: line for line in run.kind("train")}
+    assert sorted(lines) == list(range(1, STEPS + 1))
+    for at in range(2, STEPS + 1):
+        assert kit.same(saved(run.folder, at - 1), saved(run.folder, at)) == (at in wrong)
+        assert lines[at]["skipped"] == sum(w <= at for w in wrong)
+        state = read_state(run.folder / f"checkpoints/step_{at:08d}")["progress"]
+        assert state["updates"] == at - lines[at]["skipped"]
+        # The schedule goes by updates: the rate of a step that came to nothing is used again.
+        assert lines[at]["learning_rate"] == pytest.approx(3e-3 * (1 - (at - 1 - lines[at - 1]["skipped"]) / STEPS))
+    assert all(tensor.isfinite().all() for tensor in run.weights.values())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_update_that_is_not_finite_is_left_out_on_all_ranks(tiny, tmp_path, monkeypatch, fault):
+    """On 1, 2 and 3 processes, on the last rank alone; and the run comes to the same on all of them."""
+    poison(monkeypatch, fault, {5})
+    runs = {world: trained(world, tmp_path / f"{world}", recipe(tiny)) for world in (1, 2, 3)}
+    for world, run in runs.items():
+        check_skipped(run, [5])
+        assert kit.distance(run.weights, runs[1].weights) <= 1e-10
+        ids = json.loads((tmp_path / "5.json").read_text())  # of the last run, whose rank 2 has another micro-batch
+        said = (tmp_path / f"{world}.out" / f"rank{world - 1}.txt").read_text()
+        log = (run.folder / "logs" / f"rank_{world - 1}.log").read_text()
+        if fault is one_gradient_not_a_number:
+            assert "step 5: the gradient (here, of examples [" in log
+            assert "the gradient (here" in (tmp_path / f"{world}.out" / "rank0.txt").read_text()
+        else:
+            assert [line["loss"] is None for line in run.kind("train")] == [at == 5 for at in range(1, STEPS + 1)]
+            if world == 3:
+                assert f"warning: rank 2, step 5: the loss of examples {ids} is not finite" in said
+            assert re.search(
+                rf"warning: rank {world - 1}, step 5: the loss of examples \[\d+, \d+\] is not finite", said
+            )
+            assert "step 5: the loss of examples" in log
+
+
+@pytest.mark.parametrize("optim", ["adamw", "sgd"])
+def test_the_very_first_update_may_be_left_out(tiny, tmp_path, monkeypatch, optim):
+    """When there are no moments yet. Everything after is as if a run of other data had begun one step later."""
+    with monkeypatch.context() as patch:
+        poison(patch, not_a_number, {1, 4})
+        runs = {world: trained(world, tmp_path / f"{world}", recipe(tiny, optim=optim)) for world in (1, 2)}
+    for run in runs.values():
+        check_skipped(run, [1, 4])
+    assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
+
+    # The same steps without their global batches: no update is attempted where the weight of a step is zero.
+    counts = train.counts
+    monkeypatch.setattr(
+        train,
+        "counts",
+        lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
+    )
+    assert kit.same(trained(1, tmp_path / "left_out", recipe(tiny, optim=optim)).weights, runs[1].weights)
+
+
+def test_mutant_updates_that_are_not_skipped_are_caught(tiny, tmp_path, monkeypatch):
+    poison(monkeypatch, not_a_number, {5})
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool))
+    run = trained(1, tmp_path / "run", recipe(tiny))
+    monkeypatch.undo()
+    with pytest.raises(AssertionError):
+        check_skipped(run, [5])
+    assert any(tensor.isnan().any() for tensor in run.weights.values())
+
+
+def test_mutant_an_infinite_loss_that_does_not_travel_is_caught(tiny, tmp_path, monkeypatch):
+    """Its gradient is finite, so the norm says nothing: the loss itself has to spoil it."""
+    source = inspect.getsource(step.gradient)
+    naive = source.replace("0.0 * loss.detach() + ", "")
+    assert naive != source
+    scope = dict(vars(step))
+    exec(naive, scope)
+    monkeypatch.setattr(train, "gradient", scope["gradient"])
+    poison(monkeypatch, infinite_with_a_finite_gradient, {5})
+    run = trained(2, tmp_path / "run", recipe(tiny))
+    with pytest.raises(AssertionError):
+        check_skipped(run, [5])
+
+
+# ---- too often in a row --------------------------------------------------------------------------------------------------
+
+
+def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_path, monkeypatch):
+    """Steps 2 and 3, then a finite one, then 5, 6, 7: the third in a row, over a stop in between that keeps the count."""
+    poison(monkeypatch, not_a_number, {2, 3, 5, 6, 7, 8, 9})
+    (tmp_path / "run").mkdir()
+    flags = recipe(tiny, max_skipped_steps=3)
+    with monkeypatch.context() as patch:  # killed after step 6, the second in a row
+        update = train.update
+
+        def dies(accelerator, *rest):
+            if Path(os.environ["NOTES"], "7.json").exists():
+                for thread in threading.enumerate():
+                    thread.join() if thread.name == "saver" else None
+                os._exit(9)
+            return update(accelerator, *rest)
+
+        patch.setattr(train, "update", dies)
+        with pytest.raises(kit.RankFailed):
+            trained(2, tmp_path / "run", flags)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert (newest.name, read_state(newest)["progress"]["left_out"]) == ("step_00000006", 2)
+
+    folder = tmp_path / "here"
+    codes, texts = kit.run_command(
+        "train.py",
+        *flags,
+        "--output_dir",
+        tmp_path / "run",
+        folder=_made(folder),
+        world=2,
+        env={"NOTES": str(tmp_path)},
+    )
+    assert codes == [1, 1], texts
+    said = "3 updates in a row were left out because the loss or the gradient was not finite, the last at step 7"
+    assert said in texts[0].rstrip().splitlines()[-1]
+    assert "Traceback" not in "".join(texts)
+    told = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (told["status"], told["exit_code"]) == ("failed", 1)
+    assert said in told["reason"]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_as_many_in_a_row_as_are_allowed_but_one_end_nothing(tiny, tmp_path, monkeypatch, world):
+    poison(monkeypatch, not_a_number, {2, 3, 5, 6, 12})
+    check_skipped(trained(world, tmp_path / "run", recipe(tiny, max_skipped_steps=3)), [2, 3, 5, 6, 12])
+
+
+def outcome(bad: bool, at: int = 1) -> Outcome:
+    micro = SimpleNamespace(ids=torch.tensor([1, 2]), filler=False)
+    return Outcome(Flag(torch.tensor(bad)), at, [(micro, None)], torch.tensor([float("nan") if bad else 1.0]))
+
+
+def test_progress_counts_what_came_to_nothing_and_a_finite_update_resets(capsys):
+    progress = Progress()
+    for at, bad in enumerate([True, True, False, True, True], start=1):
+        progress.pending = outcome(bad, at)
+        progress.settle(3)
+        progress.settle(3)  # settled once
+    assert (progress.updates, progress.left_out) == (1, 2)
+    progress.pending = outcome(True, 6)
+    with pytest.raises(Failure, match=r"3 updates in a row .* the last at step 6"):
+        progress.settle(3)
+    assert "step 6: the loss of examples [1, 2] is not finite" in capsys.readouterr().err
+
+
+# ---- early stopping ------------------------------------------------------------------------------------------------------
+
+
+def standing(tiny, **fields) -> list[str]:
+    """A run that learns nothing: the first evaluation is the best, so patience 2 ends it with the third, at step 9."""
+    early = {"early_stopping_patience": 2, "eval_steps": 3, "save_steps": 4, "learning_rate": 0.0, "max_steps": 40}
+    return recipe(tiny, **early | fields)
+
+
+@pytest.fixture(scope="module")
+def early(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("early")
+    return {world: kit.run_training(world, folder / f"{world}", *standing(tiny)) for world in (1, 2)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_early_stopping_ends_all_ranks_at_the_same_step_with_everything_saved(tiny, early, tmp_path, world):
+    run = early[world]
+    assert [line["step"] for line in run.kind("eval")] == [3, 6, 9]
+    assert [line["step"] for line in run.kind("train")] == list(range(1, 10))
+    assert (run.folder / "checkpoints" / "step_00000009").is_dir()
+    assert kit.same(run.weights, load_file(run.folder / "checkpoints/step_00000009/model.safetensors"))
+    told = json.loads((run.folder / "status.json").read_text())
+    assert (told["status"], told["step"], told["exit_code"]) == ("complete", 9, 0)
+
+    files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".log"}
+    again = kit.Ranks("train.py", *standing(tiny), "--output_dir", run.folder, folder=tmp_path / "here", world=world)
+    assert again.wait() == [0] * world, again.text()
+    assert "nothing is left to train" in again.text()
+    after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".log"}
+    assert {p.name for p in files.keys() ^ after.keys()} == set()
+    assert {p.name for p in files if files[p] != after[p]} <= {"status.json"}
+
+
+@pytest.mark.parametrize("at", [5, 8, 9])
+def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp_path, monkeypatch, at):
+    """Killed before, between and after the evaluations that count."""
+    update = train.update
+    with monkeypatch.context() as patch:
+        count = [0]
+
+        def dies(*args):
+            count[0] += 1
+            return os._exit(9) if count[0] == at else update(*args)
+
+        patch.setattr(train, "update", dies)
+        with pytest.raises(kit.RankFailed):
+            kit.run_training(2, tmp_path / "run", *standing(tiny))
+    run = kit.run_training(2, tmp_path / "run", *standing(tiny))
+    assert kit.timeless(run.folder) == kit.timeless(early[2].folder)
+    assert kit.same(run.weights, early[2].weights)
+
+
+def test_a_stop_in_the_evaluation_that_ends_the_run_early_changes_nothing(tiny, tmp_path, monkeypatch):
+    flags = standing(tiny, per_device_eval_batch_size=1)  # 21 micro-batches
+    undisturbed = kit.run_training(1, tmp_path / "undisturbed", *flags)
+    original, count = evaluation.seed_everything, [0]
+
+    def signalled(seed):
+        count[0] += 1
+        if count[0] == 2 * 21 + 1:  # the third evaluation begins
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        original(seed)
+
+    flags += ["--output_dir", tmp_path / "run"]
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluation, "seed_everything", signalled)
+        codes, texts = kit.run_command("train.py", *flags, folder=_made(tmp_path / "here"))
+    assert codes == [75], texts
+    assert [line["step"] for line in kit.timeless(tmp_path / "run") if line["kind"] == "eval"] == [3, 6]
+    codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here")
+    assert codes == [0], texts
+    assert kit.timeless(tmp_path / "run") == kit.timeless(undisturbed.folder)
+    assert kit.same(kit.Run(tmp_path / "run").weights, undisturbed.weights)
+
+
+def test_the_last_steps_before_an_early_end_are_logged(tiny, tmp_path):
+    run = kit.run_training(1, tmp_path / "run", *standing(tiny, logging_steps=4))
+    assert [line["step"] for line in run.kind("train")] == [4, 8, 9]
+
+
+def test_a_run_that_gets_better_is_not_ended(tiny, tmp_path):
+    fields = {"learning_rate": 3e-3, "max_steps": 12, "early_stopping_patience": 1}
+    run = kit.run_training(1, tmp_path / "run", *standing(tiny, **fields))
+    losses = [line["loss"] for line in run.kind("eval")]
+    assert losses == sorted(losses, reverse=True)
+    assert run.lines[-1]["step"] == 12
+
+
+def test_an_unknown_metric_is_refused_with_the_names_there_are(tiny, tmp_path):
+    flags = standing(tiny, metric_for_best_model="acuracy", save_steps=3)
+    codes, texts = kit.run_command("train.py", *flags, "--output_dir", "run", folder=_made(tmp_path / "here"), world=2)
+    assert codes == [2, 2], texts
+    last = texts[0].rstrip().splitlines()[-1]
+    assert "metric_for_best_model: an evaluation has no 'acuracy'; did you mean accuracy?" in last
+    assert "it has loss, weight, examples, perplexity, accuracy" in last
+
+
+# ---- what is due, in small -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "greater, values, stale",
+    [(False, [3, 2, 2, None, float("nan"), 1], 0), (False, [1, 2, 1], 2), (True, [1, 2, 1], 1), (True, [None], 1)],
+)
+def test_an_evaluation_is_better_or_not(greater, values, stale):
+    run = RunConfig(metric_for_best_model="loss", greater_is_better=greater)
+    progress = Progress()
+    for at, value in enumerate(values, start=1):
+        progress.step = at
+        progress.judge({"loss": value, "weight": 1.0}, run)
+    assert progress.best_step == (values.index(progress.best) + 1 if progress.best is not None else 0)
+    assert (progress.evaluated, progress.stale) == (len(values), stale)
+    known = [value for value in values if value is not None]
+    assert progress.best == ((max if greater else min)(known) if known else None)
+
+
+def test_a_metric_that_an_evaluation_lacks_is_refused():
+    with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
+        Progress().judge({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
+
+
+@pytest.mark.parametrize(
+    "metric, given, expected",
+    [
+        (None, None, ("loss", False)),
+        ("eval_loss", None, ("loss", False)),
+        ("code/loss", None, ("code/loss", False)),
+        ("eval_f1", None, ("f1", True)),
+        ("perplexity", None, ("perplexity", True)),
+        ("perplexity", False, ("perplexity", False)),
+        ("loss", True, ("loss", True)),
+    ],
+)
+def test_direction_of_a_metric(metric, given, expected):
+    run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
+    assert best_metric.best_by(run) == expected
+    warned = [text for text in best_metric.doubts(run) if "perplexity" in text and "greater_is_better" in text]
+    assert bool(warned) == (metric == "perplexity" and given is None)
+
+
+@pytest.mark.parametrize("name", ["code/wer", "rmse", "bits_per_byte", "eval_word_error_rate", "eval_cer"])
+def test_lower_is_better_names_are_warned_about(name):
+    assert name.removeprefix("eval_") in best_metric.doubts(RunConfig(metric_for_best_model=name))[0]
+    assert not best_metric.doubts(RunConfig(metric_for_best_model=name, greater_is_better=False))
+
+
+def test_ignored_direction_is_warned_about():
+    assert "greater_is_better is ignored" in best_metric.doubts(RunConfig(greater_is_better=True))[0]
+    assert not best_metric.doubts(RunConfig(greater_is_better=True, early_stopping_patience=1))
+    assert not best_metric.doubts(RunConfig(metric_for_best_model="f1"))
+
+
+@pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
+def test_another_metric_starts_the_comparison_over(change):
+    run, progress = RunConfig(metric_for_best_model="loss"), Progress()
+    for progress.step in (1, 2, 3):
+        progress.judge({"loss": float(progress.step)}, run)
+    assert (progress.best, progress.best_step, progress.stale) == (1.0, 1, 2)
+    progress.step = 4
+    progress.judge({"loss": 4.0, "f1": 0.5}, RunConfig(**{"metric_for_best_model": "loss"} | change))
+    assert (progress.best_step, progress.stale) == (4, 0)
+    assert progress.best == (0.5 if "metric_for_best_model" in change else 4.0)
+
+
+def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Rhythm:
+    return Rhythm(RunConfig(**fields), Progress(step=at, evaluated=evaluated, stale=stale), total, evaluates)
+
+
+def test_what_is_due_at_which_step():
+    assert [at for at in range(1, 11) if rhythm(at).due(4)] == [4, 8, 10]  # and always at the end
+    assert [at for at in range(1, 11) if rhythm(at).due(None)] == [10]
+    assert [at for at in range(11) if rhythm(at).over()] == [10]
+    assert [at for at in range(1, 11) if rhythm(at, eval_steps=4).unevaluated()] == [4, 8, 10]
+    assert [at for at in range(1, 11) if rhythm(at, evaluates=False, eval_steps=4).unevaluated()] == []
+    assert not rhythm(8, evaluated=8, eval_steps=4).unevaluated()
+    assert not rhythm(0, eval_steps=4).unevaluated()  # before the first step there is nothing to evaluate
+
+
+def test_early_stopping_makes_a_step_the_last_one():
+    assert not rhythm(4, stale=1, early_stopping_patience=2).over()
+    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).over()
+    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).due(100)
+    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).complete()
+    assert not rhythm(4, stale=99).over()  # not asked for
+
+
+def test_a_run_is_complete_when_its_last_step_is_evaluated():
+    assert not rhythm(9).complete()
+    assert not rhythm(10).complete()
+    assert rhythm(10, evaluated=10).complete()
+    assert rhythm(10, evaluates=False).complete()

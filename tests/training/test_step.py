@@ -1,0 +1,266 @@
+"""The gradient of one global batch and its update, against a loop written without any of our code."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import train
+from src.data.batch_plan import plan
+from src.distributed import launch
+from tests.helpers import kit
+
+
+def recipe(files, **flags):
+    values = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "dtype": "float64",
+        "global_batch_size": 32,
+        "per_device_batch_size": 32,
+        "max_steps": 40,
+        "learning_rate": 3e-3,
+        "warmup_steps": 5,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+    } | flags
+    return [word for name, value in values.items() for word in (f"--{name}", value)]
+
+
+def plain_loop(files, steps: int) -> tuple[list[float], list[float], dict]:
+    """Full batches, torch's AdamW with decay groups, clipping at 1, linear schedule with warm-up; only the ids are ours."""
+    import json
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows = [json.loads(line)["input_ids"] for line in (files / "train.jsonl").read_text().splitlines()]
+    torch.manual_seed(42)
+    model = LlamaForCausalLM._from_config(
+        LlamaConfig(**{k: v for k, v in kit.LLAMA.items() if k != "model_type"}), dtype=torch.float64
+    )
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for n, p in named if "norm" not in n], "weight_decay": 0.1},
+            {"params": [p for n, p in named if "norm" in n], "weight_decay": 0.0},
+        ],
+        lr=3e-3,
+    )
+    losses, norms = [], []
+    for s in range(steps):
+        epoch, within = divmod(s, 32)
+        ids = np.concatenate([m.ids for m in plan(1003, 32, 32, 42, epoch, within)])
+        batch = [torch.tensor(rows[i]) for i in ids]
+        inputs = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
+        labels = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
+        logits = model(input_ids=inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        factor = s / 5 if s < 5 else (40 - s) / 35
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * factor
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, model.state_dict()
+
+
+def test_a_full_batch_run_equals_an_independent_loop(files, tmp_path):
+    losses, norms, weights = plain_loop(files, 40)
+    run = kit.run_training(1, tmp_path / "run", *recipe(files))
+    assert max(abs(a - b) for a, b in zip(losses, run.losses(), strict=True)) <= 1e-8
+    assert max(abs(a - line["grad_norm"]) for a, line in zip(norms, run.kind("train"), strict=True)) <= 1e-7
+    assert kit.distance(weights, run.weights) <= 1e-7
+    assert run.kind("train")[0]["learning_rate"] == 0  # the first update of a warm-up from zero
+
+
+def test_more_ranks_than_micro_batches(files, tmp_path):
+    """Global batches of 6 in micro-batches of 4 leave two of four ranks with nothing, whose fillers must weigh nothing."""
+    flags = recipe(files, global_batch_size=6, per_device_batch_size=4, max_steps=6)
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    four = kit.run_training(4, tmp_path / "four", *flags)
+    assert kit.distance(one.weights, four.weights) <= 1e-10
+    assert [line["weight"] for line in one.kind("train")] == [line["weight"] for line in four.kind("train")]
+
+
+def test_mutant_filler_that_weighs_is_caught(files, tmp_path, monkeypatch):
+    from dataclasses import replace
+
+    original = train.gradient
+    flags = recipe(files, global_batch_size=6, per_device_batch_size=4, max_steps=6)
+    one = kit.run_training(1, tmp_path / "one", *flags)
+    monkeypatch.setattr(
+        train,
+        "gradient",
+        lambda a, m, window, *rest: original(a, m, [(replace(x, filler=False), b) for x, b in window], *rest),
+    )
+    assert kit.distance(one.weights, kit.run_training(4, tmp_path / "four", *flags).weights) > 1e-6
+
+
+@pytest.fixture(scope="module")
+def partly_masked(tmp_path_factory):
+    """Every third row has no target at all; with global batches of one row, every third step has weight zero."""
+    generator = np.random.default_rng(3)
+    rows = []
+    for i in range(12):
+        ids = generator.integers(0, 500, 9).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * 9 if i % 3 == 0 else ids})
+    return kit.write_jsonl(tmp_path_factory.mktemp("masked") / "train.jsonl", rows)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_masked, tmp_path, world):
+    values = {"train_file": partly_masked, "global_batch_size": 1, "per_device_batch_size": 1, "max_steps": 12}
+    flags = recipe(files, **values, warmup_steps=0, save_steps=1, save_total_limit=20)
+    run = kit.run_training(world, tmp_path / "run", *flags)
+    lines = run.kind("train")
+    empty = [line["step"] for line in lines if line["weight"] == 0]
+    assert len(empty) == 4
+    assert all(line["loss"] is None for line in lines if line["step"] in empty)
+    assert lines[-1]["skipped"] == 4
+    rates = [line["learning_rate"] for line in lines if line["weight"]]
+    assert rates == pytest.approx(
+        [3e-3 * (1 - u / 12) for u in range(8)]
+    )  # a skipped step does not advance the schedule
+    from safetensors.torch import load_file
+
+    for s in empty:
+        if s > 1:
+            for name in ("model.safetensors", "optimizer.safetensors"):
+                before, after = (load_file(tmp_path / f"run/checkpoints/step_{k:08d}/{name}") for k in (s - 1, s))
+                assert kit.same(before, after)
+
+
+# ---- one reduction per step ------------------------------------------------------------------------------------------
+
+
+def _count_reductions(argv, no_sync: bool):
+    """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
+    reductions, vectors, steps = [], [], []
+    prepare, update, call = train.placing.prepare, train.update, launch.Agreement.__call__
+
+    def hooked(accelerator, objective, optimizer):
+        module, optimizer = prepare(accelerator, objective, optimizer)
+
+        def hook(state, bucket):
+            reductions.append(bucket.index())
+            future = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+            return future.then(lambda f: f.value()[0] / accelerator.num_processes)
+
+        module.register_comm_hook(None, hook)
+        if not no_sync:
+            from contextlib import nullcontext
+
+            accelerator.no_sync = lambda module: nullcontext()
+        return module, optimizer
+
+    train.placing.prepare = hooked
+    train.update = lambda *args: (steps.append(1), update(*args))[1]
+    launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    train.main([str(word) for word in argv])
+    return len(steps), len(reductions) / len(set(reductions)), vectors
+
+
+def test_one_gradient_reduction_and_one_small_vector_per_step(files, tmp_path):
+    flags = recipe(files, global_batch_size=32, per_device_batch_size=2, max_steps=5, logging_steps=100)
+    argv = [*flags, "--output_dir", tmp_path / "run"]
+    for steps, reductions, vectors in kit.spawn(2, _count_reductions, argv, True, out=tmp_path / "out"):
+        assert steps == 5
+        assert reductions == 5  # accumulation is 8, and each bucket travels once per optimizer step
+        # Nine numbers a step (weight, tokens, positions, rows, ids, requests); the losses of the one train line; and at the
+        # end, how the last save and the final model went.
+        assert vectors[:6] == [9] * 5 + [5]
+        assert set(vectors[6:]) == {1}
+    mutant = kit.spawn(2, _count_reductions, [*argv, "--resume", "never"], False, out=tmp_path / "mutant")
+    assert mutant[0][1] == 40
+
+
+# ---- no wait for the device ------------------------------------------------------------------------------------------
+
+
+class Syncs(TorchDispatchMode):
+    """Counts what makes the host wait for a device: reading a tensor's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_syncs(argv, mutant: bool):
+    counts = []
+    gradient, update = train.gradient, train.update
+
+    def watched(function):
+        def call(*args):
+            with Syncs() as syncs:
+                result = function(*args)
+                if mutant and function is gradient:
+                    result.sum().item()
+            counts.append(syncs.count)
+            return result
+
+        return call
+
+    train.gradient, train.update = watched(gradient), watched(update)
+    train.main([str(word) for word in argv])
+    return counts
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
+    flags = recipe(files, dtype="float32", per_device_batch_size=8, max_steps=6, logging_steps=100)
+    argv = [*flags, "--output_dir", tmp_path / "run"]
+    for counts in kit.spawn(world, _count_syncs, argv, False, out=tmp_path / "out"):
+        assert counts == [0] * 12
+    if world == 1:
+        mutant = kit.spawn(1, _count_syncs, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")
+        assert sum(mutant[0]) == 6
+
+
+# ---- the gradient scaler of fp16 -------------------------------------------------------------------------------------
+
+
+def _fp16(argv, scale: float):
+    """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only."""
+    start = launch.start
+
+    def scaled(run):
+        accelerator = start(run)
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        return accelerator
+
+    launch.start = scaled
+    train.main([str(word) for word in argv])
+
+
+def test_fp16_scales_unscales_clips_and_does_not_advance_the_schedule_on_overflow(files, tmp_path):
+    # Few and short rows: a CPU computes float16 a hundred times slower than float32.
+    flags = recipe(files, dtype="float32", global_batch_size=8, per_device_batch_size=4, max_steps=12, warmup_steps=0)
+    flags += ["--max_length", "16"]
+    reference = kit.run_training(1, tmp_path / "fp32", *flags)
+    kit.spawn(1, _fp16, [*flags, "--output_dir", tmp_path / "fp16"], 2.0**10, out=tmp_path / "out")
+    run = kit.Run(tmp_path / "fp16")
+    assert run.kind("train")[-1]["skipped"] == 0
+    # Unscaled before it is clipped and logged: the norm is that of float32, not 1024 times as much.
+    for half, full in zip(run.kind("train"), reference.kind("train"), strict=True):
+        assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
+        assert half["loss"] == pytest.approx(full["loss"], rel=0.005)
+    kit.spawn(1, _fp16, [*flags, "--output_dir", tmp_path / "overflow"], 2.0**120, out=tmp_path / "out2")
+    skipped = kit.Run(tmp_path / "overflow").kind("train")
+    rates = [line["learning_rate"] for line in skipped]
+    assert skipped[-1]["skipped"] == 12  # each step halves the scale, and 2^108 still overflows
+    assert rates == [3e-3] * 12
+    assert kit.same(*(kit.Run(tmp_path / "overflow").weights, _initial(files, tmp_path)))
+
+
+def _initial(files, tmp_path):
+    return kit.run_training(
+        1, tmp_path / "initial", *recipe(files, dtype="float32", max_steps=1, warmup_steps=0, learning_rate=0)
+    ).weights
