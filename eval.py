@@ -8,15 +8,15 @@ import os
 from pathlib import Path
 
 from src.checkpointing import locate_weights, run_identity
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data.dataset import load, same_everywhere
 from src.distributed import launch, prepare_model
 from src.reporting.environment import topology
-from src.reporting.metrics import strict
 from src.runtime import run_status
 from src.runtime.console import exact, table
 from src.storage import atomic_folder
+from src.storage.jsonl import strict
 from src.tasks import make_task
 from src.training.evaluation import evaluate
 from src.training.step import Objective
@@ -29,7 +29,7 @@ def main(argv: list[str]) -> None:
     run, options = parsing.parse(
         argv, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
     )
-    parsing.check(run, options, training=False)
+    validation.check(run, options, training=False)
     launch.check_environment()
 
     task = make_task(run, options)

@@ -7,7 +7,7 @@ from src.checkpointing import format, resume
 from src.checkpointing.async_writer import Saver
 from src.checkpointing.hub_upload import push
 from src.checkpointing.locate_weights import begin_with
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import training_order
@@ -19,13 +19,13 @@ from src.models import compile_and_recompute
 from src.reporting.environment import topology
 from src.reporting.ledger import Ledger
 from src.reporting.metrics import Meter, Tracker
-from src.reporting.run_plan import describe, notes, total_steps
+from src.reporting.run_plan import describe, notes
 from src.runtime.console import table
 from src.tasks import make_task
 from src.training import local_sgd
 from src.training.auto_batch_size import largest_that_fits
 from src.training.evaluation import evaluate
-from src.training.optimizers import make_optimizer, make_schedule
+from src.training.optimizers import make_optimizer, make_schedule, total_steps
 from src.training.state import Outcome, Progress, Rhythm
 from src.training.step import Objective, counts, gradient, update
 
@@ -33,7 +33,7 @@ from src.training.step import Objective, counts, gradient, update
 def main(argv: list[str]) -> None:
     stop_signals.before_training()
     run, options = parsing.parse(parsing.or_sample(argv))
-    parsing.check(run, options)
+    validation.check(run, options)
     launch.check_environment()
 
     # What may take long happens before there is a process group, so that no collective ever waits for it.

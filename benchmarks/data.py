@@ -22,13 +22,12 @@ import torch
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.schema import RunConfig  # noqa: E402
-from src.data import sources  # noqa: E402 (the line above lets it run from anywhere)
 from src.data.batch_plan import training_order  # noqa: E402
 from src.data.data_loader import read  # noqa: E402
 from src.data.dataset import load  # noqa: E402
-from src.download import sample_datasets
+from src.download import cache_folder, sample_datasets
 from src.tasks import make_task  # noqa: E402
 
 MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -40,7 +39,7 @@ def opened(folder: Path, **fields):
     (folder / "model.yaml").write_text(json.dumps(MODEL))
     flags = {"model_config": folder / "model.yaml", "cache_dir": folder / "cache"} | fields
     run, options = parsing.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))])
-    parsing.check(run, options)
+    validation.check(run, options)
     task = make_task(run, options)
     return run, task, load(run, task, wanted=("train",))["train"]
 
@@ -123,7 +122,7 @@ def texts(folder: Path, megabytes: int) -> Path:
     """Write source code of the standard library, in another order each time it comes round."""
     file, rng = folder / "texts.jsonl", np.random.default_rng(0)
     lines = (
-        Path(sample_datasets.folder("stdlib_code", sources.cache_root(RunConfig())), "train.jsonl")
+        Path(sample_datasets.folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
         .read_text(encoding="utf-8")
         .splitlines()
     )

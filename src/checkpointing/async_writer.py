@@ -22,9 +22,9 @@ from src.config.errors import Failure, Stopped, UsageError, optional, warn
 from src.config.schema import RunConfig
 from src.distributed.launch import nodes
 from src.distributed.strategies import sharded
-from src.reporting.metrics import strict
 from src.runtime import console, run_status
-from src.storage import atomic_folder
+from src.storage import atomic_folder, held_folder
+from src.storage.jsonl import strict
 from src.training.state import Progress, Rhythm
 from src.training.step import Objective
 
@@ -131,7 +131,7 @@ class Saver:
     def _room_for(self, tensors: dict[str, format.Tensors]) -> None:
         """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
         needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
-        atomic_folder.check_held(self.folder)
+        held_folder.check_held(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         place = self.folder / "checkpoints"  # which may be another disk
         free = shutil.disk_usage(place if place.exists() else self.folder).free
@@ -172,7 +172,7 @@ class Saver:
 
     def _publish(self, folder: Path, write, step: int) -> bool:
         """Publish what all ranks write, on the main process; on others leave this rank's files for it."""
-        atomic_folder.check_held(folder)
+        held_folder.check_held(folder)
         if not self.together:
             atomic_folder.publish(folder, write, step=step, mixed_precision=self.precision)
             return True
@@ -192,14 +192,14 @@ class Saver:
 
     def _prune(self, best_step: int) -> None:
         try:
-            atomic_folder.check_held(self.folder)
+            held_folder.check_held(self.folder)
             atomic_folder.tidy(self.folder / "checkpoints")
             format.prune(self.run, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
     def _failed(self, step: int, error: Exception) -> None:
-        if atomic_folder.lost(self.folder):
+        if held_folder.lost(self.folder):
             return  # Watch ends this process at its next look, and says why
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"

@@ -15,10 +15,11 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from src.checkpointing.sharded import Piece, Reader, file_name, partial, plain_name, whole
+from src.checkpointing.sharded import Reader, file_name
 from src.config.errors import UsageError
 from src.config.redact import publishable, redact_all
 from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import Piece, partial, plain_name, whole
 from src.storage import atomic_folder
 from src.training.state import Progress
 from src.training.step import Objective

@@ -9,17 +9,6 @@ from src.config.schema import RunConfig
 SILENCE = 120  # seconds to wait for the Hub's next byte
 
 
-def fault(run: RunConfig) -> list[str]:
-    """Return why nothing could be pushed at the end of the run, so that it is known before its beginning."""
-    if not run.push_to_hub:
-        return ["hub_model_id is given without push_to_hub: give both, or neither"] if run.hub_model_id else []
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        return ["push_to_hub is true, but HF_HUB_OFFLINE is set: unset one"]
-    return [] if get_token() else ["push_to_hub is true, but there is no token: set HF_TOKEN, or run `hf auth login`"]
-
-
 def push(run: RunConfig, main: bool) -> str:
     """Put RUN/final into the Hub repository of the run, made (private) if it is not there; return what came of it.
 

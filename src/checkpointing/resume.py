@@ -15,10 +15,9 @@ from src.checkpointing.format import checkpoints, read_state, step_of
 from src.config.errors import Failure, Stopped, UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, free_fields
-from src.reporting.run_plan import total_steps
 from src.runtime import run_status
 from src.storage import atomic_folder
-from src.training.optimizers import make_schedule
+from src.training.optimizers import make_schedule, total_steps
 
 
 class Start(NamedTuple):

@@ -16,25 +16,8 @@ import torch
 from safetensors import safe_open
 
 from src.config.errors import UsageError
+from src.distributed.sharded_tensors import partial
 from src.storage import atomic_folder
-
-
-class Piece(NamedTuple):
-    """A tensor of which this process holds a part, in a way that torch does not know."""
-
-    nbytes: int  # of the whole
-    whole: Callable[[], torch.Tensor]  # a collective
-
-
-def partial(value) -> bool:
-    return isinstance(value, Piece | torch.distributed.tensor.DTensor)
-
-
-def whole(value) -> torch.Tensor:
-    """Return the whole tensor; a collective if it is in parts, in which each process has it for a moment."""
-    if isinstance(value, Piece):
-        return value.whole()
-    return value.detach().full_tensor() if partial(value) else value
 
 
 def owners(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
@@ -53,11 +36,6 @@ def owners(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
         rank_of[group] = min(range(world), key=lambda rank: (loads[rank], rank))
         loads[rank_of[group]] += sizes[group]
     return {key: rank_of[group] for key, group in groups.items()}
-
-
-def plain_name(name: str) -> str:
-    """Return the name of a parameter without what activation checkpointing puts in."""
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def file_name(part: str, rank: int, world: int) -> str:

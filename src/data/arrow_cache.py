@@ -14,7 +14,8 @@ from src.config.schema import RunConfig
 from src.data import file_readers
 from src.data.arrow_columns import quoted
 from src.data.file_errors import fault
-from src.data.sources import NO_ROOM, Source, cache_root
+from src.data.sources import NO_ROOM, Source
+from src.download.cache_folder import cache_root
 from src.storage.shared_work import Crew, leave
 
 MANY = 256  # files, above which they are converted to Arrow in groups

@@ -5,19 +5,10 @@ Leave alone. Guarded by tests/data/test_dataset.py and tests/data/test_bad_rows.
 
 import pyarrow as pa
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.data.file_errors import fault
+from src.text.ignored_columns import MEANINGFUL
 
-# Columns that mean something in other trainers, and nothing here unless a task names them.
-MEANINGFUL = (
-    "attention_mask",
-    "labels",
-    "loss_mask",
-    "assistant_mask",
-    "assistant_masks",
-    "completion_mask",
-    "prompt_mask",
-)
 MEANINGFUL += (
     "position_ids",
     "token_type_ids",
@@ -28,7 +19,6 @@ MEANINGFUL += (
     "sample_weight",
     "tools",
 )
-_warned: set[str] = set()
 
 COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
 
@@ -51,15 +41,6 @@ def _taker(column):
 
 def _plain(kind) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
-
-
-def warn_of_ignored(names: list[str], needed: list[str], split: str) -> None:
-    """Warn once of columns that look as if they had a meaning, and are not used."""
-    if ignored := [name for name in MEANINGFUL if name in names and name not in needed]:
-        text = f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}"
-        if text not in _warned:
-            warn(text)
-        _warned.add(text)
 
 
 # ---- columns of several kinds ------------------------------------------------------------------------------------------

@@ -225,3 +225,14 @@ def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=Non
         for part, cost in cut(np.arange(start, min(start + block, num_examples)), micro_batch, lengths):
             yield MicroBatch(part, derive("evaluation", seed, index), index=index, cost=cost)
             index += 1
+
+
+LOW = np.uint64(0xFFFFFFFF)
+
+
+def digest(ids: np.ndarray) -> tuple[float, float]:
+    """Return two sums over hashes of `ids`, to be added over ranks: the same for any split and any order of the ids.
+
+    Each summand has 32 bits, so a float64 holds the sum of two million of them exactly."""
+    hashed = mix(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    return float((hashed & LOW).sum()), float((hashed >> np.uint64(32)).sum())

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.data import dataset_spec, mixture, sources
@@ -24,6 +24,7 @@ from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import facts_in_words, facts_of_task, notes_on_data
 from src.data.preprocessing import FACTS, prepared
 from src.distributed import launch
+from src.download import cache_folder
 from src.runtime import console
 from src.storage.shared_work import Crew
 from src.tasks import Task, make_task
@@ -109,7 +110,7 @@ def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     """Let the task read tokenizer and configuration, and return the prepared splits that the run file names.
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
-    crew = Crew(sources.cache_root(run))
+    crew = Crew(cache_folder.cache_root(run))
     with _room(crew), crew.working(), _room(crew):  # without, for what `working` writes; within, for what others hear
         task.load()
         return load_splits(run, task, crew, wanted)
@@ -166,7 +167,7 @@ def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
     names = mixture.named(run)
     if split == "validation" and run.mixture and run.validation_file:
         names = {"": dataset_spec.Named(None, None, None, [], run.validation_file)}
-    found = {name: dataset_spec.find(one, split, sources.cache_root(run)) for name, one in names.items()}
+    found = {name: dataset_spec.find(one, split, cache_folder.cache_root(run)) for name, one in names.items()}
     return {name: source for name, source in found.items() if source}
 
 
@@ -244,7 +245,7 @@ def same_everywhere(accelerator, splits: dict) -> None:
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
     run, options = parsing.parse(parsing.or_sample(argv))
-    parsing.check(run, options)
+    validation.check(run, options)
     splits = load(run, make_task(run, options))
     for name, split in splits.items():
         for source, _, part in split.segments():

@@ -23,7 +23,8 @@ from src.config.schema import RunConfig
 from src.data.arrow_cache import raw_rows
 from src.data.arrow_columns import check_kinds
 from src.data.row_location import Places, decoded
-from src.data.sources import Source, cache_root
+from src.data.sources import Source
+from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.storage import atomic_folder
 from src.storage.shared_work import Crew, leave

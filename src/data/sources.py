@@ -6,7 +6,6 @@ Leave alone. Guarded by tests/data/test_dataset.py, tests/download/test_http_fil
 import errno
 import os
 import re
-import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,20 +18,13 @@ from src.data import file_readers
 from src.data.file_errors import fault
 from src.download import http_files as fetch
 from src.download import hub, remote_files
+from src.download.cache_folder import cache_root
 from src.storage.shared_work import Crew
 
 SAMPLE = 1 << 14  # bytes
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
 NO_DATA = ("dataset_infos.json", "config.json", "metadata.json", "LICENSE.txt", "README.txt", "requirements.txt")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-
-
-def cache_root(run: RunConfig) -> Path:
-    """Return the folder of downloads and prepared data; one a node if `cache_per_node` says so."""
-    import datasets
-
-    root = Path(run.cache_dir) if run.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
-    return root / f"node_{socket.gethostname()}" if run.cache_per_node else root
 
 
 @dataclass

@@ -5,9 +5,9 @@ Leave alone; imported only where DeepSpeed was asked for. Guarded by tests/distr
 
 import torch
 
-from src.checkpointing.sharded import Piece, plain_name
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import Piece, plain_name
 
 
 def configure(accelerator, run: RunConfig) -> None:

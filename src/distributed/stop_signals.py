@@ -18,7 +18,7 @@ from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.reporting import trackers
 from src.runtime.run_status import EXIT_STOPPED, failure_of_another, lost, read, unlock, write
-from src.storage import atomic_folder
+from src.storage import held_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 NAMES = {"SIGINT": "Ctrl-C"}  # what people call it
@@ -53,7 +53,7 @@ class Watch:
 
     def begin(self) -> None:
         """From now on there is something to save, on every rank in the folder that is there now."""
-        atomic_folder.hold(self.folder)
+        held_folder.hold(self.folder)
         self.begun, self.last = True, time.monotonic()
 
     def requests(self) -> list[float]:

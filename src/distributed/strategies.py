@@ -12,7 +12,6 @@ import torch
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed import tensor_parallel
-from src.training.state import Window
 
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> what matrix products are computed in
 
@@ -145,7 +144,7 @@ def fuses(accelerator, run: RunConfig) -> bool:
 # ---- in a step -----------------------------------------------------------------------------------------------------------
 
 
-def turns(accelerator, window: Window) -> list[float]:
+def turns(accelerator, window: list) -> list[float]:
     """Return, for the vector that all ranks add up, how many micro-batches each has; nothing where that may differ."""
     if not sharded(accelerator):
         return []
@@ -153,7 +152,7 @@ def turns(accelerator, window: Window) -> list[float]:
     return [float(len(window) * (rank == mine)) for rank in range(world)]
 
 
-def even(window: Window, turns: list[float]) -> Window:
+def even(window: list, turns: list[float]) -> list:
     """Return the window with fillers of weight zero before it, so that all ranks run as many forward passes."""
     micro, batch = window[0]
     filler = replace(micro, ids=micro.ids[:1], filler=True, last=False)

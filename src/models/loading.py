@@ -10,8 +10,8 @@ import torch
 
 from src.config.errors import UsageError, absent, locate, nearest, read_yaml, warn
 from src.config.schema import RunConfig, plain_name
-from src.data.sources import cache_root
 from src.download import http_files, hub, sample_datasets
+from src.download.cache_folder import cache_root
 from src.text.tokenization import masks_known
 
 

@@ -15,19 +15,10 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import mix, plan, steps_per_epoch
-from src.storage import atomic_folder
+from src.data.batch_plan import LOW, digest, plan, steps_per_epoch
+from src.storage import jsonl
 
 FILE = "ledger.jsonl"
-LOW = np.uint64(0xFFFFFFFF)
-
-
-def digest(ids: np.ndarray) -> tuple[float, float]:
-    """Return two sums over hashes of `ids`, to be added over ranks: the same for any split and any order of the ids.
-
-    Each summand has 32 bits, so a float64 holds the sum of two million of them exactly."""
-    hashed = mix(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    return float((hashed & LOW).sum()), float((hashed >> np.uint64(32)).sum())
 
 
 def word(low: float, high: float) -> str:
@@ -39,7 +30,7 @@ class Ledger:
     """Appends a line per step to ledger.jsonl on the main process; its first line says what the steps are cut from."""
 
     def __init__(self, run: RunConfig, examples, main: bool):
-        self.main, self.lines = main, atomic_folder.Lines(Path(run.output_dir, FILE))
+        self.main, self.lines = main, jsonl.Lines(Path(run.output_dir, FILE))
         self.plan = {
             "examples": examples.facts["examples"],
             "global_batch_size": run.global_batch_size,
@@ -51,7 +42,7 @@ class Ledger:
         """Leave in the file the lines up to `step`."""
         if not self.main:
             return
-        atomic_folder.cut_back(self.lines.path, lambda line: line["step"] <= step)
+        jsonl.cut_back(self.lines.path, lambda line: line["step"] <= step)
         if not self.lines.path.exists() or not self.lines.path.stat().st_size:
             self.lines.add({"step": 0, "after": step, "plan": self.plan})
 

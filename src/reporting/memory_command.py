@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import launch
@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     run, options = parsing.parse(argv, also=OWN)
     if not (run.dataset_name or run.train_file or run.mixture):
         run.train_file = ["-"]  # no data is opened
-    parsing.check(run, options)
+    validation.check(run, options)
     model, length = _model(run, options)
     n, rows = count(model), rows_at_once(run, length)
 
@@ -91,8 +91,8 @@ def _model(run: RunConfig, options) -> tuple[torch.nn.Module, int]:
     """Return (the task's model without weights, the length of its rows)."""
     from datasets import ClassLabel, Features
 
-    from src.data.sources import cache_root
     from src.download import hub
+    from src.download.cache_folder import cache_root
     from src.tasks import make_task
 
     if name := run.model_name_or_path:  # its weights are not fetched

@@ -5,7 +5,6 @@ A fork adds numbers to the lines here. Guarded by tests/reporting/test_metrics.p
 
 import json
 import logging
-import math
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,19 +18,11 @@ from src.reporting import trackers
 from src.reporting.environment import environment, save_diff
 from src.runtime import console, run_status
 from src.runtime.console import Console, exact, table
-from src.storage import atomic_folder
+from src.storage import atomic_folder, jsonl
+from src.storage.jsonl import strict
 from src.training.state import Progress
 
 log = logging.getLogger("run")
-
-
-def strict(value):
-    """Return `value` as strict JSON allows it: numbers that are not finite become None."""
-    if isinstance(value, dict):
-        return {key: strict(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Tracker:
@@ -40,7 +31,7 @@ class Tracker:
     def __init__(self, accelerator, run: RunConfig, total: int):
         self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
         self.folder, self.console = Path(run.output_dir), Console(self.main, total)
-        self.metrics = atomic_folder.Lines(self.folder / "metrics.jsonl")
+        self.metrics = jsonl.Lines(self.folder / "metrics.jsonl")
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
@@ -56,7 +47,7 @@ class Tracker:
             self._open(config, progress.step, progress.evaluated)
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        lines = atomic_folder.objects(self.metrics.path)
+        lines = jsonl.objects(self.metrics.path)
         trackers.start(self.accelerator, self.run, config, progress.step, lines)
         self.console.begin(progress.step)
 
@@ -68,7 +59,7 @@ class Tracker:
         save_diff(self.folder)
         # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
         done = evaluated == step
-        atomic_folder.cut_back(
+        jsonl.cut_back(
             self.metrics.path, lambda x: x["step"] < step or (x["step"] == step and (done or x["kind"] != "eval"))
         )
         run_status.write(self.folder, "running", step)
@@ -108,7 +99,7 @@ class Tracker:
         if sample:
             self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
         self.metrics.offer()
-        last = {line["kind"]: line for line in atomic_folder.objects(self.metrics.path)}
+        last = {line["kind"]: line for line in jsonl.objects(self.metrics.path)}
         for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
             if kind in last:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}

@@ -3,22 +3,15 @@
 Leave alone. Guarded by tests/config/test_command_line.py.
 """
 
-import math
-
 import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import facts_in_words, notes_on_data
 from src.models import memory_estimate
-from src.training.optimizers import warmup_updates
+from src.training.optimizers import total_steps, warmup_updates
 from src.training.state import Progress
 from src.training.step import Objective
-
-
-def total_steps(run: RunConfig, examples: int) -> int:
-    """Return the optimizer steps of the whole run."""
-    return run.max_steps or math.ceil(round(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size), 6))
 
 
 def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:

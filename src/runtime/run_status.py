@@ -16,7 +16,7 @@ from pathlib import Path
 
 from src.config.errors import UsageError, warn
 from src.config.redact import redact
-from src.storage import atomic_folder
+from src.storage import atomic_folder, held_folder
 
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # files that a run writes as it goes
@@ -62,7 +62,7 @@ def claim_failure(folder: Path, rank: int, message: str) -> bool:
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
     try:
-        atomic_folder.check_held(file)
+        held_folder.check_held(file)
         temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
         os.link(temporary, file)  # fails where there is one, and is never seen half written
     except FileExistsError:
@@ -98,7 +98,7 @@ def lock(folder: Path, patience: float = 60) -> None:
     import fcntl
 
     if _lock:
-        if reason := atomic_folder.lost(folder):
+        if reason := held_folder.lost(folder):
             raise UsageError(f"output_dir: {reason} while this process started: give the command again")
         return
     check_links(folder)
@@ -112,7 +112,7 @@ def lock(folder: Path, patience: float = 60) -> None:
                 file.close()
                 return lock(folder, patience)
             _lock.append(file)
-            atomic_folder.hold(folder)
+            held_folder.hold(folder)
             return
         except BlockingIOError:
             if time.monotonic() - began > patience:
@@ -124,7 +124,7 @@ def lock(folder: Path, patience: float = 60) -> None:
             time.sleep(0.5)
         except OSError as error:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
-            atomic_folder.hold(folder)
+            held_folder.hold(folder)
             return
 
 
@@ -143,10 +143,10 @@ def lost(folder: Path) -> str:
     process has locked it after the lock file was deleted. A lock file that is only deleted is made again."""
     import fcntl
 
-    if (reason := atomic_folder.lost()) or not _lock or _is_at(_lock[0], folder):
+    if (reason := held_folder.lost()) or not _lock or _is_at(_lock[0], folder):
         return reason
     time.sleep(SETTLING)  # somebody may be deleting the whole folder
-    if reason := atomic_folder.lost():
+    if reason := held_folder.lost():
         return reason
     try:
         file = _file(folder).open("a")

@@ -3,7 +3,6 @@
 Leave alone. Guarded by tests/storage/test_atomic_folder.py. Knows nothing of what is in the files.
 """
 
-import errno
 import json
 import os
 import shutil
@@ -13,41 +12,10 @@ from pathlib import Path
 
 import xxhash
 
-from src.config.errors import warn
+from src.storage.held_folder import check_held
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22
-
-
-_held: dict[Path, int] = {}  # the run folder -> a descriptor of it, which keeps its inode number from being used again
-
-
-def hold(folder: Path) -> None:
-    """Remember which folder this path means now; from here on nothing of ours is written to another one in its place."""
-    if folder.absolute() not in _held:
-        with suppress(OSError):
-            _held[folder.absolute()] = os.open(folder, os.O_RDONLY)
-
-
-def lost(path: Path | None = None) -> str:
-    """Return why the folder that this process holds (one with `path` in it, if given) is not there any more, or nothing."""
-    for folder, descriptor in _held.items():
-        if path is not None and not path.absolute().is_relative_to(folder):
-            continue
-        try:
-            if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):
-                return f"{folder} was deleted or moved, and another folder is in its place"
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{folder} was deleted or moved"
-        except OSError:  # a file system that does not answer now says nothing about the folder
-            continue
-    return ""
-
-
-def check_held(path: Path) -> None:
-    """Raise OSError if `path` is in a folder that was deleted, moved or replaced since `hold`."""
-    if reason := lost(path):
-        raise OSError(errno.ESTALE, f"{reason}; nothing is written there")
 
 
 def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None:
@@ -185,73 +153,3 @@ def rewrite(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     flush(temporary)
     temporary.replace(path)
-
-
-class Lines:
-    """Appends whole lines to a file; what the disk does not take is kept, and tried again with the next."""
-
-    def __init__(self, path: Path):
-        self.path, self.waiting = path, []
-
-    def add(self, line: dict) -> None:
-        """Take a line as strict JSON; it reaches the file with the next flush."""
-        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
-
-    def flush(self) -> None:
-        """Write what is waiting, all of it or, with an OSError, nothing."""
-        if not self.waiting:
-            return
-        check_held(self.path)
-        data = "".join(self.waiting).encode()
-        with self.path.open("ab", buffering=0) as file:
-            end = file.tell()
-            try:
-                if file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError:
-                file.truncate(end)
-                raise
-        self.waiting = []
-
-    def offer(self) -> None:
-        """Write what is waiting; where that fails, warn and keep it."""
-        try:
-            self.flush()
-        except OSError as error:
-            if error.errno == errno.ESTALE and lost(self.path):
-                return  # Watch ends this process at its next look, and says why
-            warn(
-                f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
-            )
-
-
-def objects(path: Path) -> list[dict]:
-    """Return the objects of a file of JSON lines that can be read: damage costs a line, not the run."""
-    found = []
-    for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        found += [line] if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line else []
-    return found
-
-
-def cut_back(path: Path, keeps: Callable[[dict], bool]) -> None:
-    """Drop the last lines of a file of JSON objects, up to the last one that is whole and that `keeps` accepts.
-
-    Truncates in place, which is one operation of the file system; reads only the lines that go."""
-    if not path.exists():
-        return
-    data = path.read_bytes()
-    end = len(data)
-    while end:
-        start = data.rfind(b"\n", 0, end - 1) + 1
-        try:
-            if data[end - 1 : end] == b"\n" and keeps(json.loads(data[start:end])):
-                break
-        except (ValueError, KeyError, TypeError):
-            pass  # half a line, as a kill leaves it
-        end = start
-    if end < len(data):
-        os.truncate(path, end)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from src.config.errors import UsageError
-from src.data.arrow_columns import warn_of_ignored
+from src.text.ignored_columns import warn_of_ignored
 from src.text.long_text import encode_long
 from src.text.tokenization import CHARACTERS, batches, checked_chat, render_chat, require_text, token_bytes
 

@@ -10,6 +10,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.data.batch_plan import steps_per_epoch
 from src.distributed.tensor_parallel import apart
 
 
@@ -62,3 +63,8 @@ def make_schedule(run: RunConfig, total: int) -> Callable[[int], float]:
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {run.lr_scheduler_type} does not take {kwargs}: {error}") from error
     return lambda updates: run.learning_rate * factor(updates)
+
+
+def total_steps(run: RunConfig, examples: int) -> int:
+    """Return the optimizer steps of the whole run."""
+    return run.max_steps or math.ceil(round(run.num_train_epochs * steps_per_epoch(examples, run.global_batch_size), 6))

@@ -6,10 +6,10 @@ Leave alone. Guarded by tests/training/test_step.py and tests/conformance/.
 import numpy as np
 import torch
 
+from src.data.batch_plan import digest
 from src.data.data_loader import seed_everything
 from src.distributed import tensor_parallel
 from src.distributed.strategies import backward, reducing
-from src.reporting.ledger import digest
 from src.tasks import Task
 from src.training.state import Flag, Window
 

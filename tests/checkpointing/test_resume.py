@@ -603,13 +603,13 @@ def test_a_finished_run_that_is_prolonged_equals_one_of_that_length(files, tmp_p
 
 def _weights_at_the_start(argv):
     """Train on this rank; return the model's weights before the first step, and the step it begins with."""
-    seen, prepare = {}, train.placing.prepare
+    seen, prepare = {}, train.prepare_model.prepare
 
     def spy(accelerator, objective, optimizer):
         seen["weights"] = {name: value.clone() for name, value in objective.model.state_dict().items()}
         return prepare(accelerator, objective, optimizer)
 
-    train.placing.prepare = spy
+    train.prepare_model.prepare = spy
     train.main([str(word) for word in argv])
     return seen["weights"]
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from src.checkpointing import sharded
 from src.checkpointing.format import write_index
-from src.checkpointing.sharded import Piece, Reader, Team, file_name, owners, partial, plain_name, whole
+from src.checkpointing.sharded import Reader, Team, file_name, owners
 from src.config.errors import UsageError
 from src.distributed import launch
+from src.distributed.sharded_tensors import Piece, partial, plain_name, whole
 from src.storage import atomic_folder
 from tests.helpers import kit
 

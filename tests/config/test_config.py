@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import yaml
 
-from src.config import errors, parsing
+from src.config import errors, parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
@@ -29,7 +29,7 @@ def parsed(*argv, **values):
 
 def faults(*argv, **values) -> str:
     with pytest.raises(UsageError) as caught:
-        parsing.check(*parsed(*argv, **values))
+        validation.check(*parsed(*argv, **values))
     return str(caught.value)
 
 
@@ -214,7 +214,7 @@ def test_a_run_is_named_after_its_file(here):
     "name", ["configs/stdlib_lm.yaml", "configs/stdlib_classification.yaml", "configs/finetune_hub.yaml"]
 )
 def test_the_shipped_run_files_are_valid_and_begin_with_their_command(name):
-    parsing.check(*parsing.parse(["--config", name]))
+    validation.check(*parsing.parse(["--config", name]))
     first = (kit.REPOSITORY / name).read_text().splitlines()[0]
     assert first.startswith("# accelerate launch --config_file accelerate_configs/")
     assert first.endswith(f"train.py --config {name}")
@@ -277,7 +277,7 @@ def test_words_where_a_flag_was_expected(here, words, meant):
 def test_both_sources_of_data_are_named(here):
     path = kit.write_yaml("mine.yaml", {"model_config": "llama.yaml", "dataset_name": "stdlib_code"})
     with pytest.raises(UsageError, match=r"dataset_name \(stdlib_code\) and train_file \(mine.jsonl\)"):
-        parsing.check(*parsing.parse(["--config", str(path), "--train_file", "mine.jsonl"]))
+        validation.check(*parsing.parse(["--config", str(path), "--train_file", "mine.jsonl"]))
 
 
 def test_a_run_file_with_a_wrong_name(here):

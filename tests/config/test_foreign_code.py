@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from src.checkpointing.locate_weights import to_evaluate
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
@@ -283,8 +283,8 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
 def test_kernels_of_the_hub_need_opt_in(tmp_path):
     given = kit.flags(model_config="x.yaml", train_file="x.jsonl", attn_implementation="evil/kernel")
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        parsing.check(*parsing.parse(given))
-    parsing.check(*parsing.parse([*given, "--trust_remote_code", "true"]))
+        validation.check(*parsing.parse(given))
+    validation.check(*parsing.parse([*given, "--trust_remote_code", "true"]))
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | {"attn_implementation": "evil/kernel"})
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
         make_task(*parsing.parse(kit.flags(model_config=model, train_file="x.jsonl"))).load()

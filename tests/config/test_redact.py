@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 import yaml
 
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.redact import learn, learn_environment, publishable, redact, redact_all, was_redacted
 from tests.helpers import kit
@@ -123,7 +123,7 @@ def test_folder_that_is_a_url_is_refused(name, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = kit.flags(model_config=files / "llama.yaml", train_file="x.jsonl", **{name: "s3://key:secret@bucket/run"})
     with pytest.raises(UsageError, match=f"{name}: s3.*URL"):
-        parsing.check(*parsing.parse(given))
+        validation.check(*parsing.parse(given))
     assert not list(tmp_path.iterdir())
 
 
@@ -135,12 +135,12 @@ def test_published_urls_lose_a_query_with_credentials():
 def test_redacted_value_is_refused_when_read_back(value, files, tmp_path):
     given = kit.flags(model_config=files / "llama.yaml", train_file=value)
     run, options = parsing.parse(given)
-    parsing.check(run, options)
+    validation.check(run, options)
     saved = tmp_path / "config.yaml"
     saved.write_text(parsing.to_yaml(run, options))
     with pytest.raises(UsageError, match=r"train_file.*--train_file"):
-        parsing.check(*parsing.parse(["--config", str(saved)]))
-    parsing.check(*parsing.parse(["--config", str(saved), "--train_file", value]))
+        validation.check(*parsing.parse(["--config", str(saved)]))
+    validation.check(*parsing.parse(["--config", str(saved), "--train_file", value]))
 
 
 class _Guarded(SimpleHTTPRequestHandler):

@@ -10,6 +10,7 @@ import datasets
 import numpy as np
 import pytest
 
+from src.config import validation
 from src.config.errors import UsageError
 from src.data.streaming import BLOCK
 from src.reporting import ledger
@@ -67,7 +68,7 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
     from src.training.state import Progress
 
     run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)])
-    parsing.check(run, options)
+    validation.check(run, options)
     stream = data.load(run, make_task(run, options), wanted=("train",))["train"]
     accelerator = launch.start(run)
     agree = launch.Agreement(accelerator, run.ddp_timeout)

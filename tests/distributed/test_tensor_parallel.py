@@ -54,14 +54,14 @@ def _train(argv):
         accelerate.Accelerator.__init__ = lambda self, cpu, **rest: start(self, **rest)
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU")
-    held, prepare = {}, train.placing.prepare
+    held, prepare = {}, train.prepare_model.prepare
 
     def prepared(*args):
         module, optimizer = prepare(*args)
         held.update(module.named_parameters())
         return module, optimizer
 
-    train.placing.prepare = prepared
+    train.prepare_model.prepare = prepared
     train.main([str(word) for word in argv])
     names = {name: value.device_mesh.mesh_dim_names for name, value in held.items() if isinstance(value, DTensor)}
     cut = [name for name, dims in names.items() if "tp" in dims]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from src.config import parsing
+from src.config import parsing, validation
 from src.data import dataset
 from src.distributed import launch
 from src.download import http_files
@@ -63,7 +63,7 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
 
     def work(argv):
         run, options = parsing.parse(argv)
-        parsing.check(run, options)
+        validation.check(run, options)
         found.append(dataset.load(run, make_task(run, options))["train"])
 
     adopt(environment)

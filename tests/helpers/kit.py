@@ -16,6 +16,7 @@ import torch.multiprocessing
 import yaml
 from safetensors.torch import load_file
 
+from src.config import validation
 from src.distributed import stop_signals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -243,7 +244,7 @@ def _train(argv):
     import train
 
     seen = {}
-    original, prepare = train.train, train.placing.prepare
+    original, prepare = train.train, train.prepare_model.prepare
 
     def spy(run, options, task, splits, accelerator):
         seen["world"] = accelerator.num_processes
@@ -257,7 +258,7 @@ def _train(argv):
         seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
         return module, optimizer
 
-    train.train, train.placing.prepare = spy, prepared
+    train.train, train.prepare_model.prepare = spy, prepared
     train.main([str(word) for word in argv])
     return seen
 
@@ -379,7 +380,7 @@ def open_data(**fields):
     from src.tasks import make_task
 
     run, options = parsing.parse(flags(**fields))
-    parsing.check(run, options)
+    validation.check(run, options)
     task = make_task(run, options)
     return task, dataset.load(run, task)
 

@@ -12,6 +12,7 @@ import pytest
 
 import train
 from src.config.errors import UsageError
+from src.data import batch_plan
 from src.reporting import ledger
 from tests.helpers import kit
 
@@ -58,13 +59,15 @@ def command(*argv) -> tuple[int, str]:
 
 def test_the_hash_does_not_depend_on_order_or_split_and_sees_every_id():
     ids = np.random.default_rng(0).permutation(10_000)[:500]
-    whole = ledger.digest(ids)
-    parts = [ledger.digest(part) for part in np.array_split(ids[::-1], 7)]
+    whole = batch_plan.digest(ids)
+    parts = [batch_plan.digest(part) for part in np.array_split(ids[::-1], 7)]
     assert tuple(map(sum, zip(*parts, strict=True))) == whole
-    assert ledger.digest(ids[:0]) == (0.0, 0.0)
-    words = {ledger.word(*ledger.digest(np.delete(ids, i))) for i in range(500)}
-    words |= {ledger.word(*ledger.digest(np.append(ids, i))) for i in ids}
-    words |= {ledger.word(*ledger.digest(np.append(ids[1:], i))) for i in ids[1:]}  # one repeated instead of another
+    assert batch_plan.digest(ids[:0]) == (0.0, 0.0)
+    words = {ledger.word(*batch_plan.digest(np.delete(ids, i))) for i in range(500)}
+    words |= {ledger.word(*batch_plan.digest(np.append(ids, i))) for i in ids}
+    words |= {
+        ledger.word(*batch_plan.digest(np.append(ids[1:], i))) for i in ids[1:]
+    }  # one repeated instead of another
     assert len(words) == 500 + 500 + 499
     assert ledger.word(*whole) not in words
 
@@ -72,7 +75,7 @@ def test_the_hash_does_not_depend_on_order_or_split_and_sees_every_id():
 def test_the_sums_are_exact_for_batches_of_a_million():
     ids = np.arange(10**6) + 10**9
     hashed = ledger.mix(ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    low, high = ledger.digest(ids)
+    low, high = batch_plan.digest(ids)
     assert int(low) == sum((hashed & np.uint64(0xFFFFFFFF)).tolist())
     assert int(high) == sum((hashed >> np.uint64(32)).tolist())
 
@@ -80,7 +83,7 @@ def test_the_sums_are_exact_for_batches_of_a_million():
 def test_mutant_hash_that_adds_up_ids_is_caught():
     """1 + 4 is 2 + 3."""
     assert sum([1, 4]) == sum([2, 3])
-    assert ledger.digest(np.array([1, 4])) != ledger.digest(np.array([2, 3]))
+    assert batch_plan.digest(np.array([1, 4])) != batch_plan.digest(np.array([2, 3]))
 
 
 # ---- the same on any number of processes, any cut, any course --------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from src.reporting.environment import arithmetic
-from src.reporting.metrics import Meter, strict
+from src.reporting.metrics import Meter
+from src.storage.jsonl import strict
 from tests.helpers import kit
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from src.config import parsing
+from src.config import parsing, validation
 from tests.helpers import kit
 
 README = (kit.REPOSITORY / "README.md").read_text()
@@ -70,7 +70,7 @@ def test_commands_of_train_py_are_right(command):
 def test_the_run_file_for_the_hub_is_valid():
     assert any(HUB in command for command in COMMANDS)
     for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
-        parsing.check(*parsing.parse(["--config", str(path)]))
+        validation.check(*parsing.parse(["--config", str(path)]))
         first = path.read_text().splitlines()[0]
         assert first.startswith("# accelerate launch --config_file accelerate_configs/")
         assert first.endswith(f"train.py --config configs/{path.name}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from src.storage import atomic_folder
+from src.storage import atomic_folder, held_folder, jsonl
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
 
@@ -407,7 +407,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
-    lines = atomic_folder.Lines(tmp_path / "a.jsonl")
+    lines = jsonl.Lines(tmp_path / "a.jsonl")
     lines.add({"step": 1})
     lines.add({"step": 2})
     assert not (tmp_path / "a.jsonl").exists()
@@ -434,7 +434,7 @@ def fill(small_disk: Path, lines) -> int:
 def test_a_full_disk_gets_whole_lines_only_and_what_it_did_not_take_later(small_disk, capsys):
     """A real one: the write that does not fit is taken in part, as write(2) has it."""
     path = small_disk / "metrics.jsonl"
-    lines = atomic_folder.Lines(path)
+    lines = jsonl.Lines(path)
     count = fill(small_disk, lines)
     assert 1 < count < 10_000
     assert [line["step"] for line in read_lines(path)] == list(range(1, count))
@@ -451,7 +451,7 @@ def test_a_full_disk_gets_whole_lines_only_and_what_it_did_not_take_later(small_
     assert lines.waiting == []
 
 
-class Naive(atomic_folder.Lines):
+class Naive(jsonl.Lines):
     """Appends as people do."""
 
     def flush(self):
@@ -472,7 +472,7 @@ def test_mutant_lines_that_are_half_written_are_caught(small_disk):
 
 
 def test_a_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
-    lines = atomic_folder.Lines(tmp_path / "there" / "a.jsonl")
+    lines = jsonl.Lines(tmp_path / "there" / "a.jsonl")
     lines.add({"step": 1})
     lines.offer()
     assert "No such file or directory" in capsys.readouterr().err
@@ -508,20 +508,20 @@ def test_cut_back_leaves_the_lines_up_to_a_step(tmp_path, text, kept):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     inode = path.stat().st_ino
-    atomic_folder.cut_back(path, lambda line: line["step"] <= 3)
+    jsonl.cut_back(path, lambda line: line["step"] <= 3)
     assert path.read_text() == kept
     assert path.stat().st_ino == inode  # in place
 
 
 def test_cut_back_of_no_file_makes_none(tmp_path):
-    atomic_folder.cut_back(tmp_path / "none.jsonl", lambda line: True)
+    jsonl.cut_back(tmp_path / "none.jsonl", lambda line: True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cut_back_drops_many_lines_and_reads_only_those(tmp_path):
     path, read = tmp_path / "a.jsonl", []
     path.write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
-    atomic_folder.cut_back(path, lambda line: read.append(line["step"]) or line["step"] <= 3000)
+    jsonl.cut_back(path, lambda line: read.append(line["step"]) or line["step"] <= 3000)
     assert read == list(range(4999, 2999, -1))
     assert len(read_lines(path)) == 3001
 
@@ -602,13 +602,13 @@ def test_rewrite_does_not_follow_symlinks(tmp_path):
 
 @pytest.mark.parametrize("recreated", [False, True])
 def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, recreated):
-    monkeypatch.setattr(atomic_folder, "_held", {})
-    run, lines = tmp_path / "run", atomic_folder.Lines(tmp_path / "run" / "metrics.jsonl")
+    monkeypatch.setattr(held_folder, "_held", {})
+    run, lines = tmp_path / "run", jsonl.Lines(tmp_path / "run" / "metrics.jsonl")
     run.mkdir()
-    atomic_folder.hold(run)
+    held_folder.hold(run)
     lines.add({"step": 1})
     lines.flush()
-    assert atomic_folder.lost() == ""
+    assert held_folder.lost() == ""
 
     def replace():
         (run / "metrics.jsonl").unlink(missing_ok=True)
@@ -627,7 +627,7 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     with pytest.raises(OSError, match="deleted or moved"):
         atomic_folder.publish(run / "checkpoints" / "step_00000001", write)
     assert not (run / "checkpoints" / "step_00000001").exists()
-    assert atomic_folder.lost()
+    assert held_folder.lost()
     lines.add({"step": 2})
     for call in (
         lines.flush,

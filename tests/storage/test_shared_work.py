@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from src.config import parsing
+from src.config import validation
 from src.config.errors import Failure, UsageError
-from src.data import preprocessing, sources
+from src.data import preprocessing
+from src.download import cache_folder
 from src.storage import shared_work
 from src.storage.shared_work import Crew
 from src.tasks import causal_lm
@@ -421,9 +422,9 @@ def test_a_cache_without_room_is_named_and_nothing_half_made_counts(tmp_path, mo
     kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | {"vocab_size": 3000})
     tiny = {"model_config": tmp_path / "llama.yaml", "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
     (tmp_path / "here").mkdir()
-    original = parsing.check
+    original = validation.check
     with no_room(tmp_path / "here" / "cache", how) as strike:
-        monkeypatch.setattr(parsing, "check", lambda *args: (strike(), original(*args))[1])
+        monkeypatch.setattr(validation, "check", lambda *args: (strike(), original(*args))[1])
         codes, texts, seconds = command(tiny, tmp_path / "here", 2)
         monkeypatch.undo()
         assert 0 not in codes
@@ -511,6 +512,6 @@ def test_cache_per_node_is_a_folder_of_the_host(tmp_path, monkeypatch):
 
     monkeypatch.setattr(socket, "gethostname", lambda: "node7.cluster")
     run = RunConfig(cache_dir=str(tmp_path))
-    assert sources.cache_root(run) == tmp_path
+    assert cache_folder.cache_root(run) == tmp_path
     run.cache_per_node = True
-    assert sources.cache_root(run) == tmp_path / "node_node7.cluster"
+    assert cache_folder.cache_root(run) == tmp_path / "node_node7.cluster"

@@ -14,7 +14,7 @@ import torch
 
 import train
 from src.checkpointing import format
-from src.config import parsing
+from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import launch, strategies
@@ -350,10 +350,10 @@ def test_mutant_that_saves_what_one_rank_has_is_caught(tiny, tmp_path, monkeypat
 )
 def test_what_does_not_go_with_it_is_refused(tiny, fields, words):
     with pytest.raises(UsageError) as refused:
-        parsing.check(*parsing.parse(recipe(tiny, **fields)))
+        validation.check(*parsing.parse(recipe(tiny, **fields)))
     assert str(refused.value).startswith(words)
     assert "\n" not in str(refused.value)
-    parsing.check(*parsing.parse(recipe(tiny, save_steps=6, eval_steps=9, drift_check_steps=3)))
+    validation.check(*parsing.parse(recipe(tiny, save_steps=6, eval_steps=9, drift_check_steps=3)))
 
 
 def test_under_fsdp_it_is_refused_on_all_ranks(tiny, tmp_path):

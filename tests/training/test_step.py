@@ -138,7 +138,7 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_ma
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
     reductions, vectors, steps = [], [], []
-    prepare, update, call = train.placing.prepare, train.update, launch.Agreement.__call__
+    prepare, update, call = train.prepare_model.prepare, train.update, launch.Agreement.__call__
 
     def hooked(accelerator, objective, optimizer):
         module, optimizer = prepare(accelerator, objective, optimizer)
@@ -155,7 +155,7 @@ def _count_reductions(argv, no_sync: bool):
             accelerator.no_sync = lambda module: nullcontext()
         return module, optimizer
 
-    train.placing.prepare = hooked
+    train.prepare_model.prepare = hooked
     train.update = lambda *args: (steps.append(1), update(*args))[1]
     launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     train.main([str(word) for word in argv])

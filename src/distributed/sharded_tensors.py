@@ -1,0 +1,29 @@
+"""Tensors of which each process holds a part: test for them, gather them, name them."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class Piece(NamedTuple):
+    """A tensor of which this process holds a part, in a way that torch does not know."""
+
+    nbytes: int  # of the whole
+    whole: Callable[[], torch.Tensor]  # a collective
+
+
+def partial(value) -> bool:
+    return isinstance(value, Piece | torch.distributed.tensor.DTensor)
+
+
+def whole(value) -> torch.Tensor:
+    """Return the whole tensor; a collective if it is in parts, in which each process has it for a moment."""
+    if isinstance(value, Piece):
+        return value.whole()
+    return value.detach().full_tensor() if partial(value) else value
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a parameter without what activation checkpointing puts in."""
+    return name.replace("_checkpoint_wrapped_module.", "")

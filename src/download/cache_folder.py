@@ -1,0 +1,14 @@
+"""The folder of downloads and prepared data."""
+
+import socket
+from pathlib import Path
+
+from src.config.schema import RunConfig
+
+
+def cache_root(run: RunConfig) -> Path:
+    """Return the folder of downloads and prepared data; one a node if `cache_per_node` says so."""
+    import datasets
+
+    root = Path(run.cache_dir) if run.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
+    return root / f"node_{socket.gethostname()}" if run.cache_per_node else root

@@ -1,0 +1,36 @@
+"""The run folder that this process holds: notice when it is deleted, moved or replaced."""
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+
+_held: dict[Path, int] = {}  # the run folder -> a descriptor of it, which keeps its inode number from being used again
+
+
+def hold(folder: Path) -> None:
+    """Remember which folder this path means now; from here on nothing of ours is written to another one in its place."""
+    if folder.absolute() not in _held:
+        with suppress(OSError):
+            _held[folder.absolute()] = os.open(folder, os.O_RDONLY)
+
+
+def lost(path: Path | None = None) -> str:
+    """Return why the folder that this process holds (one with `path` in it, if given) is not there any more, or nothing."""
+    for folder, descriptor in _held.items():
+        if path is not None and not path.absolute().is_relative_to(folder):
+            continue
+        try:
+            if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):
+                return f"{folder} was deleted or moved, and another folder is in its place"
+        except (FileNotFoundError, NotADirectoryError):
+            return f"{folder} was deleted or moved"
+        except OSError:  # a file system that does not answer now says nothing about the folder
+            continue
+    return ""
+
+
+def check_held(path: Path) -> None:
+    """Raise OSError if `path` is in a folder that was deleted, moved or replaced since `hold`."""
+    if reason := lost(path):
+        raise OSError(errno.ESTALE, f"{reason}; nothing is written there")
