@@ -17,7 +17,7 @@ from src.runtime import run_status
 from src.runtime.console import exact, table
 from src.storage import atomic_folder
 from src.storage.jsonl import strict
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 from src.training.evaluation import evaluate
 from src.training.step import Objective
 
@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
         or_newest_run(argv)
     )  # --checkpoint brings the run's config; flags win over it
     run, options = parsing.parse(
-        argv, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
+        argv, OPTIONS, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
     )
     validation.check(run, options, training=False)
     launch.check_environment()

@@ -21,7 +21,7 @@ from src.reporting.ledger import Ledger
 from src.reporting.metrics import Meter, Tracker
 from src.reporting.run_plan import describe, notes
 from src.runtime.console import table
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 from src.training import local_sgd
 from src.training.auto_batch_size import largest_that_fits
 from src.training.evaluation import evaluate
@@ -32,7 +32,7 @@ from src.training.step import Objective, counts, gradient, update
 
 def main(argv: list[str]) -> None:
     stop_signals.before_training()
-    run, options = parsing.parse(parsing.or_sample(argv))
+    run, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
     validation.check(run, options)
     launch.check_environment()
 

@@ -23,12 +23,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
 
 from src.config import parsing, validation
-from src.config.schema import RunConfig  # noqa: E402
-from src.data.batch_plan import training_order  # noqa: E402
-from src.data.data_loader import read  # noqa: E402
-from src.data.dataset import load  # noqa: E402
+from src.config.schema import RunConfig
+from src.data.batch_plan import training_order
+from src.data.data_loader import read
+from src.data.dataset import load
 from src.download import cache_folder, sample_datasets
-from src.tasks import make_task  # noqa: E402
+from src.tasks import OPTIONS, make_task
 
 MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
 MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 2048}
@@ -38,7 +38,7 @@ def opened(folder: Path, **fields):
     """Return (run, task, training split) as train.py has them."""
     (folder / "model.yaml").write_text(json.dumps(MODEL))
     flags = {"model_config": folder / "model.yaml", "cache_dir": folder / "cache"} | fields
-    run, options = parsing.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))])
+    run, options = parsing.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))], OPTIONS)
     validation.check(run, options)
     task = make_task(run, options)
     return run, task, load(run, task, wanted=("train",))["train"]

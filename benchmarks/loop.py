@@ -33,7 +33,7 @@ from src.config.errors import REPOSITORY
 from src.data.batch_plan import training_order
 from src.data.data_loader import Reader
 from src.data.dataset import load
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 
 BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
@@ -79,7 +79,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     total = block * (blocks + 1)
     batch = {"global_batch_size": size, "per_device_batch_size": micro}
     words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
-    run, options = parsing.parse(words)
+    run, options = parsing.parse(words, OPTIONS)
     task = make_task(run, options)
     split = load(run, task, wanted=("train",))["train"]
     times = {"ours": [], "plain": []}

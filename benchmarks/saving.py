@@ -39,17 +39,18 @@ SAVED = re.compile(r"stood still for ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,
 RESUME = """
 import sys
 sys.path.insert(0, {repository!r})
-from src import checkpoint, config
-from src.data import load
-from src.optim import make_optimizer
-from src.step import Objective
-from src.tasks import make_task
-from src.tracking import Meter
+from src.checkpointing import format as checkpoint
+from src.config import parsing
+from src.data.dataset import load
+from src.reporting.metrics import Meter
+from src.tasks import OPTIONS, make_task
+from src.training.optimizers import make_optimizer
+from src.training.step import Objective
 
 def memory(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
 
-run, options = config.parse(sys.argv[1:])
+run, options = parsing.parse(sys.argv[1:], OPTIONS)
 task = make_task(run, options)
 load(run, task)
 import transformers.models.llama.modeling_llama

@@ -38,16 +38,15 @@ def or_sample(argv: list[str]) -> list[str]:
     return ["--config", SAMPLE, *argv]
 
 
-def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None = None):
+def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str, str] | None = None):
     """Return (run, options) from flags and the YAML file that `--config` names; `base` holds values below both.
 
-    `also` names flags that the caller has taken out of `argv`, with their help.
+    `tasks` maps the name of each task to its dataclass of options (src/tasks/__init__.py). `also` names flags that the
+    caller has taken out of `argv`, with their help.
 
     Raises UsageError with every unknown name, wrong type, range error and contradiction at once.
     """
     from transformers import HfArgumentParser
-
-    from src.tasks import OPTIONS
 
     faults, items = [], []
     flags, path = flags_of(argv, faults)
@@ -57,9 +56,9 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
         items += [(f"{path}: ", name, value) for name, value in values.items() if value is not None]
     items += [("--", name, value) for name, value in flags]
     task = str(next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task))
-    if task not in OPTIONS:
-        raise UsageError(f"task: unknown value {task!r}{nearest(task, OPTIONS)}; there is {', '.join(OPTIONS)}")
-    options = OPTIONS[task]()
+    if task not in tasks:
+        raise UsageError(f"task: unknown value {task!r}{nearest(task, tasks)}; there is {', '.join(tasks)}")
+    options = tasks[task]()
 
     class Parser(HfArgumentParser):
         def error(self, message):
@@ -80,7 +79,7 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
         parser.print_help()
         sys.exit(0)
     fields = {f.name: f.metadata["help"] for kind in (RunConfig, options) for f in dataclasses.fields(kind)}
-    others = {f.name: other for other in OPTIONS if other != task for f in dataclasses.fields(OPTIONS[other]())}
+    others = {f.name: other for other in tasks if other != task for f in dataclasses.fields(tasks[other]())}
     good = []
     for source, name, value in items:
         negated = name.removeprefix("no_") if name.startswith("no_") else None

@@ -27,7 +27,7 @@ from src.distributed import launch
 from src.download import cache_folder
 from src.runtime import console
 from src.storage.shared_work import Crew
-from src.tasks import Task, make_task
+from src.tasks import OPTIONS, Task, make_task
 
 
 @dataclass
@@ -244,7 +244,7 @@ def same_everywhere(accelerator, splits: dict) -> None:
 
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
-    run, options = parsing.parse(parsing.or_sample(argv))
+    run, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
     validation.check(run, options)
     splits = load(run, make_task(run, options))
     for name, split in splits.items():

@@ -23,8 +23,8 @@ from src.config.errors import Failure, Stopped, UsageError, nearest, warn
 from src.config.redact import learn, learn_environment, redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed import stop_signals, strategies, tensor_parallel
-from src.reporting import trackers
 from src.runtime import console, run_status
+from src.runtime.exit_hooks import run_exit_hooks
 
 log = logging.getLogger("run")
 CONNECTION = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in what a broken collective says
@@ -185,7 +185,7 @@ def finish(accelerator) -> None:
     """
     accelerator.free_memory()
     gc.collect()
-    trackers.close()
+    run_exit_hooks()
     accelerator.trackers.clear()  # or it would close them once more
     accelerator.end_training()
 
@@ -206,7 +206,7 @@ def main(work: Callable[[list[str]], None]) -> None:
         )
     try:
         work(argv)
-        if not trackers.close():  # what hangs in there could hang the interpreter's own end as well
+        if not run_exit_hooks():  # what hangs in there could hang the interpreter's own end as well
             _exit(0)
     except SystemExit as error:
         if not _folder:  # --help
@@ -288,7 +288,7 @@ def _fail(error: BaseException) -> None:
 
 def _exit(code: int) -> None:
     """Close the trackers and end at once: destructors of a group in which others still wait could wait themselves."""
-    trackers.close()
+    run_exit_hooks()
     sys.stdout.flush()
     os._exit(code)
 

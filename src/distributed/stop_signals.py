@@ -16,7 +16,7 @@ from pathlib import Path
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
-from src.reporting import trackers
+from src.runtime.exit_hooks import exiting, run_exit_hooks
 from src.runtime.run_status import EXIT_STOPPED, failure_of_another, lost, read, unlock, write
 from src.storage import held_folder
 
@@ -90,7 +90,7 @@ class Watch:
             _leave(EXIT_STOPPED, early(name))
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
-            if trackers.closing():  # the process has ended but for these
+            if exiting():  # the process has ended but for these
                 return
             rank = f"rank {self.rank}: " if self.world > 1 else ""
             print(
@@ -175,5 +175,5 @@ def _leave(code: int, text: str, logged: str = "", patience: float | None = AT_O
     logging.getLogger("run").info("%s", text or logged)
     if text:
         print(f"\n{text}", file=sys.stderr, flush=True)
-    trackers.close(patience)
+    run_exit_hooks(patience)
     os._exit(code)

@@ -13,6 +13,7 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import launch
 from src.models.memory_estimate import Strategy, activations, count, passing, resting, rows_at_once, strategies
+from src.tasks import OPTIONS
 
 GIB = 2**30
 SPARE = 0.1  # of a device's memory, for its context, the libraries' workspaces and fragmentation
@@ -25,7 +26,7 @@ OWN = {
 def main(argv: list[str]) -> None:
     """Print a line for each strategy, and the first that fits."""
     argv, gpus, memory = _own(argv)
-    run, options = parsing.parse(argv, also=OWN)
+    run, options = parsing.parse(argv, OPTIONS, also=OWN)
     if not (run.dataset_name or run.train_file or run.mixture):
         run.train_file = ["-"]  # no data is opened
     validation.check(run, options)

@@ -21,6 +21,7 @@ from pathlib import Path
 from src.config.errors import REPOSITORY, warn
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
+from src.runtime.exit_hooks import on_exit
 from src.storage import atomic_folder
 
 START = 10.0  # seconds that the first step waits for trackers to start
@@ -112,6 +113,7 @@ def start(accelerator, run: RunConfig, config: str, step: int, lines: list[dict]
 
     _senders.clear()
     _closing.clear()
+    on_exit(close)
     sys.argv[1:] = []  # wandb uploads the command line, and a URL in there may carry a signature
     terminal, sys.stdin = sys.stdin, open(os.devnull)  # noqa: SIM115 (a tracker that asks for a key would wait for ever)
     for kind in map(str, accelerator.log_with):
@@ -205,8 +207,3 @@ def close(seconds: float | None = None) -> bool:
         sender.lines.put(None)
     closed = [sender.close(until) for sender in _senders]  # each of them, though one may not have closed
     return all(closed)
-
-
-def closing() -> bool:
-    """Return whether this process is about to end."""
-    return bool(_closing)

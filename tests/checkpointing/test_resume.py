@@ -93,7 +93,7 @@ def fields_of(argv: list[str]) -> dict[str, str]:
 
 def find(folder: Path, facts: dict, argv: list[str]) -> resume.Start:
     """Return what the main process would go on from."""
-    asked, options = parsing.parse([*argv, "--output_dir", str(folder)])
+    asked, options = parsing.parse([*argv, "--output_dir", str(folder)], OPTIONS)
     return resume.find(asked, facts, yaml.safe_load(to_yaml(asked, options)), type(options))
 
 
@@ -362,7 +362,7 @@ def test_every_field_is_known_here_as_free_or_as_mathematics():
 
 def changed(killed, facts, argv, name: str, value) -> list[str]:
     """Return the remarks about a run that goes on with another value of one field; UsageError if it is refused."""
-    asked, options = parsing.parse([*argv, "--output_dir", str(killed)])
+    asked, options = parsing.parse([*argv, "--output_dir", str(killed)], OPTIONS)
     before = yaml.safe_load(to_yaml(asked, options))
     kind = next(o() for o in OPTIONS.values() if name in names_of(o())) if name not in names_of(RunConfig) else None
     if kind and name not in names_of(options):  # an option of another task: as if the run were of that
@@ -375,7 +375,7 @@ def changed(killed, facts, argv, name: str, value) -> list[str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resume, "read_state", lambda folder: state | {"config": before | defaults})
             return resume.same_run(killed / "checkpoints/step_00000008", asked, facts, before | defaults | after, kind)
-    asked, options = parsing.parse([*argv, "--output_dir", str(killed), *kit.flags(**{name: value})])
+    asked, options = parsing.parse([*argv, "--output_dir", str(killed), *kit.flags(**{name: value})], OPTIONS)
     if name == "task":
         options = OPTIONS["causal_lm"]()()
     after = yaml.safe_load(to_yaml(asked, options))
@@ -548,7 +548,7 @@ def with_schedule(killed, files, facts, tmp_path):
         shutil.copytree(killed, tmp_path / "run", dirs_exist_ok=True)
         path = tmp_path / "run/checkpoints/step_00000008"
         fields = {"lr_scheduler_type": schedule, "warmup_steps": 3}
-        asked, options = parsing.parse([*recipe(files, **fields), "--output_dir", str(tmp_path / "run")])
+        asked, options = parsing.parse([*recipe(files, **fields), "--output_dir", str(tmp_path / "run")], OPTIONS)
         state = format.read_state(path) | {"config": yaml.safe_load(to_yaml(asked, options))}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resume, "read_state", lambda folder: state)

@@ -14,6 +14,7 @@ from src.checkpointing import format, resume, run_identity
 from src.config import parsing
 from src.config.errors import UsageError
 from src.runtime import run_status
+from src.tasks import OPTIONS
 from tests.helpers import kit
 
 
@@ -41,7 +42,7 @@ def done(tiny, tmp_path_factory) -> kit.Run:
 
 def find(folder: Path, argv: list[str], also=None, **fields) -> resume.Start:
     """Return what the main process would resume from."""
-    run, options = parsing.parse([*argv, "--output_dir", str(folder), *kit.flags(**fields)])
+    run, options = parsing.parse([*argv, "--output_dir", str(folder), *kit.flags(**fields)], OPTIONS)
     names = dict(zip([word[2:] for word in argv[::2]], argv[1::2], strict=True))
     splits = kit.open_data(**names)[1]
     known = {"validation": splits["validation"].facts, "mixed_precision": "no"} | (also or {})

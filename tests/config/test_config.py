@@ -24,7 +24,7 @@ def parsed(*argv, **values):
     """Return (run, options) from a run file of `values` and the flags `argv`."""
     if values:
         argv = ("--config", str(kit.write_yaml("run.yaml", values)), *argv)
-    return parsing.parse([str(word) for word in argv])
+    return parsing.parse([str(word) for word in argv], OPTIONS)
 
 
 def faults(*argv, **values) -> str:
@@ -44,7 +44,7 @@ def test_defaults_then_yaml_then_flags(here):
 
 def test_a_base_lies_below_the_run_file(here):
     path = kit.write_yaml("run.yaml", {"seed": 2})
-    run, _ = parsing.parse(["--config", str(path)], base={"seed": 1, "max_steps": 7, "output_dir": "x"})
+    run, _ = parsing.parse(["--config", str(path)], OPTIONS, base={"seed": 1, "max_steps": 7, "output_dir": "x"})
     assert (run.seed, run.max_steps, run.output_dir) == (2, 7, "x")
 
 
@@ -59,7 +59,7 @@ def test_ways_to_write_a_flag(here, words):
 @pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'"])
 def test_ways_to_write_a_number_in_yaml(here, text):
     (here / "run.yaml").write_text(f"learning_rate: {text}\n")
-    run, _ = parsing.parse(["--config", "run.yaml"])
+    run, _ = parsing.parse(["--config", "run.yaml"], OPTIONS)
     assert run.learning_rate == 3e-4  # YAML itself reads 3e-4 as text
     assert isinstance(run.learning_rate, float)
 
@@ -91,7 +91,7 @@ def test_lists(here):
 
 def test_null_means_the_default(here):
     (here / "run.yaml").write_text("seed: null\nmax_steps:\nlearning_rate: ~\n")
-    run, _ = parsing.parse(["--config", "run.yaml"])
+    run, _ = parsing.parse(["--config", "run.yaml"], OPTIONS)
     assert (run.seed, run.max_steps, run.learning_rate) == (42, None, 5e-5)
 
 
@@ -150,7 +150,7 @@ def test_a_flag_chooses_the_task_of_a_run_file(here):
 @pytest.mark.parametrize("task", OPTIONS)
 def test_help_shows_every_field_in_its_group(capsys, task):
     with pytest.raises(SystemExit) as stop:
-        parsing.parse(["--help", "--task", task])
+        parsing.parse(["--help", "--task", task], OPTIONS)
     assert stop.value.code == 0
     shown = capsys.readouterr().out
     before, run, own = shown.partition("the run:")[0], *shown.partition("the run:")[2].split(f"task {task}:")
@@ -179,7 +179,7 @@ def test_the_config_of_a_run_is_a_run_file_of_the_same_values(here, task):
     }
     first = parsed(**given)
     (here / "again.yaml").write_text(parsing.to_yaml(*first))
-    assert parsing.parse(["--config", "again.yaml"]) == first
+    assert parsing.parse(["--config", "again.yaml"], OPTIONS) == first
     assert "dry_run" not in yaml.safe_load((here / "again.yaml").read_text())
 
 
@@ -196,11 +196,11 @@ def test_the_config_of_a_run_holds_whole_paths_of_what_it_read(here):
 def test_files_are_looked_up_here_and_then_in_the_repository(here):
     name = "configs/stdlib_lm.yaml"
     assert errors.locate(name) == str(kit.REPOSITORY / name)
-    assert parsing.parse(["--config", name])[0].dataset_name == "stdlib_code"
+    assert parsing.parse(["--config", name], OPTIONS)[0].dataset_name == "stdlib_code"
     (here / "configs").mkdir()
     kit.write_yaml(name, {"seed": 7})
     assert errors.locate(name) == str(here / name)
-    run, _ = parsing.parse(["--config", name])
+    run, _ = parsing.parse(["--config", name], OPTIONS)
     assert (run.seed, run.dataset_name) == (7, None)
     assert errors.locate("org/model") == "org/model"
 
@@ -214,7 +214,7 @@ def test_a_run_is_named_after_its_file(here):
     "name", ["configs/stdlib_lm.yaml", "configs/stdlib_classification.yaml", "configs/finetune_hub.yaml"]
 )
 def test_the_shipped_run_files_are_valid_and_begin_with_their_command(name):
-    validation.check(*parsing.parse(["--config", name]))
+    validation.check(*parsing.parse(["--config", name], OPTIONS))
     first = (kit.REPOSITORY / name).read_text().splitlines()[0]
     assert first.startswith("# accelerate launch --config_file accelerate_configs/")
     assert first.endswith(f"train.py --config {name}")
@@ -236,7 +236,7 @@ def test_the_sample_is_trained_where_nothing_is_named(words, used, capsys):
     assert parsing.or_sample(words) == (["--config", parsing.SAMPLE, *words] if used else words)
     assert (parsing.SAMPLE in capsys.readouterr().out) == used
     if used:
-        run, _ = parsing.parse(parsing.or_sample(words))
+        run, _ = parsing.parse(parsing.or_sample(words), OPTIONS)
         assert run.max_steps == (20 if words else 600)
         assert run.output_dir == ("x" if words else "runs/stdlib_lm")
 

@@ -63,7 +63,7 @@ def code(marker: Path) -> str:
 def parsed(*argv):
     """Return what eval.py has to evaluate."""
     rest, base, step = to_evaluate([str(word) for word in argv])
-    return *parsing.parse(rest, base), step
+    return *parsing.parse(rest, OPTIONS, base), step
 
 
 def claim(checkpoint: Path, **fields) -> None:
@@ -129,7 +129,7 @@ def test_a_list_holds_no_flags(run, tmp_path):
         parsed("--checkpoint", checkpoint)
     file = kit.write_yaml(tmp_path / "run.yaml", {"train_file": ["x.jsonl", "--output_dir=/evil"]})
     with pytest.raises(UsageError, match=r"run.yaml: train_file.*--output_dir=/evil"):
-        parsing.parse(["--config", str(file)])
+        parsing.parse(["--config", str(file)], OPTIONS)
 
 
 def test_files_of_folders_above_are_not_read(run, trained):
@@ -267,7 +267,7 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
     fields = {"model_name_or_path": folder, "train_file": "x.jsonl"}
 
     def build(**more):
-        task = make_task(*parsing.parse(kit.flags(**fields | more)))
+        task = make_task(*parsing.parse(kit.flags(**fields | more), OPTIONS))
         task.load()
         task.build().generate(input_ids=torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
 
@@ -283,11 +283,11 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
 def test_kernels_of_the_hub_need_opt_in(tmp_path):
     given = kit.flags(model_config="x.yaml", train_file="x.jsonl", attn_implementation="evil/kernel")
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        validation.check(*parsing.parse(given))
-    validation.check(*parsing.parse([*given, "--trust_remote_code", "true"]))
+        validation.check(*parsing.parse(given, OPTIONS))
+    validation.check(*parsing.parse([*given, "--trust_remote_code", "true"], OPTIONS))
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | {"attn_implementation": "evil/kernel"})
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        make_task(*parsing.parse(kit.flags(model_config=model, train_file="x.jsonl"))).load()
+        make_task(*parsing.parse(kit.flags(model_config=model, train_file="x.jsonl"), OPTIONS)).load()
 
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
@@ -370,7 +370,7 @@ def test_final_model_says_what_it_is_and_loads(trained):
 def test_card_of_another_library(tmp_path):
     from src.checkpointing.format import write_card
 
-    run, _ = parsing.parse(kit.flags(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path))
+    run, _ = parsing.parse(kit.flags(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path), OPTIONS)
     write_card(tmp_path, run, torch.nn.Linear(1, 1), {"train_file": run.train_file})
     card = (tmp_path / "README.md").read_text()
     assert "library_name" not in card

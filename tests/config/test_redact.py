@@ -15,6 +15,7 @@ import yaml
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.redact import learn, learn_environment, publishable, redact, redact_all, was_redacted
+from src.tasks import OPTIONS
 from tests.helpers import kit
 
 PASSWORD, SIGNATURE, USER = (
@@ -134,13 +135,13 @@ def test_published_urls_lose_a_query_with_credentials():
 @pytest.mark.parametrize("value", ["http://u:p@h/x.jsonl", "http://h/x.jsonl?sig=a", "http://h/x.jsonl?a"])
 def test_redacted_value_is_refused_when_read_back(value, files, tmp_path):
     given = kit.flags(model_config=files / "llama.yaml", train_file=value)
-    run, options = parsing.parse(given)
+    run, options = parsing.parse(given, OPTIONS)
     validation.check(run, options)
     saved = tmp_path / "config.yaml"
     saved.write_text(parsing.to_yaml(run, options))
     with pytest.raises(UsageError, match=r"train_file.*--train_file"):
-        validation.check(*parsing.parse(["--config", str(saved)]))
-    validation.check(*parsing.parse(["--config", str(saved), "--train_file", value]))
+        validation.check(*parsing.parse(["--config", str(saved)], OPTIONS))
+    validation.check(*parsing.parse(["--config", str(saved), "--train_file", value], OPTIONS))
 
 
 class _Guarded(SimpleHTTPRequestHandler):

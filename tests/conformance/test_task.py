@@ -8,7 +8,7 @@ import torch
 
 from src.config import parsing
 from src.data.dataset import load
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 from tests.conformance.recipes import RECIPES
 from tests.helpers import kit
 
@@ -41,7 +41,7 @@ def whole(flags, tmp_path_factory):
 
 def test_loss_is_a_sum_and_weight_its_divisor(flags):
     """The sums of a batch are those of its rows alone, added; a mean would not be."""
-    run, options = parsing.parse([str(word) for word in flags])
+    run, options = parsing.parse([str(word) for word in flags], OPTIONS)
     task = make_task(run, options)
     split = load(run, task)["train"]
     model = task.build().train()

@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -311,7 +313,7 @@ def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
     def forbidden(*_):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr(causal_lm.Task, "encode", forbidden)
+    monkeypatch.setattr(preprocessing, "_make", forbidden)
     _, again = open_data(tools, tmp_path, train_file=file)
     assert texts(task, again["train"]) == texts(task, splits["train"]) == TEXTS
     assert again["train"].facts == splits["train"].facts == json.loads(facts.read_text())
@@ -357,18 +359,53 @@ def test_what_changes_the_rows_makes_new_ones(tools, tmp_path, name):
     assert after["train"].facts["rows"] == fresh.facts["rows"]
 
 
-@pytest.mark.parametrize("name", ["prepare.py", "text.py", "tasks/causal_lm.py"])
-def test_edited_code_makes_new_rows(tools, tmp_path, monkeypatch, name):
+EDITS = {  # file, old text, new text -> does it make other rows?
+    "encode": ("src/tasks/causal_lm.py", "rows = self.encoder.encode_batch(batch, places)", "rows = dict(self.encoder.encode_batch(batch, places))", True),
+    "a helper of encode": ("src/text/packing.py", "n > 1", "n > 2", True),
+    "a method of a helper": ("src/text/encode_rows.py", "eos = self.tokenizer.eos_token_id", "eos = 0", True),
+    "a constant of a helper": ("src/text/encode_rows.py", "IGNORED = -100", "IGNORED = -101", True),
+    "a loss": ("src/tasks/causal_lm.py", 'reduction="sum")', 'reduction="sum") * 2', False),
+    "a comment and a docstring": ("src/text/packing.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
+}  # fmt: skip
+FINGERPRINTS = """
+import importlib, json, linecache, sys
+from pathlib import Path
+import torch, transformers, datasets  # which take seconds, once
+
+def fingerprint():
+    for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
+        del sys.modules[name]
+    importlib.invalidate_caches()
+    linecache.clearcache()
+    sys.dont_write_bytecode = True
+    task = importlib.import_module("src.tasks.causal_lm").Task(None, None)
+    return importlib.import_module("src.data.encode_fingerprint").encode_fingerprint(task)
+
+first, found = fingerprint(), {}
+for name, (path, old, new, _) in json.loads(sys.argv[1]).items():
+    text = Path(path).read_text()
+    assert old in text, name
+    Path(path).write_text(text.replace(old, new))
+    found[name] = fingerprint() != first
+    Path(path).write_text(text)
+assert fingerprint() == first
+print(json.dumps(found))
+"""
+
+
+def test_only_edits_of_what_encode_runs_make_new_rows(tmp_path):
+    shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
+    words = [sys.executable, "-c", FINGERPRINTS, json.dumps(EDITS)]
+    done = subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout) == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
+
+
+def test_another_fingerprint_makes_new_rows(tools, tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", TEXTS)
-    open_data(tools, tmp_path, train_file=file)
-    read_text = Path.read_text
-
-    def edited(path, *args, **kwargs):
-        return read_text(path, *args, **kwargs) + ("\n# edited" if str(path).endswith(f"src/{name}") else "")
-
-    monkeypatch.setattr(Path, "read_text", edited)
-    open_data(tools, tmp_path, train_file=file)
-    assert len(prepared(tmp_path)) == 2
+    for count in (1, 1, 2):
+        monkeypatch.setattr(preprocessing, "encode_fingerprint", lambda task, count=count: f"code {count}")
+        open_data(tools, tmp_path, train_file=file)
+        assert len(prepared(tmp_path)) == count
 
 
 def _start_together(tools, folder):

@@ -14,6 +14,7 @@ from src.config import validation
 from src.config.errors import UsageError
 from src.data.streaming import BLOCK
 from src.reporting import ledger
+from src.tasks import OPTIONS
 from tests.helpers import kit
 
 
@@ -67,7 +68,7 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
     from src.tasks import make_task
     from src.training.state import Progress
 
-    run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)])
+    run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)], OPTIONS)
     validation.check(run, options)
     stream = data.load(run, make_task(run, options), wanted=("train",))["train"]
     accelerator = launch.start(run)

@@ -22,7 +22,7 @@ from src.data import dataset
 from src.distributed import launch
 from src.download import http_files
 from src.storage import shared_work
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
 
@@ -62,7 +62,7 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
     found = []
 
     def work(argv):
-        run, options = parsing.parse(argv)
+        run, options = parsing.parse(argv, OPTIONS)
         validation.check(run, options)
         found.append(dataset.load(run, make_task(run, options))["train"])
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from src.config import validation
 from src.distributed import stop_signals
+from src.tasks import OPTIONS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -379,7 +380,7 @@ def open_data(**fields):
     from src.data import dataset
     from src.tasks import make_task
 
-    run, options = parsing.parse(flags(**fields))
+    run, options = parsing.parse(flags(**fields), OPTIONS)
     validation.check(run, options)
     task = make_task(run, options)
     return task, dataset.load(run, task)

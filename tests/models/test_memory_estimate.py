@@ -11,7 +11,7 @@ from src.distributed import launch, strategies
 from src.models import memory_estimate
 from src.models.memory_estimate import Strategy
 from src.reporting import memory_command
-from src.tasks import make_task
+from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -30,7 +30,7 @@ L70 = {
 
 def ready(**flags):
     """Return (run, options) as the command gets them."""
-    run, options = parsing.parse(kit.flags(**{"train_file": "-", "max_length": 64} | flags))
+    run, options = parsing.parse(kit.flags(**{"train_file": "-", "max_length": 64} | flags), OPTIONS)
     return run, options
 
 
@@ -104,7 +104,7 @@ def test_the_arithmetic_gives_what_two_ranks_hold(files, tmp_path, each):
     argv = kit.flags(**flags, output_dir=tmp_path / "run")
     where = kit.where("fsdp2", 2, mixed_precision="no")
     ranks = kit.spawn(2, _held, argv, out=tmp_path / "out", env=where)
-    run, options = parsing.parse(argv)
+    run, options = parsing.parse(argv, OPTIONS)
     n = memory_estimate.count(memory_command._model(run, options)[0])
     way = Strategy("FSDP2", "fsdp2", "FSDP", shards=2, low=False, each=each)
     waiting = 0 if each else 4 * n.parameters

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from src.config import parsing, validation
+from src.tasks import OPTIONS
 from tests.helpers import kit
 
 README = (kit.REPOSITORY / "README.md").read_text()
@@ -70,7 +71,7 @@ def test_commands_of_train_py_are_right(command):
 def test_the_run_file_for_the_hub_is_valid():
     assert any(HUB in command for command in COMMANDS)
     for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
-        validation.check(*parsing.parse(["--config", str(path)]))
+        validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
         first = path.read_text().splitlines()[0]
         assert first.startswith("# accelerate launch --config_file accelerate_configs/")
         assert first.endswith(f"train.py --config configs/{path.name}")

@@ -77,7 +77,7 @@ import sys
 from contextlib import nullcontext
 import torch
 import eval
-from src import evaluation, step
+from src.training import evaluation, step
 forward = step.Objective.forward
 def watched(self, inputs):
     print("threads", torch.get_num_threads())

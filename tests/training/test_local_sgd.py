@@ -18,7 +18,7 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import launch, strategies
-from src.tasks import causal_lm
+from src.tasks import OPTIONS, causal_lm
 from src.training import local_sgd
 from tests.helpers import kit
 
@@ -350,10 +350,10 @@ def test_mutant_that_saves_what_one_rank_has_is_caught(tiny, tmp_path, monkeypat
 )
 def test_what_does_not_go_with_it_is_refused(tiny, fields, words):
     with pytest.raises(UsageError) as refused:
-        validation.check(*parsing.parse(recipe(tiny, **fields)))
+        validation.check(*parsing.parse(recipe(tiny, **fields), OPTIONS))
     assert str(refused.value).startswith(words)
     assert "\n" not in str(refused.value)
-    validation.check(*parsing.parse(recipe(tiny, save_steps=6, eval_steps=9, drift_check_steps=3)))
+    validation.check(*parsing.parse(recipe(tiny, save_steps=6, eval_steps=9, drift_check_steps=3), OPTIONS))
 
 
 def test_under_fsdp_it_is_refused_on_all_ranks(tiny, tmp_path):

@@ -1,0 +1,89 @@
+"""What a task's `encode` depends on in code: editing a loss, a comment or a docstring does not prepare data again."""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterator
+from types import CodeType, FunctionType, ModuleType
+
+ROOTS = ("survey", "encode")  # what makes prepared rows out of raw ones
+
+
+def encode_fingerprint(task) -> str:
+    """Return the code that `survey` and `encode` of a task can reach inside src/, without comments and docstrings.
+
+    Followed by name: functions, classes and constants of a module, attributes of modules, and methods of the task.
+    What a task calls by other means (a table of functions, say) belongs into its own `fingerprint`."""
+    kind = type(task)
+    waiting = [getattr(kind, name) for name in ROOTS]
+    found: dict[str, str] = {}
+    while waiting:
+        item = inspect.unwrap(waiting.pop())
+        key = f"{item.__module__}.{item.__qualname__}"
+        if key in found:
+            continue
+        found[key] = _source(item)
+        for function in _functions(item):
+            methods = [getattr(kind, name, None) for name in _names(function.__code__)]
+            waiting += [method for method in methods if isinstance(method, FunctionType)]
+            for name, value in _globals(function):
+                if isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__"):
+                    if _ours(value.__module__):
+                        waiting.append(value)
+                elif isinstance(value, int | float | str | bytes | tuple | frozenset):
+                    found[f"{function.__module__}:{name}"] = repr(value)
+    return "\n".join(f"{name} {text}" for name, text in sorted(found.items()))
+
+
+def _ours(module: str | None) -> bool:
+    return (module or "").startswith("src.")
+
+
+def _functions(item) -> list[FunctionType]:
+    """Return a function, or the methods of a class and of its bases in src/, as a list."""
+    if isinstance(item, FunctionType):
+        return [item]
+    if not isinstance(item, type):
+        return []
+    members = [value for kind in item.__mro__ if _ours(kind.__module__) for value in vars(kind).values()]
+    members = [getattr(value, "__func__", getattr(value, "fget", value)) for value in members]
+    return [value for value in members if isinstance(value, FunctionType)]
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function and the functions inside it look up."""
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
+    """Yield (name, value) of the global names of a function, and of the attributes of modules of src/ that it names."""
+    names = _names(function.__code__)
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if isinstance(value, ModuleType):
+            if _ours(value.__name__):
+                yield from ((f"{name}.{inner}", vars(value)[inner]) for inner in sorted(names & vars(value).keys()))
+        else:
+            yield name, value
+
+
+@functools.cache
+def _source(item) -> str:
+    """Return the syntax tree of a function or class as text, without docstrings; comments are in no tree."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
+    except (OSError, TypeError, SyntaxError):  # made at run time: its bytecode and constants tell it from others
+        code = getattr(item, "__code__", None)
+        return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(item)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body[0].value.value = None
+    return ast.dump(tree)
