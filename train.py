@@ -13,7 +13,8 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import training_order
 from src.data.data_loader import read, windows
 from src.data.dataset import load, same_everywhere
-from src.distributed import launch, prepare_model, replica_check, stop_signals, strategies
+from src.distributed import launch, prepare_model, replica_check, strategies
+from src.distributed.stop_signals import Watch, before_training
 from src.distributed.tensor_parallel import place
 from src.models import compile_and_recompute
 from src.reporting.environment import topology
@@ -31,7 +32,7 @@ from src.training.step import Objective, counts, gradient, update
 
 
 def main(argv: list[str]) -> None:
-    stop_signals.before_training()
+    before_training()
     run, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
     validation.check(run, options)
     launch.check_environment()
@@ -53,7 +54,7 @@ def train(run: RunConfig, options, task, splits: dict, accelerator) -> None:
     total = total_steps(run, examples.facts["examples"])
     schedule = make_schedule(run, total)  # completed updates -> learning rate
     agree = launch.Agreement(accelerator, run.ddp_timeout)  # adds a small vector over the ranks
-    outside = stop_signals.Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
+    outside = Watch(accelerator, run)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.agreed(accelerator, run, options, splits)  # None: from the beginning
     model = prepare_model.build(accelerator, task, start or begin_with(run))
