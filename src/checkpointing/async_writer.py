@@ -1,6 +1,6 @@
-"""Saves beside training: the state is copied to the host, then a thread writes, hashes, publishes and prunes.
+"""Save beside training: copy to the host, then write, verify, publish and prune in a thread.
 
-Leave alone. Guarded by tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2.py. Of a replicated model only the main process writes, and no
+Tests: tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2.py. Of a replicated model only the main process writes, and no
 other waits for its disk; of a sharded one each process writes a share of the files, and the main process publishes them.
 """
 

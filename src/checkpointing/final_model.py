@@ -1,6 +1,6 @@
-"""The final model: the best checkpoint where a metric is named, what it says of itself, and a sample of it.
+"""final/: the best or last model, its model card, and a sample of it.
 
-Guarded by tests/checkpointing/test_best_model.py.
+Tests: tests/checkpointing/test_best_model.py.
 """
 
 import shutil

@@ -1,6 +1,6 @@
-"""What a checkpoint holds: a Hugging Face folder, one safetensors file for each further part, and state.json.
+"""The contents of a checkpoint: model, optimizer and state as safetensors and JSON.
 
-Leave alone. Guarded by tests/checkpointing/test_format.py and tests/conformance/. No file holds a pickle. src/storage/atomic_folder.py makes a folder
+Tests: tests/checkpointing/test_format.py and tests/conformance/. No file holds a pickle. src/storage/atomic_folder.py makes a folder
 complete or absent, src/checkpointing/async_writer.py writes beside training, src/checkpointing/resume.py chooses what to go on from.
 """
 

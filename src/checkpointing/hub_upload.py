@@ -1,4 +1,4 @@
-"""The final model on the Hub, where a run asks for it. Leave alone. Guarded by tests/download/test_http_files.py."""
+"""Upload final/ to the Hub."""
 
 import os
 from pathlib import Path

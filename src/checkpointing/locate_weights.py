@@ -1,6 +1,6 @@
-"""Whose weights a new run begins with, or an evaluation looks at: those of a run, a checkpoint or a final model.
+"""Resolve `init_from` and `--checkpoint` to a weights folder and its configuration.
 
-Leave alone. Guarded by tests/checkpointing/test_resume.py, tests/training/test_evaluation.py.
+Tests: tests/checkpointing/test_resume.py, tests/training/test_evaluation.py.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Which checkpoint a run goes on from: the newest one that verifies, of the same run; and what is set aside for it.
+"""Choose the checkpoint to resume from, the same on all ranks, and refuse another run's.
 
-Leave alone. Guarded by tests/checkpointing/test_resume.py, tests/checkpointing/test_format.py and tests/conformance/.
+Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_format.py and tests/conformance/.
 """
 
 import dataclasses

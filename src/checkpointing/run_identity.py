@@ -1,6 +1,6 @@
-"""What defines a run besides its fields: contents of data and model, computing precision; and which run a folder holds.
+"""What defines a run besides its fields: contents of data and model, precision, lineage.
 
-Guarded by tests/checkpointing/test_run_identity.py, tests/checkpointing/test_resume.py.
+Tests: tests/checkpointing/test_run_identity.py, tests/checkpointing/test_resume.py.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Tensors that no process holds as a whole: gathered one by one to be written, and files that many processes write together.
+"""Files written by many ranks, and tensors read back whole or in parts.
 
-Leave alone. Guarded by tests/distributed/test_fsdp2.py. What is written is what one process would write, cut into as many files.
+Tests: tests/distributed/test_fsdp2.py. What is written is what one process would write, cut into as many files.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""The metric that decides which evaluation is the best: its name and direction.
+"""The metric that decides which evaluation is best: its name and direction.
 
-Guarded by tests/training/test_state.py.
+Tests: tests/training/test_state.py.
 """
 
 from src.config.schema import RunConfig

@@ -1,6 +1,6 @@
-"""What people give us: faults they can mend, names of files, YAML. Imported by everything, imports nothing of ours.
+"""Errors for users (exit codes 2, 1, 75) and warnings; look up files that a run file names; read YAML.
 
-Leave alone. Guarded by tests/config/test_config.py and tests/config/test_bad_input.py.
+Tests: tests/config/test_config.py and tests/config/test_bad_input.py.
 """
 
 import difflib

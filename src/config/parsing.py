@@ -1,6 +1,6 @@
-"""Flags and YAML become a run and its task's options, with every fault at once; and back into YAML.
+"""Flags and YAML become a RunConfig and the task's options, and back into YAML.
 
-Leave alone (src/config/schema.py has the fields). Guarded by tests/config/test_config.py. Precedence: defaults < YAML < flags.
+Tests: tests/config/test_config.py. Precedence: defaults < YAML < flags.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
-"""Credentials in text: passwords and signatures of URLs, access tokens. Removed from all that a run writes or prints.
+"""Remove credentials from everything that is printed, logged, saved or published.
 
-Leave alone. Guarded by tests/config/test_redact.py. A query parameter is kept only if its name is known to be harmless, or its value is
+Tests: tests/config/test_redact.py. A query parameter is kept only if its name is known to be harmless, or its value is
 too small to be a secret: a new kind of signature is removed without anybody adding it here. URLs that the user gives are
 remembered (`learn`), so their credentials are also found in pieces, encoded, or with characters that end a URL in a sentence.
 """

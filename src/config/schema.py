@@ -1,6 +1,6 @@
-"""What is trained: one dataclass, a field with its help text for each thing that decides the numbers.
+"""The fields of a run file: one dataclass, with help, choices, and what may change on resume.
 
-A fork adds fields here; src/config/parsing.py parses and checks them. Guarded by tests/config/test_config.py, tests/checkpointing/test_resume.py.
+A fork adds fields here; src/config/parsing.py parses and checks them. Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
 import dataclasses

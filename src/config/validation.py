@@ -1,4 +1,4 @@
-"""Range errors and contradictions between the fields of a run."""
+"""Range errors and contradictions between the fields of a run, all reported at once."""
 
 import math
 import os

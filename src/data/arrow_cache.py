@@ -1,6 +1,6 @@
-"""The raw rows of a split as memory-mapped Arrow files in the cache of `datasets`, converted once and kept whole.
+"""Convert raw files to Arrow once per disk, and open them memory-mapped.
 
-Leave alone. Guarded by tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
+Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
 """
 
 import hashlib

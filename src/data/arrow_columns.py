@@ -1,6 +1,6 @@
-"""Rows out of Arrow columns, one at a time and without a copy; and columns that hold values of several kinds.
+"""Read rows from Arrow columns without a copy; refuse columns of mixed types.
 
-Leave alone. Guarded by tests/data/test_dataset.py and tests/data/test_bad_rows.py.
+Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
 """
 
 import pyarrow as pa

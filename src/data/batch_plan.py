@@ -1,6 +1,6 @@
-"""Which examples, in which micro-batches, with which seeds: pure functions of a few integers.
+"""The batch plan: which examples are in which micro-batch of which step, with which seed.
 
-Leave alone (the promise rests on it). Guarded by tests/data/test_batch_plan.py and tests/conformance/.
+Tests: tests/data/test_batch_plan.py and tests/conformance/.
 Nothing here knows about torch, processes or files.
 """
 

@@ -1,6 +1,6 @@
-"""From the plan's micro-batches to batches on the host: read by id, collated with randomness of their own.
+"""Batches of a plan, read by loader processes ahead of time.
 
-Leave alone. Guarded by tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
+Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
 """
 
 import ctypes

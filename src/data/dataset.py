@@ -1,6 +1,6 @@
-"""From the run file to rows read by id: fetched once, prepared once by all processes, memory-mapped by each.
+"""Prepared splits, memory-mapped and read by id; `python -m src.data.dataset` only prepares.
 
-Leave alone. Guarded by tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conformance/. All of it works before a
+Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conformance/. All of it works before a
 process group exists, so no collective ever waits for a download or a tokenizer. `python -m src.data.dataset --config X`, or
 make data, does only this, on a machine without an accelerator if you like.
 """

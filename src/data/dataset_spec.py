@@ -1,6 +1,6 @@
-"""Which files, folder or name of the Hub the run file means by its fields; nothing is read yet.
+"""From the fields of a run file to the source of each split.
 
-Leave alone. Guarded by tests/data/test_dataset.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py and tests/config/test_bad_input.py.
 """
 
 import glob

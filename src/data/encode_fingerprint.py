@@ -1,4 +1,4 @@
-"""What a task's `encode` depends on in code: editing a loss, a comment or a docstring does not prepare data again."""
+"""The code that `encode` of a task depends on, as part of the key of prepared data."""
 
 import ast
 import functools

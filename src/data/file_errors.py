@@ -1,6 +1,6 @@
-"""What is wrong with a file that cannot be read, and in which line. Only faults ask.
+"""What is wrong with a data file, and in which line.
 
-Leave alone. Guarded by tests/config/test_bad_input.py and tests/data/test_bad_rows.py.
+Tests: tests/config/test_bad_input.py and tests/data/test_bad_rows.py.
 """
 
 import json

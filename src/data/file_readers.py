@@ -1,8 +1,8 @@
-"""Strict readers of CSV and text files, in place of those of `datasets`, which accept some broken files silently.
+"""Strict readers of CSV and text files, for `datasets`.
 
 pandas takes a surplus field in every row for an index and so shifts the columns, fills up short rows, and renames a second column
 of the same name. `datasets` keeps a byte order mark in the first line of a text. All of it is refused here, with file and line,
-for local files, folders, Hub data sets and streams alike. Guarded by tests/data/test_file_readers.py, which would notice if `datasets` changed.
+for local files, folders, Hub data sets and streams alike. Tests: tests/data/test_file_readers.py, which would notice if `datasets` changed.
 """
 
 import csv

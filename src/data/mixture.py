@@ -1,6 +1,6 @@
-"""Several sources of data as one: which they are, how much of each an epoch takes, and their rows by id.
+"""Several sources as one dataset, with shares by weight.
 
-Leave alone. Guarded by tests/data/test_mixture.py. The plan draws from a mixture as from one data set; ids count through the
+Tests: tests/data/test_mixture.py. The plan draws from a mixture as from one data set; ids count through the
 sources one after the other.
 """
 

@@ -1,6 +1,6 @@
-"""From raw rows to prepared ones, in a folder that its contents give the name: pieces made by all processes, opened by each.
+"""Prepare (tokenize) the rows of a split once per disk, in pieces shared by all processes.
 
-Leave alone. Guarded by tests/data/test_preprocessing.py. How the rows are cut into pieces depends on the rows alone, so the bytes are the
+Tests: tests/data/test_preprocessing.py. How the rows are cut into pieces depends on the rows alone, so the bytes are the
 same for any number of processes; the pieces of a start that was killed are used by the next one.
 """
 

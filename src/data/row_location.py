@@ -1,6 +1,6 @@
-"""Which file and line a raw row came from. Only faults ask.
+"""The file and line of a row, for error messages.
 
-Leave alone. Guarded by tests/config/test_bad_input.py and tests/data/test_bad_rows.py.
+Tests: tests/config/test_bad_input.py and tests/data/test_bad_rows.py.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Where the raw rows of a split are, as the run file names them: files, URLs, a folder, a name of the Hub.
+"""A source of raw rows: local files, URLs, a folder, or a Hub dataset.
 
-Leave alone. Guarded by tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
 """
 
 import errno

@@ -1,6 +1,6 @@
-"""Data without ids: read from its files as it is needed, each row once per pass, the same steps on any number of processes.
+"""Streaming data: rows read from shards as they come, the same steps on any number of processes.
 
-Leave alone. Guarded by tests/data/test_streaming.py. The shards (files) of a pass, in an order of its own, are dealt to `stream_lanes`
+Tests: tests/data/test_streaming.py. The shards (files) of a pass, in an order of its own, are dealt to `stream_lanes`
 lanes; every global batch takes the same number of rows from each lane, and every rank reads lanes of its own. So what a
 step holds depends on the lanes, not on the processes. Rows are shuffled within a block, which is read again after a resume.
 """

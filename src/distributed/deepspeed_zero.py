@@ -1,6 +1,6 @@
-"""DeepSpeed's ZeRO behind the same few functions: its configuration, its engine, its pieces of weights and moments.
+"""DeepSpeed ZeRO: configuration, update, and its state as named tensors.
 
-Leave alone; imported only where DeepSpeed was asked for. Guarded by tests/distributed/test_deepspeed.py.
+imported only where DeepSpeed was asked for. Tests: tests/distributed/test_deepspeed.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""What did Accelerate really give us? Start it, check it against what was asked for, say it, and end it on every path.
+"""Start and end the process group: check what accelerate made, handle every way to exit.
 
-Leave alone. Guarded by tests/distributed/test_launch.py.
+Tests: tests/distributed/test_launch.py.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""From a task to a module on its devices: the model is built, sent to who has none, wrapped by Accelerate, and checked.
+"""Build the task's model and let Accelerate place and wrap it.
 
-Leave alone. Guarded by tests/distributed/test_fsdp2.py, tests/models/test_loading.py and tests/distributed/test_launch.py.
+Tests: tests/distributed/test_fsdp2.py, tests/models/test_loading.py and tests/distributed/test_launch.py.
 """
 
 from contextlib import contextmanager

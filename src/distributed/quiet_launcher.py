@@ -1,6 +1,6 @@
-"""`accelerate launch` without its warnings and tracebacks: sets what they ask for, and says only what no rank can say.
+"""`accelerate launch` without its warnings and tracebacks.
 
-Started by src/distributed/run_launcher.py. Guarded by tests/distributed/test_run_launcher.py.
+Started by src/distributed/run_launcher.py. Tests: tests/distributed/test_run_launcher.py.
 """
 
 import logging

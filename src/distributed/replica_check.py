@@ -1,6 +1,6 @@
-"""Are the replicas still the same? A digest of every parameter, compared over the ranks.
+"""Compare the replicas of all ranks by a hash of every parameter.
 
-Leave alone. Guarded by tests/distributed/test_replica_check.py. For backends that keep a whole copy on each rank (DDP).
+Tests: tests/distributed/test_replica_check.py. For backends that keep a whole copy on each rank (DDP).
 """
 
 import torch

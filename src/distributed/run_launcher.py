@@ -1,10 +1,10 @@
-"""Start `accelerate launch` for make, pass signals on to the training processes, and end with the exit code of the run.
+"""Start the launcher for make: pass signals to the training processes, return the run's exit code.
 
     python -m src.distributed.run_launcher [RUN] -- --config_file X.yaml train.py --flag value …
 
 RUN is the folder of the run where neither flags nor run file name one. The launcher gets a session of its own: Ctrl-C
 reaches the training processes, through this one, and not the launcher, which would end before they have saved, with a
-traceback below what they say. Guarded by tests/distributed/test_run_launcher.py.
+traceback below what they say. Tests: tests/distributed/test_run_launcher.py.
 """
 
 import os

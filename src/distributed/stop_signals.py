@@ -1,6 +1,6 @@
-"""What may end or save a run from outside: signals, the files `stop` and `save`, the clock, a dead launcher, other ranks.
+"""Reasons to stop or save: SIGTERM, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
 
-Leave alone. Guarded by tests/distributed/test_stop_signals.py. A thread listens, because the main thread may be inside a collective where
+Tests: tests/distributed/test_stop_signals.py. A thread listens, because the main thread may be inside a collective where
 Python runs no signal handler; what it hears is agreed on by all ranks at the next boundary between two steps.
 """
 

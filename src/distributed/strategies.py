@@ -1,6 +1,6 @@
-"""How a model is spread over processes, and all that differs by it: a replica on each (DDP), FSDP2, or DeepSpeed's ZeRO.
+"""What differs between one process, DDP, FSDP2 and DeepSpeed: configuration, gradient sync, backward.
 
-Leave alone. Guarded by tests/distributed/test_fsdp2.py, tests/distributed/test_deepspeed.py and tests/training/test_step.py. src/distributed/prepare_model.py builds and wraps.
+Tests: tests/distributed/test_fsdp2.py, tests/distributed/test_deepspeed.py and tests/training/test_step.py. src/distributed/prepare_model.py builds and wraps.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Tensor parallelism: the matrices of every layer cut over a few processes, which compute each micro-batch together.
+"""Tensor parallelism: split the layers over processes that read the same data.
 
-Leave alone. Guarded by tests/distributed/test_tensor_parallel.py. The cut is torch's own `parallelize_module`, by the plan that
+Tests: tests/distributed/test_tensor_parallel.py. The cut is torch's own `parallelize_module`, by the plan that
 transformers ships with the model; processes of one group read the same micro-batches. Embedding, norms and head stay whole.
 """
 

@@ -1,6 +1,6 @@
-"""From the network to this disk, once: files behind http, or in any store that fsspec knows. (The Hub: src/download/hub.py.)
+"""Download files over http(s) or fsspec once per disk; resume, verify, never mix versions.
 
-Leave alone. Guarded by tests/download/test_http_files.py. One process of those that see the disk asks and downloads; a download is complete
+Tests: tests/download/test_http_files.py. One process of those that see the disk asks and downloads; a download is complete
 when its record is there, which is written last. With HF_HUB_OFFLINE=1, or without a network, what was fetched before is used.
 """
 

@@ -1,6 +1,6 @@
-"""From the Hub to this disk, once: commits of data sets, snapshots of models.
+"""Hub repositories: the commit of a dataset, the snapshot of a model, fetched once per disk.
 
-Leave alone. Guarded by tests/download/test_hub_downloads.py. One process of those that see the disk asks and downloads. With HF_HUB_OFFLINE=1,
+Tests: tests/download/test_hub_downloads.py. One process of those that see the disk asks and downloads. With HF_HUB_OFFLINE=1,
 or where the Hub does not answer, what was fetched before is used.
 """
 

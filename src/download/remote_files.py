@@ -1,6 +1,6 @@
-"""Files that are not fetched, but read as they are needed: what their servers say of them, and how long a server is waited for.
+"""Files read where they are (streaming): look up size and ETag, retry reads, refuse changed files.
 
-Leave alone. Guarded by tests/download/test_remote_files.py and tests/download/test_hub_downloads.py.
+Tests: tests/download/test_remote_files.py and tests/download/test_hub_downloads.py.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Two data sets that every machine already has, made from the source code of Python's standard library.
+"""Two sample datasets made from Python's standard library, so that every machine can train.
 
-A fork deletes this file when it has data of its own. Guarded by tests/download/test_sample_datasets.py.
+A fork deletes this file when it has data of its own. Tests: tests/download/test_sample_datasets.py.
 """
 
 import ast

@@ -1,6 +1,6 @@
-"""What makes training faster or smaller without changing what is computed: torch.compile, checkpointing of activations, TF32.
+"""torch.compile and activation checkpointing, layer by layer.
 
-A fork adds its own tricks here. Guarded by tests/models/test_compile_and_recompute.py.
+A fork adds its own tricks here. Tests: tests/models/test_compile_and_recompute.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
-"""From names in the run file to a tokenizer, a configuration and a model, with one clear error when they do not fit.
+"""Load a tokenizer, a configuration and a model by name, or build one with random weights.
 
-Leave alone. Guarded by tests/config/test_bad_input.py and tests/models/test_loading.py.
+Tests: tests/config/test_bad_input.py and tests/models/test_loading.py.
 """
 
 import json

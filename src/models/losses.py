@@ -1,6 +1,6 @@
-"""Cross-entropy from hidden states that never holds logits of more than one chunk of rows.
+"""Cross-entropy of a linear head in chunks, so that full logits never exist.
 
-Leave alone. Guarded by tests/models/test_losses.py.
+Tests: tests/models/test_losses.py.
 """
 
 import torch

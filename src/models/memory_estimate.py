@@ -1,6 +1,6 @@
-"""Bytes of a device under each strategy: weights, gradients, moments, copies at work, activations.
+"""Estimate of memory per device for each strategy, without building the model.
 
-docs/scaling.md has the arithmetic and what it leaves out. Leave alone. Guarded by tests/models/test_memory_estimate.py.
+docs/scaling.md has the arithmetic and what it leaves out. Tests: tests/models/test_memory_estimate.py.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""Where a run is computed: versions, git commit, devices, and how its global batch is made up there.
+"""environment.json: versions, git commit and diff, topology, batch arithmetic.
 
-A fork adds what its runs should remember. Guarded by tests/reporting/test_metrics.py.
+A fork adds what its runs should remember. Tests: tests/reporting/test_metrics.py.
 """
 
 import platform

@@ -1,6 +1,6 @@
-"""One page about a run, in one file without a network: python -m src.reporting.html_report RUN (make report) writes RUN/report.html.
+"""report.html: the curves and settings of a run.
 
-A fork adds figures here. Guarded by tests/reporting/test_html_report.py.
+A fork adds figures here. Tests: tests/reporting/test_html_report.py.
 """
 
 import html

@@ -1,9 +1,9 @@
-"""Which examples were trained on, step by step, as hashes: two runs compared, or one with its plan.
+"""ledger.jsonl: a hash of the example ids of every step, to compare runs with each other or the plan.
 
     python -m src.reporting.ledger RUN          is every step what the plan says?
     python -m src.reporting.ledger RUN OTHER    do two runs hold the same examples in every step?
 
-Leave alone. Guarded by tests/reporting/test_ledger.py.
+Tests: tests/reporting/test_ledger.py.
 """
 
 import json

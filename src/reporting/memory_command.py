@@ -1,7 +1,7 @@
-"""What fits where, without a GPU: python -m src.reporting.memory_command --config configs/X.yaml [--flag value …] [--gpus 8] [--gpu_memory 80]
+"""`python -m src.reporting.memory_command`: which strategy fits on how many devices.
 
 No data is opened, and of a Hub model only its configuration and tokenizer are fetched.
-Leave alone. Guarded by tests/models/test_memory_estimate.py.
+Tests: tests/models/test_memory_estimate.py.
 """
 
 from dataclasses import replace

@@ -1,6 +1,6 @@
-"""What a run writes while it trains: metrics.jsonl, log files, environment.json, status.json, and the sums of a train line.
+"""metrics.jsonl: sums between two log lines, and the lines of a run.
 
-A fork adds numbers to the lines here. Guarded by tests/reporting/test_metrics.py.
+A fork adds numbers to the lines here. Tests: tests/reporting/test_metrics.py.
 """
 
 import json

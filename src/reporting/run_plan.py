@@ -1,6 +1,6 @@
-"""The plan in words and numbers: what `--dry_run` prints, and every run before its first step.
+"""The plan printed by `--dry_run` and at the start: steps, tokens, learning rate, memory, disk.
 
-Leave alone. Guarded by tests/config/test_command_line.py.
+Tests: tests/config/test_command_line.py.
 """
 
 import torch

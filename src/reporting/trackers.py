@@ -1,7 +1,7 @@
-"""Experiment trackers (wandb, tensorboard, …): one thread calls each of them, so that none can delay or end a run.
+"""Trackers (wandb, tensorboard, …): one thread each, so that none can delay or end a run.
 
 The trackers are Accelerate's. What reaches them under which project, name and id: docs/tracking.md.
-Guarded by tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
+Tests: tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""What is printed while a run goes on: bars on a terminal, and in a file one complete line at a time.
+"""Console output: bars on a terminal, complete lines in a file, the log file of each rank.
 
-A fork changes the lines here. Guarded by tests/runtime/test_console.py.
+A fork changes the lines here. Tests: tests/runtime/test_console.py.
 """
 
 import logging

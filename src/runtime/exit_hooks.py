@@ -1,4 +1,4 @@
-"""What has to happen before this process ends, on every path out of it: trackers close, in bounded time."""
+"""What has to happen before this process ends, on every path: trackers close, in bounded time."""
 
 from collections.abc import Callable
 

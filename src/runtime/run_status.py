@@ -1,9 +1,9 @@
-"""How a run stands, for other processes: RUN/status.json, the mark of the first rank that failed, the lock, exit codes.
+"""RUN/status.json, the lock of the run folder, the mark of the first failed rank, exit codes.
 
     python -m src.runtime.run_status RUN [CODE]           prints the run's own exit code, where a launcher knows only 0 and 1
     python -m src.runtime.run_status --newest             prints the folder in runs/ that a run wrote to last
 
-Leave alone. Guarded by tests/distributed/test_stop_signals.py. Exit codes: 0 complete · 1 failed · 2 the user can mend it · 75 stopped, saved,
+Tests: tests/distributed/test_stop_signals.py. Exit codes: 0 complete · 1 failed · 2 the user can mend it · 75 stopped, saved,
 to be started again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
 """
 

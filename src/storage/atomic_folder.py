@@ -1,6 +1,6 @@
-"""Folders that are complete or not there: written beside their place, flushed to the disk, hashed, renamed, verified.
+"""Atomic folders: write beside the target, fsync, hash, rename, verify.
 
-Leave alone. Guarded by tests/storage/test_atomic_folder.py. Knows nothing of what is in the files.
+Tests: tests/storage/test_atomic_folder.py. Knows nothing of what is in the files.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Strict JSON lines: append whole lines, read what is intact, cut back to a step."""
+"""Strict JSON lines: append whole lines, read intact ones, truncate after a step."""
 
 import errno
 import json

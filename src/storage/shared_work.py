@@ -1,6 +1,6 @@
-"""Work that all processes on a disk share: each piece is done once, by whichever process takes it, and no collective waits.
+"""Work shared by all processes on a disk: file locks, no collectives, failures reach every process.
 
-Leave alone. Guarded by tests/storage/test_shared_work.py. Processes know each other by files only, so it works before a process group
+Tests: tests/storage/test_shared_work.py. Processes know each other by files only, so it works before a process group
 exists and without one, among jobs that start together, and on nodes with a common disk as on nodes with one each: who sees
 a finished piece does not do it again. A piece is published by a rename and is the same whoever makes it, so a lock that a
 file system does not keep costs work, never data.

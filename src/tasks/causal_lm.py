@@ -1,4 +1,4 @@
-"""Causal language models: the example of a task, to edit or to copy. Guarded by tests/tasks/test_causal_lm.py, tests/conformance/.
+"""Causal language models: text, chats, prompt and completion, or ids.
 
 A row holds `text`; or `messages` (loss on assistant turns); or `prompt` and `completion` (loss on the completion); or
 `input_ids` with optional `labels` (-100 is ignored), used as they are.

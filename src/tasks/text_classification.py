@@ -1,6 +1,6 @@
-"""Text classification with any encoder: accuracy as a sum, F1 through `evaluate` from predictions collected by id.
+"""Text classification with any encoder, with accuracy and F1.
 
-A row holds text (or a pair of texts) and a label, a name or a number. Guarded by tests/tasks/test_text_classification.py.
+A row holds text (or a pair of texts) and a label, a name or a number. Tests: tests/tasks/test_text_classification.py.
 """
 
 from dataclasses import dataclass

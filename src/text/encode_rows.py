@@ -1,6 +1,6 @@
-"""From an example (text, chat, prompt and completion, ids) to token ids, labels and bytes: what causal_lm trains on.
+"""Rows of text, chats, prompt and completion, or ids become token ids and labels.
 
-Leave alone; a new kind of row is one more generator here. Guarded by tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
+a new kind of row is one more generator here. Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
 """
 
 from collections.abc import Iterator

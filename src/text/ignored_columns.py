@@ -1,4 +1,4 @@
-"""Warn of columns that look as if they had a meaning, and are not used."""
+"""Warn about columns that look meaningful and are not used."""
 
 from src.config.errors import warn
 

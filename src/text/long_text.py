@@ -1,6 +1,6 @@
-"""Token ids of a text that is too long for a tokenizer to take in one go: the same ones, in a fraction of the memory.
+"""Tokenize long documents in parts, with the same ids as in one piece.
 
-Guarded by tests/text/test_long_text.py.
+Tests: tests/text/test_long_text.py.
 """
 
 import numpy as np

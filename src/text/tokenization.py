@@ -1,6 +1,6 @@
-"""Helpers of tasks on text: bytes of tokens, turns of chats, documents packed into rows.
+"""Tokenization helpers: bytes per token, packing, chat templates, attention masks that need no sync.
 
-Leave alone. Guarded by tests/text/test_tokenization.py.
+Tests: tests/text/test_tokenization.py.
 """
 
 import bisect

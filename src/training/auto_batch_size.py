@@ -1,6 +1,6 @@
-"""`per_device_batch_size: auto`: the largest micro-batch that fits, the same on every rank; the global batch stays.
+"""`per_device_batch_size: auto`: the largest micro-batch that fits on every rank.
 
-Leave alone. Guarded by tests/training/test_auto_batch_size.py.
+Tests: tests/training/test_auto_batch_size.py.
 """
 
 import gc

@@ -1,6 +1,6 @@
-"""One number on any number of processes: every example once, sums in float64, added in the order of the plan.
+"""Evaluation: every example once, the same result to the last bit on any number of processes.
 
-Leave alone. Guarded by tests/training/test_evaluation.py and tests/conformance/.
+Tests: tests/training/test_evaluation.py and tests/conformance/.
 """
 
 from contextlib import contextmanager, nullcontext

@@ -1,6 +1,6 @@
-"""Local SGD: each rank updates by its own gradient, and every so many steps all take the mean of weights and moments.
+"""Local SGD: average weights and optimizer state over ranks every few steps.
 
-Leave alone. Guarded by tests/training/test_local_sgd.py. For a slow network between whole replicas (DDP). accelerate's
+Tests: tests/training/test_local_sgd.py. For a slow network between whole replicas (DDP). accelerate's
 LocalSGD averages weights only, by one collective a parameter: moments would differ, and no one checkpoint could hold them.
 """
 

@@ -1,6 +1,6 @@
-"""Parameter groups, optimizers, and the learning rate as a function of the number of completed updates.
+"""Parameter groups, optimizers, and the learning rate as a function of completed updates.
 
-A fork adds an optimizer as one line of make_optimizer. Guarded by tests/training/test_optimizers.py.
+A fork adds an optimizer as one line of make_optimizer. Tests: tests/training/test_optimizers.py.
 """
 
 import math

@@ -1,6 +1,6 @@
-"""Where a run is, what its last update came to, and what is due: all that is saved of it besides tensors.
+"""Training state: step, skipped updates, best evaluation, and what is due at a step.
 
-Leave alone. Guarded by tests/training/test_state.py, tests/training/test_step.py.
+Tests: tests/training/test_state.py, tests/training/test_step.py.
 """
 
 import logging

@@ -1,6 +1,6 @@
-"""The gradient of one global batch, and the update: the mathematics of training.
+"""One optimizer step: the exact gradient of a global batch, clip, update or skip.
 
-Leave alone. Guarded by tests/training/test_step.py and tests/conformance/.
+Tests: tests/training/test_step.py and tests/conformance/.
 """
 
 import numpy as np

@@ -277,7 +277,7 @@ def test_words_where_a_flag_was_expected(here, words, meant):
 def test_both_sources_of_data_are_named(here):
     path = kit.write_yaml("mine.yaml", {"model_config": "llama.yaml", "dataset_name": "stdlib_code"})
     with pytest.raises(UsageError, match=r"dataset_name \(stdlib_code\) and train_file \(mine.jsonl\)"):
-        validation.check(*parsing.parse(["--config", str(path), "--train_file", "mine.jsonl"]))
+        validation.check(*parsing.parse(["--config", str(path), "--train_file", "mine.jsonl"], OPTIONS))
 
 
 def test_a_run_file_with_a_wrong_name(here):

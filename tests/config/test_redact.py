@@ -124,7 +124,7 @@ def test_folder_that_is_a_url_is_refused(name, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = kit.flags(model_config=files / "llama.yaml", train_file="x.jsonl", **{name: "s3://key:secret@bucket/run"})
     with pytest.raises(UsageError, match=f"{name}: s3.*URL"):
-        validation.check(*parsing.parse(given))
+        validation.check(*parsing.parse(given, OPTIONS))
     assert not list(tmp_path.iterdir())
 
 

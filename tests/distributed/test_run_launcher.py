@@ -205,7 +205,7 @@ def test_a_second_ctrl_c_is_passed_on(script):
 ENDED = """
 import os, sys, threading, time
 from pathlib import Path
-from src import status
+from src.runtime import run_status as status
 status.write(Path(sys.argv[-1]), "stopped", 3, 75)
 print("Saved", flush=True)
 """
