@@ -89,7 +89,12 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
             f"{run.global_batch_size}; a forward pass cannot hold more than one optimizer step"
         )
-    if run.model_name_or_path and run.model_config:
+    if run.model_config and not training:
+        faults.append(
+            f"model_config is {run.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
+            f"{run.output_dir} without --config (it brings its own configuration); for other models give --model_name_or_path"
+        )
+    elif run.model_name_or_path and run.model_config:
         faults.append(
             "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
         )
@@ -198,7 +203,9 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
             message = re.sub(r"^invalid float value: (.*)", r"\1 is no number", message)
             message = re.sub(r"^invalid (?=\w+ value)", "", message)
             message = re.sub(r"^json_object value: ", "expected a JSON object, found ", message)
-            message = re.sub(r"^Truthy value expected: got (.*?) but expected .*", r"expected true or false, found \1", message)
+            message = re.sub(
+                r"^Truthy value expected: got (.*?) but expected .*", r"expected true or false, found \1", message
+            )
             raise ValueError(re.sub(r"^unrecognized arguments: ", "expected one value, found also ", message))
 
     parser = Parser([RunConfig, options], prog=Path(sys.argv[0]).name, allow_abbrev=False, description=_DESCRIPTION)
@@ -218,7 +225,7 @@ def parse(argv: list[str], base: dict | None = None, also: dict[str, str] | None
                 if name in others
                 else f"unknown field; {NAMES_ELSEWHERE[name]}"
                 if name in NAMES_ELSEWHERE
-                else f"unknown field{nearest(name, fields)}"
+                else f"unknown field{nearest(name, [*fields, *(also or {})])}"
             )
             faults.append(f"{source}{name}: {hint}")
             continue
@@ -275,7 +282,9 @@ def flags_of(argv: list[str], faults: list[Fault]) -> tuple[list[tuple[str, list
             stray.append(token)
     for _, values in [item for item in flags if item[0] == "config"]:
         if path is not None or len(values) != 1:
-            raise UsageError("--config: give it once, with one YAML file (make gives it: say make train CONFIG=FILE there)")
+            raise UsageError(
+                "--config: give it once, with one YAML file (make gives it: say make train CONFIG=FILE there)"
+            )
         path = values[0]
     if stray:
         faults.append(f"{stray[0]!r}: a flag was expected, --NAME VALUE{_meant(stray)}")

@@ -203,8 +203,7 @@ def test_ctrl_c_after_the_run_has_ended(script, tmp_path, monkeypatch):
     script.write_text(ENDED)
     (tmp_path / "run").mkdir()
     (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, sys, time\n"
-        "if 'src.launcher' in ' '.join(sys.orig_argv):\n    atexit.register(time.sleep, 20)\n"
+        "import atexit, sys, time\nif 'src.launcher' in ' '.join(sys.orig_argv):\n    atexit.register(time.sleep, 20)\n"
     )
     path = f"{kit.REPOSITORY}:{tmp_path}"
     run = Terminal(*attended(script), env={"PYTHONPATH": path})
