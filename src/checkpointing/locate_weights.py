@@ -27,10 +27,14 @@ def weights_in(name: str, field: str) -> Path:
     A run stands for its final model, or for its newest intact checkpoint while it has none."""
     folder = Path(locate(name))
     found = next((f for f in (folder, folder / "final") if (f / "config.json").exists()), None)
+    if not name:
+        raise UsageError(
+            f"{field}: nothing is given: give the folder of a run or a checkpoint, or for other models --model_name_or_path"
+        )
     if found is None and (found := newest(folder)) is None:
         damaged = f" with an intact one (of {len(checkpoints(folder))})" if checkpoints(folder) else ""
         raise UsageError(
-            f"{field}: {name or 'nothing'} is neither a checkpoint nor a run{damaged}: give the folder of one, or for other models "
+            f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one, or for other models "
             "--model_name_or_path"
         )
     ours = (found / atomic_folder.MANIFEST).exists() or (found / "state.json").exists()

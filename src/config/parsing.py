@@ -89,7 +89,7 @@ def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str
                 if name in others
                 else f"unknown field; {NAMES_ELSEWHERE[name]}"
                 if name in NAMES_ELSEWHERE
-                else f"unknown field{nearest(name, fields)}"
+                else f"unknown field{nearest(name, [*fields, *(also or {})])}"
             )
             faults.append(f"{source}{name}: {hint}")
             continue

@@ -144,7 +144,9 @@ class RunConfig:
     train_file: list[str] = say(
         "local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True, from_checkpoint=plain_data
     )
-    validation_file: list[str] = say("likewise, for evaluation", [], free=True, from_checkpoint=plain_data)
+    validation_file: list[str] = say(
+        "the same for evaluation: paths, globs or URLs", [], free=True, from_checkpoint=plain_data
+    )
     mixture: json_object = say(
         "several sources of data by name, each with train_file or dataset_name and, if you like, validation_file, and the "
         "weight of its share of the examples (default: its size); evaluation is by source, too",
@@ -185,7 +187,7 @@ class RunConfig:
     per_device_batch_tokens: int | None = say(
         "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
     )
-    per_device_eval_batch_size: int = say("likewise for evaluation", 8, free=True, from_checkpoint=True)
+    per_device_eval_batch_size: int = say("examples per forward pass in evaluation", 8, free=True, from_checkpoint=True)
     sync_each_batch: bool | None = say(
         "add gradients up over processes after every micro-batch: more traffic, but gradients stay sharded (default: only "
         "under FSDP; DeepSpeed's ZeRO-2 and 3 always do)",

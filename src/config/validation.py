@@ -92,7 +92,12 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
             f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
             f"{run.global_batch_size}; a forward pass cannot hold more than one optimizer step"
         )
-    if run.model_name_or_path and run.model_config:
+    if run.model_config and not training:
+        faults.append(
+            f"model_config is {run.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
+            f"{run.output_dir} without --config (it brings its own configuration); for other models give --model_name_or_path"
+        )
+    elif run.model_name_or_path and run.model_config:
         faults.append(
             "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
         )

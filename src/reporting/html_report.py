@@ -120,5 +120,5 @@ if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except UsageError as error:
-        print(f"report: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

@@ -116,5 +116,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except UsageError as error:
-        print(f"ledger: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)

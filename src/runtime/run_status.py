@@ -196,7 +196,7 @@ def main(argv: list[str]) -> int:
         print(newest_run(Path("runs"), weights=False) or "")
         return 0
     if not argv or argv[0].startswith("-"):
-        print("give a run folder: python -m src.runtime.run_status RUN [CODE]", file=sys.stderr)
+        print("error: give a run folder: python -m src.runtime.run_status RUN [CODE]", file=sys.stderr)
         return 2
     status = read(Path(argv[0]))
     code = status.get("exit_code")

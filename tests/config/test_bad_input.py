@@ -366,7 +366,13 @@ def test_a_fault_of_the_run_file_names_all_faults(here):
     "expected, changed",
     [
         ("checkpoint: nowhere", {"checkpoint": "nowhere"}),
-        ("checkpoint: |--model_name_or_path", {"checkpoint": ""}),
+        ("checkpoint: nothing is given|--model_name_or_path", {"checkpoint": ""}),
+        ("--checkpoin: unknown field; did you mean checkpoint?", SAVED | {"checkpoin": "model"}),
+        # random weights: what train.py takes would overwrite eval.json of the run with their loss
+        (
+            "model_config is llama.yaml|--checkpoint scores",
+            {"model_config": "llama.yaml", "validation_file": "train.jsonl"},
+        ),
         ("checkpoint: model", {"checkpoint": "model"}),
         ("no data: give --validation_file", SAVED),
         ("validation_file: no.jsonl: no such file", SAVED | {"validation_file": "no.jsonl"}),

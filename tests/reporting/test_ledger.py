@@ -155,11 +155,11 @@ def test_the_command_says_2_where_there_is_nothing_to_compare(one, tmp_path):
     for argv in ([], [one, one, one], ["--help"]):
         assert command(*argv) == (
             2,
-            "ledger: give one run folder, or two: python -m src.reporting.ledger RUN [OTHER]\n",
+            "error: give one run folder, or two: python -m src.reporting.ledger RUN [OTHER]\n",
         )
     code, text = command(tmp_path / "none")
     assert code == 2
-    assert f"ledger: {tmp_path / 'none'} holds no ledger.jsonl with a step in it" in text
+    assert f"error: {tmp_path / 'none'} holds no ledger.jsonl with a step in it" in text
     assert command(one, tmp_path)[0] == 2
 
 
