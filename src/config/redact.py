@@ -69,7 +69,8 @@ def _learn_url(url: str) -> None:
         return
     pieces, path = [], url
     for user in WHOLE[0].finditer(url):
-        pieces += [user[2], user[2].partition(":")[2]]
+        # Libraries end a host at these signs, and quote what stands before as one that is not valid.
+        pieces += [user[2], user[2].partition(":")[2], *re.split(r"[\s\\/?#@<>\"\[\]]+", user[2])]
         path = path.replace(user[2], "")
     if query := WHOLE[1].search(url):
         parts = [part for part in re.split(r"&amp;|[&;#]", query[2]) if _parameter(part) != part]
@@ -83,7 +84,8 @@ def _remember(found: dict[str, str]) -> None:
         plain = unquote(text)
         forms = {quote(one, safe=safe) for one in (text, plain) for safe in ("", "/", _REQUOTED)}
         forms |= {text, plain, repr(text)[1:-1], json.dumps(text)[1:-1]}
-        _known.update({form: shown for form in forms if len(form) >= SHORTEST and form not in _known})
+        enough = SHORTEST // 2 if ":" in text else SHORTEST
+        _known.update({form: shown for form in forms if len(form) >= enough and form not in _known})
     if _known:
         longest_first = "|".join(map(re.escape, sorted(_known, key=len, reverse=True)))
         _finds_known[:] = [re.compile(rf"(?<![A-Za-z0-9_])(?:{longest_first})(?![A-Za-z0-9_])")]

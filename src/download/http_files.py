@@ -9,10 +9,13 @@ import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlparse
+
+from urllib3.exceptions import HTTPError
 
 from src.config.errors import UsageError, warn
 from src.config.redact import redact
@@ -23,6 +26,7 @@ from src.storage.shared_work import Crew, leave
 SILENCE = (10, 120)  # seconds to wait for a connection, and for the next byte
 TRIES = 3  # attempts that bring no byte, before the file is given up
 CHUNK = 1 << 20
+WITH_DATA = (200, 203, 206)  # statuses of answers that hold the file
 
 record: dict[str, dict] = {}  # what this run was fetched from, for environment.json
 
@@ -119,7 +123,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
         came, reason = 0, ""
         try:
             with requests.get(url, headers=headers, stream=True, timeout=SILENCE) as answer:
-                if answer.status_code == 304:
+                if answer.status_code == 304 and told:
                     return None
                 if answer.status_code in (401, 403, 404, 410):
                     raise ValueError(f"the server answers {answer.status_code} {answer.reason}")
@@ -127,6 +131,8 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                     about.unlink(missing_ok=True)
                     continue
                 answer.raise_for_status()
+                if answer.status_code not in WITH_DATA:  # 202: it is being prepared; 304, though nothing is here
+                    raise requests.RequestException(f"the server answers {answer.status_code} {answer.reason}")
                 if answer.status_code == 206 and (reason := _unfit(answer, version, begun)):
                     about.unlink(missing_ok=True)
                     if not begun:
@@ -136,7 +142,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                 version = version if begun else _version(answer)
                 leave(about, json.dumps(version))
                 with open(part, "ab" if begun else "wb") as target:
-                    for chunk in _shown(answer.iter_content(CHUNK), url, begun, version["total"]):
+                    for chunk in _shown(_plain_chunks(answer), url, begun, version["total"]):
                         if not begun + came:
                             _refuse_page(answer, chunk, about)
                         target.write(chunk)
@@ -169,6 +175,28 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
         if failures >= TRIES:
             raise OSError(f"{reason} (tried {TRIES} times)")
         time.sleep(2**failures / 2)
+
+
+def _plain_chunks(answer):
+    """Yield the bytes of a file; of one that is sent compressed, too, an early end is an error, which requests does not notice."""
+    import requests
+
+    if answer.headers.get("Content-Encoding", "identity") not in ("gzip", "x-gzip"):
+        yield from answer.iter_content(CHUNK)
+        return
+    unpack = zlib.decompressobj(31)
+    try:
+        for chunk in answer.raw.stream(CHUNK, decode_content=False):
+            while chunk:
+                if unpack.eof:  # several members, one after the other
+                    unpack = zlib.decompressobj(31)
+                if plain := unpack.decompress(chunk):
+                    yield plain
+                chunk = unpack.unused_data
+    except (zlib.error, HTTPError) as error:
+        raise requests.ConnectionError(f"the compressed file cannot be read: {error}") from error
+    if not unpack.eof:
+        raise requests.ConnectionError("the compressed file ended early")
 
 
 def _version(answer) -> dict:

@@ -31,6 +31,7 @@ def silence():
 # ---- the version that was looked up ------------------------------------------------------------------------------------
 
 _looked_up: dict[str, dict] = {}  # URL -> what its server said
+_warned: set[str] = set()
 
 
 @cache
@@ -60,10 +61,17 @@ async def _compare(session, context, params) -> None:
     answer = params.response
     url = _plain((answer.history[0] if answer.history else answer).url)
     told, headers = _looked_up.get(url, {}), answer.headers
-    if answer.status not in (200, 206) or headers.get("Content-Encoding", "identity") != "identity":
+    if answer.status in range(201, 206) and answer.status not in fetch.WITH_DATA:
+        raise UsageError(f"{url}: the server answers {answer.status} {answer.reason}")
+    if answer.status not in fetch.WITH_DATA:
+        return
+    if headers.get("Content-Encoding", "identity") != "identity":
+        if "Content-Length" not in headers and url not in _warned:
+            _warned.add(url)
+            warn(f"{url}: compressed and without a length: an early end would not be noticed", alone=True)
         return
     whole = (
-        headers.get("Content-Length") if answer.status == 200 else headers.get("Content-Range", "").rpartition("/")[2]
+        headers.get("Content-Length") if answer.status != 206 else headers.get("Content-Range", "").rpartition("/")[2]
     )
     asked = re.fullmatch(r"bytes=(\d+)-\d*", params.headers.get("Range", ""))
     begun = re.match(r"bytes (\d+)-", headers.get("Content-Range", ""))
@@ -180,6 +188,8 @@ def _head(url: str) -> dict:
         raise ValueError(f"the server answers {answer.status_code} {answer.reason}")
     if answer.status_code != 416:  # the first byte of an empty file
         answer.raise_for_status()
+        if answer.status_code not in fetch.WITH_DATA:
+            raise requests.RequestException(f"the server answers {answer.status_code} {answer.reason}")
     size = answer.headers.get("Content-Range", "").rpartition("/")[2] or answer.headers.get("Content-Length", "")
     plain = answer.headers.get("Content-Encoding", "identity") == "identity" and size.isdigit()
     etag = answer.headers.get("ETag", "W/")

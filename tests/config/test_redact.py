@@ -106,6 +106,13 @@ def test_credentials_that_no_pattern_finds_are_known_from_what_was_given(url, fo
     assert was_redacted(redact(url))
 
 
+def test_piece_of_a_password_that_a_library_takes_for_a_host_is_known(forgotten):
+    learn("http://alice:pa'55\\\\word@h/x.jsonl")
+    assert redact('Failed to parse: "alice:pa\'55" is not a valid host or port') == (
+        'Failed to parse: "***" is not a valid host or port'
+    )
+
+
 def test_learning_a_url_hides_no_ordinary_words(forgotten):
     learn({"train_file": ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]})
     for text in ("train.jsonl", "pw", "2030-01-01T00:00:00Z", "data/train.jsonl"):

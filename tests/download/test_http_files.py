@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
+import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -404,9 +405,19 @@ def raw_server(answer: bytes):
 
 
 ROW = b'{"input_ids": [1, 2, 3]}\n'
+
+
+def half_packed() -> bytes:
+    """Return whole rows of a gzip file whose end is missing."""
+    packer = zlib.compressobj(wbits=31)
+    return packer.compress(ROW * 9) + packer.flush(zlib.Z_SYNC_FLUSH)
+
+
 UNENDED = {  # answers that stop before their end
     "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW),
     "gzip": b"Content-Encoding: gzip\r\nContent-Length: 999\r\n\r\n" + gzip.compress(ROW * 9),
+    "gzip that ends its chunks": b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+    % (len(half_packed()), half_packed()),
     "length": b"Content-Length: 999\r\n\r\n" + ROW,
 }
 
@@ -417,6 +428,17 @@ def test_an_answer_that_ends_early_is_no_file(hub, tmp_path, kind):
         ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", url))
     fails(ended, f"{url}: not fetched")
     assert not list(tmp_path.rglob("fetched.json"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("status", ["202 Accepted", "204 No Content", "304 Not Modified"])
+def test_an_answer_that_is_not_the_file_is_refused(hub, tmp_path, status, streaming):
+    """A server that still prepares a file may answer with a row that says so."""
+    body = b"Content-Length: %d\r\n\r\n%s" % (len(ROW), ROW) if status < "203" else b"\r\n"
+    with raw_server(f"HTTP/1.1 {status}\r\nConnection: close\r\n".encode() + body) as url:
+        fields = {"streaming": True, "max_steps": 1} if streaming else {}
+        ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", url, **fields))
+    fails(ended, f"the server answers {status}")
 
 
 def test_an_answer_without_a_length_is_taken_with_a_warning(hub, tmp_path):
