@@ -19,6 +19,7 @@ from src.config.schema import NAMES_ELSEWHERE, RunConfig
 from src.config.validation import Fault, list_errors
 
 SAMPLE = "configs/stdlib_lm.yaml"
+MAY_BE_EMPTY = ("sample_prompt",)  # no sample, also where the run file has a prompt
 WHAT = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 WHAT |= {"dataset_name", "train_file", "validation_file", "mixture"}
 
@@ -95,7 +96,7 @@ def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str
             continue
         try:
             argument = _argument(name, value)
-            if _last(value) == "":
+            if _last(value) == "" and name not in MAY_BE_EMPTY:
                 raise ValueError("nothing is given: leave it out, or give a value")
             parser.parse_args(argument)
             good += argument

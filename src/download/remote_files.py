@@ -61,9 +61,9 @@ async def _compare(session, context, params) -> None:
     answer = params.response
     url = _plain((answer.history[0] if answer.history else answer).url)
     told, headers = _looked_up.get(url, {}), answer.headers
-    if answer.status in range(201, 206) and answer.status not in fetch.WITH_DATA:
+    if answer.status in range(201, 206) and answer.status not in http_files.WITH_DATA:
         raise UsageError(f"{url}: the server answers {answer.status} {answer.reason}")
-    if answer.status not in fetch.WITH_DATA:
+    if answer.status not in http_files.WITH_DATA:
         return
     if headers.get("Content-Encoding", "identity") != "identity":
         if "Content-Length" not in headers and url not in _warned:
@@ -188,7 +188,7 @@ def _head(url: str) -> dict:
         raise ValueError(f"the server answers {answer.status_code} {answer.reason}")
     if answer.status_code != 416:  # the first byte of an empty file
         answer.raise_for_status()
-        if answer.status_code not in fetch.WITH_DATA:
+        if answer.status_code not in http_files.WITH_DATA:
             raise requests.RequestException(f"the server answers {answer.status_code} {answer.reason}")
     size = answer.headers.get("Content-Range", "").rpartition("/")[2] or answer.headers.get("Content-Length", "")
     plain = answer.headers.get("Content-Encoding", "identity") == "identity" and size.isdigit()

@@ -89,6 +89,12 @@ def test_lists(here):
     assert other.train_file == []  # a default is nobody's to share
 
 
+def test_an_empty_prompt_means_no_sample(here):
+    assert not parsed(sample_prompt="")[1].sample_prompt
+    assert not parsed("--sample_prompt", "", sample_prompt="def")[1].sample_prompt
+    assert "nothing is given" in faults("--output_dir", "")
+
+
 def test_null_means_the_default(here):
     (here / "run.yaml").write_text("seed: null\nmax_steps:\nlearning_rate: ~\n")
     run, _ = parsing.parse(["--config", "run.yaml"], OPTIONS)
