@@ -7,18 +7,6 @@ import pyarrow as pa
 
 from src.config.errors import UsageError
 from src.data.file_errors import fault
-from src.text.ignored_columns import MEANINGFUL
-
-MEANINGFUL += (
-    "position_ids",
-    "token_type_ids",
-    "seq_lengths",
-    "cu_seqlens",
-    "weight",
-    "weights",
-    "sample_weight",
-    "tools",
-)
 
 COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
 

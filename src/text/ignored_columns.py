@@ -11,6 +11,14 @@ MEANINGFUL = (
     "assistant_masks",
     "completion_mask",
     "prompt_mask",
+    "position_ids",
+    "token_type_ids",
+    "seq_lengths",
+    "cu_seqlens",
+    "weight",
+    "weights",
+    "sample_weight",
+    "tools",
 )
 
 

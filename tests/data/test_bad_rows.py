@@ -358,8 +358,8 @@ def test_mutants_that_name_another_line_are_caught(tools, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         check(text, code, said, 2, odd_line(files))
     files = write(tmp_path, case.files)
-    for module in ("raw", "sources"):
-        monkeypatch.setattr(f"src.{module}.fault", lambda *_: None)
+    for module in ("arrow_cache", "sources"):
+        monkeypatch.setattr(f"src.data.{module}.fault", lambda *_: None)
     code, text = start(tools, tmp_path, files)
     with pytest.raises(AssertionError):
         check(text, code, case.said, 2, odd_line(files))

@@ -150,7 +150,7 @@ def test_evaluation_has_every_example_once_and_is_cut_the_same_for_every_world()
 
 BILLION = """
 import resource, time
-from src.plan import plan
+from src.data.batch_plan import plan
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.perf_counter()

@@ -1,5 +1,6 @@
 """Files become rows read by id: in order, prepared once, and the same with loader workers or without."""
 
+import functools
 import json
 import os
 import random
@@ -413,6 +414,7 @@ def _start_together(tools, folder):
     """What one of several processes does that start at once; the making is slow and leaves a line."""
     original = causal_lm.Task.encode
 
+    @functools.wraps(original)
     def slow(self, batch, places):
         with open(folder / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")

@@ -1,5 +1,6 @@
 """The same bytes whoever prepares them, used again by the next start, and complete or not there; rows are full, memory is bounded."""
 
+import functools
 import hashlib
 import json
 import os
@@ -78,6 +79,7 @@ def calls(monkeypatch, folder: Path, seconds: float = 0.0, blow=lambda count: No
     def counted(original):
         count = [0]
 
+        @functools.wraps(original)
         def encode(self, batch, places):
             count[0] += 1
             blow(count[0])
@@ -228,6 +230,7 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
 def test_preparation_may_take_longer_than_a_collective_may_wait(tmp_path, monkeypatch):
     original = causal_lm.Task.encode
 
+    @functools.wraps(original)
     def slow(self, batch, places):
         time.sleep(8 if places.split == "train" else 0)
         return original(self, batch, places)

@@ -1,6 +1,7 @@
 """Work on one disk is done once, whoever does it; who fails is heard, who dies is noticed, and nobody waits for ever."""
 
 import ctypes
+import functools
 import hashlib
 import json
 import multiprocessing
@@ -303,6 +304,7 @@ def struck(monkeypatch, blow) -> None:
     """Let `blow` happen in the preparation of each block."""
     original = causal_lm.Task.encode
 
+    @functools.wraps(original)
     def encode(self, batch, places):
         blow()
         time.sleep(0.05)
@@ -450,6 +452,7 @@ def test_a_cache_without_room_is_named_and_nothing_half_made_counts(tmp_path, mo
 def counting(monkeypatch, folder: Path) -> None:
     original = causal_lm.Task.encode
 
+    @functools.wraps(original)
     def encode(self, batch, places):
         note(folder, "made", places.start + 1000 * (places.split == "validation"), os.getpid())
         time.sleep(0.02)

@@ -97,8 +97,8 @@ def test_a_long_document_becomes_the_rows_of_the_whole(tmp_path, monkeypatch, pa
     kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
     found = []
     for limit in (1 << 12, 1 << 30):
-        for module in ("rows", "text"):
-            monkeypatch.setattr(f"src.{module}.CHARACTERS", limit)
+        for module in ("encode_rows", "tokenization"):
+            monkeypatch.setattr(f"src.text.{module}.CHARACTERS", limit)
         fields = {"train_file": tmp_path / "a.jsonl", "cache_dir": tmp_path / f"{limit}", "packing": packing}
         fields |= {"model_config": tmp_path / "llama.yaml", "tokenizer_name": tmp_path / "tokenizer", "max_length": 64}
         split = kit.open_data(**fields)[1]["train"]
