@@ -207,7 +207,7 @@ def test_a_wrong_run_file_ends_with_one_sentence(tmp_path):
     with pytest.raises(kit.RankFailed) as failed:
         kit.spawn(1, _command, ["--model_config", "nowhere.yaml"], out=tmp_path / "out")
     assert failed.value.codes == [2]
-    assert failed.value.texts[0].strip().startswith("memory.py: nowhere.yaml: no such file")
+    assert failed.value.texts[0].strip().startswith("error: nowhere.yaml: no such file")
 
 
 # ---- the line of a run -----------------------------------------------------------------------------------------------
