@@ -1,6 +1,7 @@
 """Settings of the whole suite: one thread a process, caches of its own, no network, and small data shared by the tests."""
 
 import os
+import signal
 import tempfile
 
 # Before torch and the Hugging Face libraries are imported. Forked children inherit all of it.
@@ -23,6 +24,8 @@ for name in (
     "ARGS",
 ):  # of the make that runs the tests, which run make
     os.environ.pop(name, None)
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and children would inherit that
 
 import shutil
 
