@@ -25,8 +25,8 @@ sys.path.insert(0, str(REPOSITORY))
 from src.config import parsing, validation
 from src.config.schema import RunConfig
 from src.data.batch_plan import training_order
-from src.data.data_loader import read
-from src.data.dataset import load
+from src.data.data_loader import read_batches
+from src.data.dataset import prepare_datasets
 from src.download import cache_folder, sample_datasets
 from src.tasks import OPTIONS, make_task
 
@@ -41,7 +41,7 @@ def opened(folder: Path, **fields):
     run, options = parsing.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))], OPTIONS)
     validation.check(run, options)
     task = make_task(run, options)
-    return run, task, load(run, task, wanted=("train",))["train"]
+    return run, task, prepare_datasets(run, task, wanted=("train",))["train"]
 
 
 # ---- reading by id ---------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def plain_loader(split, micro: int, form: str | None):
     """Return a plain DataLoader over the same rows as a `datasets.Dataset`, padded as ours are."""
     import datasets
 
-    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.facts["pieces"]]
+    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.stats["pieces"]]
     rows = datasets.concatenate_datasets(parts).select_columns(["input_ids"]).with_format(form)
 
     def collate(batch):
@@ -105,7 +105,7 @@ def reading() -> dict:
             ours, plain = [], {}
             for turn in range(3):
                 order = training_order(len(split), 256, 8, turn, 0, 1, 0, 100_000, split.lengths)
-                ours.append(throughput(read(split, task, order, run, False)))
+                ours.append(throughput(read_batches(split, task, order, run, False)))
                 for form in (None, "numpy", "arrow") if turn == 0 else (max(plain, key=plain.get),):
                     if form != "arrow":  # whose rows are tables
                         plain[form] = max(plain.get(form, 0), throughput(plain_loader(split, 8, form)))
@@ -122,7 +122,7 @@ def texts(folder: Path, megabytes: int) -> Path:
     """Write source code of the standard library, in another order each time it comes round."""
     file, rng = folder / "texts.jsonl", np.random.default_rng(0)
     lines = (
-        Path(sample_datasets.folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
+        Path(sample_datasets.sample_folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
         .read_text(encoding="utf-8")
         .splitlines()
     )
@@ -146,11 +146,11 @@ def child(folder: Path, file: str) -> None:
             folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true"
         )
         order = training_order(len(split), 8, 8, 0, 0, 1, 0, 1, split.lengths)
-        next(read(split, task, order, run, False))
+        next(read_batches(split, task, order, run, False))
         times.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    filled = split.facts["tokens"] / (1024 * len(split))
-    print(json.dumps([*times, before / 1e6, peak / 1e6, split.facts["rows"], filled]))
+    filled = split.stats["tokens"] / (1024 * len(split))
+    print(json.dumps([*times, before / 1e6, peak / 1e6, split.stats["rows"], filled]))
 
 
 def ranks(world: int, folder: Path, file: Path) -> list[list]:

@@ -29,10 +29,10 @@ import yaml
 import train
 from benchmarks.plain import Plain, direct_loss, labels_loss
 from src.config import parsing
-from src.config.errors import REPOSITORY
+from src.config.paths import REPOSITORY
 from src.data.batch_plan import training_order
-from src.data.data_loader import Reader
-from src.data.dataset import load
+from src.data.data_loader import BatchReader
+from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
 
 BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
@@ -81,7 +81,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
     run, options = parsing.parse(words, OPTIONS)
     task = make_task(run, options)
-    split = load(run, task, wanted=("train",))["train"]
+    split = prepare_datasets(run, task, wanted=("train",))["train"]
     times = {"ours": [], "plain": []}
     losses = {"ours": [], "plain": []}
 
@@ -145,7 +145,7 @@ def steps_in_memory(run, task, split, accelerator):
     ranks = accelerator.num_processes
     shape = (len(split), run.global_batch_size, run.per_device_batch_size, run.seed)
     every = [training_order(*shape, r, ranks, 0, run.max_steps, split.lengths) for r in range(ranks)]
-    reader = Reader(split, task)
+    reader = BatchReader(split, task)
     while True:
         yield _one_step(every, accelerator.process_index, reader)
 
@@ -155,7 +155,7 @@ def _one_step(every: list, rank: int, reader) -> tuple[list[dict], float]:
     for r, order in enumerate(every):
         for micro in order:
             batch = reader[micro][1]
-            weight += 0 if micro.filler else batch.weight
+            weight += 0 if micro.dummy else batch.weight
             if r == rank:
                 ids, targets = batch.inputs["input_ids"], batch.inputs["targets"]
                 mask = torch.zeros_like(ids)

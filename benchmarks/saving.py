@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 import yaml
 
-from src.config.errors import REPOSITORY
+from src.config.paths import REPOSITORY
 from src.storage import atomic_folder
 
 MODEL = {
@@ -41,24 +41,24 @@ import sys
 sys.path.insert(0, {repository!r})
 from src.checkpointing import format as checkpoint
 from src.config import parsing
-from src.data.dataset import load
+from src.data.dataset import prepare_datasets
 from src.reporting.metrics import Meter
 from src.tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
-from src.training.step import Objective
+from src.training.step import ModelWithLoss
 
 def memory(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))
 
-run, options = parsing.parse(sys.argv[1:], OPTIONS)
-task = make_task(run, options)
-load(run, task)
+cfg, options = parsing.parse(sys.argv[1:], OPTIONS)
+task = make_task(cfg, options)
+prepare_datasets(cfg, task)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
-start = checkpoint.newest(run.output_dir)
-objective = Objective(task.build(start), task)
-optimizer = make_optimizer(run, objective)
-checkpoint.load(start, objective, {{"optimizer": optimizer}}, None, Meter())
+start = checkpoint.newest_intact(cfg.output_dir)
+model = ModelWithLoss(task.build(start), task)
+optimizer = make_optimizer(cfg, model)
+checkpoint.load_checkpoint(start, model, {{"optimizer": optimizer}}, None, Meter())
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
@@ -118,7 +118,7 @@ def main() -> None:
             plain = seconds(lambda: read_all(newest))
             if state == "from disk":
                 evicted(newest)
-            verify = seconds(lambda: atomic_folder.faults(newest))
+            verify = seconds(lambda: atomic_folder.verify(newest))
             print(
                 f"verify {state + ':':<20}{size / verify:.2f} GB/s (reading alone: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
             )

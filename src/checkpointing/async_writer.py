@@ -17,41 +17,50 @@ from safetensors import SafetensorError
 
 from src.checkpointing import final_model as final
 from src.checkpointing import format
-from src.checkpointing.sharded import Team, check_disk, owners
+from src.checkpointing.sharded import ShardWriters, assign_tensors_to_ranks, check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, optional, warn
 from src.config.schema import RunConfig
-from src.distributed.launch import nodes
-from src.distributed.strategies import sharded
+from src.distributed.launch import num_nodes
+from src.distributed.strategies import is_sharded
 from src.runtime import console, run_status
 from src.storage import atomic_folder, held_folder
-from src.storage.jsonl import strict
-from src.training.state import Progress, Rhythm
-from src.training.step import Objective
+from src.storage.jsonl import strict_json
+from src.training.state import Intervals, TrainState
+from src.training.step import ModelWithLoss
 
 log = logging.getLogger("run")
 PATIENCE = 60.0  # seconds that a save waits for the one before it; other ranks wait as long in their next reduction
 SHARES = 600.0  # seconds that the main process's writer waits for what the others write; training goes on meanwhile
 
 
-class Saver:
+class CheckpointWriter:
     """Writes checkpoints of one run; at most one is under way."""
 
     def __init__(
-        self, accelerator, agree, run: RunConfig, objective: Objective, parts: dict, about: dict, watch, lines, start
+        self,
+        accelerator,
+        all_reduce,
+        cfg: RunConfig,
+        model_with_loss: ModelWithLoss,
+        parts: dict,
+        about: dict,
+        watch,
+        lines,
+        start,
     ):
         """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
         are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
-        self.main, self.scaler, self.run = accelerator.is_main_process, accelerator.scaler, run
+        self.main, self.scaler, self.cfg = accelerator.is_main_process, accelerator.scaler, cfg
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.turn = 0  # folders that all ranks have begun to write so far
-        self.sharded = sharded(accelerator)
+        self.sharded = is_sharded(accelerator)
         self.together = self.sharded and self.world > 1
-        self.objective, self.parts, self.about = objective, parts, about
-        self.watch, self.lines, self.folder = watch, lines, Path(run.output_dir)
-        if self.together and nodes() > 1:
-            check_disk(accelerator, agree, self.folder)
-        self.patience = min(PATIENCE, run.ddp_timeout / 2)
-        self.team = Team(self.rank, self.world, SHARES)
+        self.model_with_loss, self.parts, self.about = model_with_loss, parts, about
+        self.watch, self.lines, self.folder = watch, lines, Path(cfg.output_dir)
+        if self.together and num_nodes() > 1:
+            check_shared_folder(accelerator, all_reduce, self.folder)
+        self.patience = min(PATIENCE, cfg.ddp_timeout / 2)
+        self.team = ShardWriters(self.rank, self.world, SHARES)
         self.memory, self.thread = format.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
@@ -64,7 +73,7 @@ class Saver:
         self.final: int | None = None  # step of the weights in final/
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
-    def save(self, progress: Progress, meter: dict, agree) -> None:
+    def save(self, progress: TrainState, meter: dict, all_reduce) -> None:
         """Begin to write checkpoints/step_N, after waiting for the save before; a fault shows in `failed`."""
         if not (self.main or self.together):
             return
@@ -72,16 +81,16 @@ class Saver:
         done = self.main and (self.saved, self.evaluated) == (progress.step, progress.evaluated)
         late = not done and not self.wait(self.patience)
         if self.together:
-            done, late = agree([float(done), float(late)]).tolist()
+            done, late = all_reduce([float(done), float(late)]).tolist()
         if done:
             return
         self.evaluated = progress.evaluated
         if late:
             return warn(f"the checkpoint of step {progress.step} is left out: the disk still writes the one before it")
         copying = time.perf_counter()
-        tensors, numbers = format.tensors_of(self.objective, self.parts)
+        tensors, numbers = format.collect_tensors(self.model_with_loss, self.parts)
         fault = self._prepared(tensors) if self.main else None
-        if self.together and agree([float(fault is not None)])[0] and fault is None:
+        if self.together and all_reduce([float(fault is not None)])[0] and fault is None:
             return
         if fault:
             return self._failed(progress.step, fault)
@@ -89,7 +98,7 @@ class Saver:
         copied = time.perf_counter()
         scaler = self.scaler.state_dict() if self.scaler is not None else None
         state = {"progress": asdict(progress), "meter": meter, "scaler": scaler}
-        state = strict(state | {"numbers": numbers} | self.about)
+        state = strict_json(state | {"numbers": numbers} | self.about)
         self.thread = threading.Thread(target=self._write, args=(progress.step, host, state), name="saver", daemon=True)
         self.stalls.append((time.perf_counter() - began, copied - copying))
         self.thread.start()
@@ -109,7 +118,7 @@ class Saver:
         if not self.together:
             return self.memory.take(tensors)
         self.turn += 1
-        owner = owners(tensors, self.world)
+        owner = assign_tensors_to_ranks(tensors, self.world)
         return self.memory.take(tensors, {key for key, rank in owner.items() if rank == self.rank})
 
     def wait(self, seconds: float | None = None) -> bool:
@@ -126,7 +135,7 @@ class Saver:
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault
-        return float(self.failures >= self.run.max_failed_saves)
+        return float(self.failures >= self.cfg.max_failed_saves)
 
     def _room_for(self, tensors: dict[str, format.Tensors]) -> None:
         """Raise OSError if the disk has no room for another checkpoint; the old ones stay until the new one is complete."""
@@ -145,9 +154,11 @@ class Saver:
         try:
             for lines in self.lines:
                 if lines.path.exists():  # not before its first line
-                    atomic_folder.flush(lines.path)
+                    atomic_folder.fsync(lines.path)
             share = (self.rank, self.world) if self.together else ()
-            if not self._publish(folder, lambda f: format.write(f, self.objective, host, state, *share), step):
+            if not self._publish(
+                folder, lambda f: format.write_checkpoint(f, self.model_with_loss, host, state, *share), step
+            ):
                 self.failures = 0  # to leave its part or why not is all that this rank can fail at
                 return
             self.saved, self.failures = step, 0
@@ -157,7 +168,7 @@ class Saver:
                 f"step {step} saved: training stood still for {stall:.3f} s, {copy:.3f} s of it to copy {size / 1e6:,.1f} MB to "
                 f"the host; written, hashed and published beside training in {seconds:.3f} s"
             )
-            if not run_status.failure_of_another(
+            if not run_status.failed_rank(
                 self.folder, -1
             ):  # of any rank: its traceback is to stay the last that is printed
                 console.stamped(f"step {step} saved in {folder}; training paused {stall:.3f} s for it")
@@ -178,12 +189,12 @@ class Saver:
             return True
         parts = folder.with_name(f".{folder.name}.{self.turn}.parts")
         if not self.main:
-            self.team.deliver(parts, write)
+            self.team.write_shard(parts, write)
             return False
 
         def gathered(temporary: Path) -> dict:
             write(temporary)
-            entries = self.team.collect(parts, temporary)
+            entries = self.team.collect_shards(parts, temporary)
             format.write_index(temporary)
             return entries
 
@@ -193,33 +204,37 @@ class Saver:
     def _prune(self, best_step: int) -> None:
         try:
             held_folder.check_held(self.folder)
-            atomic_folder.tidy(self.folder / "checkpoints")
-            format.prune(self.run, best_step)
+            atomic_folder.remove_leftovers(self.folder / "checkpoints")
+            format.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
     def _failed(self, step: int, error: Exception) -> None:
-        if held_folder.lost(self.folder):
+        if held_folder.lost_folder(self.folder):
             return  # Watch ends this process at its next look, and says why
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
         warn(
             f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. The ones before it are untouched, training goes "
-            f"on; failure {self.failures} of {self.run.max_failed_saves} in a row, after which the run ends"
+            f"on; failure {self.failures} of {self.cfg.max_failed_saves} in a row, after which the run ends"
         )
 
-    def export(self, progress: Progress, agree) -> None:
+    def export(self, progress: TrainState, all_reduce) -> None:
         """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays.
 
         It is the best checkpoint where a metric is named; with the weights of the last step, if that one is gone."""
         folder, tensors, step, best = self.folder / "final", None, progress.step, None
-        self.catch_up(agree)
-        if self.main and self.run.metric_for_best_model and progress.best_step not in (0, step):
+        self.catch_up(all_reduce)
+        if self.main and self.cfg.metric_for_best_model and progress.best_step not in (0, step):
             best = format.of_step(self.folder, progress.best_step)
         self.final = progress.best_step if best else step
-        done = self.main and atomic_folder.about(folder).get("step") == self.final and not atomic_folder.faults(folder)
+        done = (
+            self.main
+            and atomic_folder.read_metadata(folder).get("step") == self.final
+            and not atomic_folder.verify(folder)
+        )
         if self.together:
-            done, copied = agree([float(done), float(best is not None)]).tolist()
+            done, copied = all_reduce([float(done), float(best is not None)]).tolist()
             if copied and not self.main:
                 return
         if done or not (self.main or self.together):
@@ -229,22 +244,26 @@ class Saver:
             work = self._copy, folder, [best, format.of_step(self.folder, step)], progress
         else:
             if self.sharded:
-                tensors = self._host({"model": format.tensors_of(self.objective, self.parts)[0]["model"]})["model"]
+                tensors = self._host({"model": format.collect_tensors(self.model_with_loss, self.parts)[0]["model"]})[
+                    "model"
+                ]
             work = self._export, folder, tensors, share, progress
         self.thread = threading.Thread(target=self._caught, args=work)
         self.thread.start()
 
-    def _export(self, folder: Path, tensors, share: tuple, progress: Progress) -> None:
+    def _export(self, folder: Path, tensors, share: tuple, progress: TrainState) -> None:
         def write(temporary: Path) -> None:
-            format.export(temporary, self.run, self.objective, tensors, *(share or (0, 1)), self.about["config"])
-            final.complete_card(temporary, self.run, progress, progress.step)
+            format.write_final(
+                temporary, self.cfg, self.model_with_loss, tensors, *(share or (0, 1)), self.about["config"]
+            )
+            final.complete_card(temporary, self.cfg, progress, progress.step)
 
         self._publish(folder, write, progress.step)
 
-    def _copy(self, folder: Path, candidates: list[Path | None], progress: Progress) -> None:
+    def _copy(self, folder: Path, candidates: list[Path | None], progress: TrainState) -> None:
         def card(temporary: Path, step: int) -> None:
-            format.write_card(temporary, self.run, self.objective.model, self.about["config"])
-            final.complete_card(temporary, self.run, progress, step)
+            format.write_card(temporary, self.cfg, self.model_with_loss.model, self.about["config"])
+            final.complete_card(temporary, self.cfg, progress, step)
 
         self.final = final.publish_copy(folder, candidates, card, self.precision)
 
@@ -252,7 +271,7 @@ class Saver:
         """Return the task's sample of the model in final/; a sample that fails is a warning."""
         if not self.main or self.sharded:
             return None
-        last = self.objective.model if self.final == self.saved else None
+        last = self.model_with_loss.model if self.final == self.saved else None
         return optional("the sample", final.sample, task, last, self.folder / "final", self.device)
 
     def _caught(self, work, *args) -> None:
@@ -263,25 +282,25 @@ class Saver:
         except BaseException as error:
             self.fault = error
 
-    def finish(self, agree) -> bool:
+    def finish(self, all_reduce) -> bool:
         """Return on every rank, when nothing is being written any more, whether the last checkpoint was saved.
 
         However slow the disk is, no rank waits longer than a second in a collective."""
-        self.catch_up(agree)
+        self.catch_up(all_reduce)
         final = isinstance(self.fault, Failure)
-        if agree([float(final)])[0] and not final:
+        if all_reduce([float(final)])[0] and not final:
             raise Failure("the final model could not be written, as the main process says")
         self.failed()
-        return not agree([float(self.failures)])[0]
+        return not all_reduce([float(self.failures)])[0]
 
-    def catch_up(self, agree) -> None:
+    def catch_up(self, all_reduce) -> None:
         """Wait on all ranks for the save that is under way, so that the next one, the last, is not left out."""
-        while agree([0.0 if self.wait(1.0) else 1.0])[0]:
+        while all_reduce([0.0 if self.wait(1.0) else 1.0])[0]:
             pass
 
-    def report(self, when: Rhythm) -> str:
+    def report(self, when: Intervals) -> str:
         """Return how the run ended, which model is the best, and what saving has cost training, in the middle of all saves."""
-        lines = [when.early(), final.best(self.run, when.progress, self.final)]
+        lines = [when.early(), final.best(self.cfg, when.progress, self.final)]
         if self.failures:
             lines.append(f"warning: the last checkpoint could not be saved ({self.reason}); the final model is whole")
         elif self.stalls:
@@ -291,17 +310,17 @@ class Saver:
             )
         return "\n".join(filter(None, lines))
 
-    def leave(self, agree, save, reason: str | UsageError) -> None:
+    def leave(self, all_reduce, save, reason: str | UsageError) -> None:
         """End the run on all ranks before it is complete: Stopped (or `reason`, if it is an error) when its state is saved,
         else Failure."""
-        if self.failures >= self.run.max_failed_saves:
+        if self.failures >= self.cfg.max_failed_saves:
             reason = f"{self.failures} failed saves in a row, before one that worked"
-        self.catch_up(agree)
+        self.catch_up(all_reduce)
         save()
-        saved = self.finish(agree)
+        saved = self.finish(all_reduce)
         if self.main and self.saved is not None:
             with suppress(OSError):
-                run_status.write(self.folder, "running", self.saved)
+                run_status.write_status(self.folder, "running", self.saved)
         if saved and isinstance(reason, UsageError):
             raise reason
         if saved:

@@ -11,12 +11,12 @@ from src.checkpointing import format
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
-from src.training.state import Progress
+from src.training.state import TrainState
 
 
-def best(run: RunConfig, progress: Progress, held: int | None) -> str:
+def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
     """Return which evaluation was the best, and which step final/ holds; nothing where no metric is named."""
-    if not run.metric_for_best_model or held is None:
+    if not cfg.metric_for_best_model or held is None:
         return ""
     if not progress.best_step:
         return f"no evaluation by {progress.best_metric} is known: final/ holds the last step, {progress.step:,}"
@@ -26,9 +26,9 @@ def best(run: RunConfig, progress: Progress, held: int | None) -> str:
     return f"best: step {progress.best_step:,}, {progress.best_metric} {progress.best}; {holds}"
 
 
-def complete_card(folder: Path, run: RunConfig, progress: Progress, held: int) -> None:
+def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int) -> None:
     """Add to the model card which step the weights are of."""
-    card, text = folder / "README.md", best(run, progress, held)
+    card, text = folder / "README.md", best(cfg, progress, held)
     if card.exists() and text:
         card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
 
@@ -39,7 +39,7 @@ def publish_copy(
     """Publish the model of the first checkpoint that is intact, without its training state but with what
     `card(folder, step)` writes beside it; return its step."""
     for path in filter(None, candidates):
-        if faults := atomic_folder.faults(path):
+        if faults := atomic_folder.verify(path):
             warn(f"{path} is damaged and not used for {folder}: {'; '.join(faults)}", alone=True)
             continue
         state = format.read_state(path)

@@ -15,20 +15,20 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from src.checkpointing.sharded import Reader, file_name
+from src.checkpointing.sharded import TensorReader, file_name
 from src.config.errors import UsageError
 from src.config.redact import publishable, redact_all
 from src.config.schema import RunConfig
-from src.distributed.sharded_tensors import Piece, partial, plain_name, whole
+from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial, plain_name
 from src.storage import atomic_folder
-from src.training.state import Progress
-from src.training.step import Objective
+from src.training.state import TrainState
+from src.training.step import ModelWithLoss
 
 Tensors = dict[str, torch.Tensor]
 RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, without credentials
 
 
-def checkpoints(output_dir: str | Path) -> list[Path]:
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the checkpoint folders of a run, intact or not, oldest first."""
     found = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
     return [path for _, path in sorted(item for item in found if item[0] is not None)]
@@ -48,7 +48,7 @@ def step_of(checkpoint: Path) -> int | None:
 
 def of_step(output_dir: str | Path, step: int) -> Path | None:
     """Return the checkpoint of a step, if the run has one."""
-    return next((path for path in checkpoints(output_dir) if step_of(path) == step), None)
+    return next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
 
 
 def inside(checkpoint: Path, output_dir: Path) -> bool:
@@ -56,9 +56,9 @@ def inside(checkpoint: Path, output_dir: Path) -> bool:
     return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
 
 
-def newest(output_dir: str | Path) -> Path | None:
+def newest_intact(output_dir: str | Path) -> Path | None:
     """Return the newest intact checkpoint of a run, or None."""
-    return next((path for path in reversed(checkpoints(output_dir)) if not atomic_folder.faults(path)), None)
+    return next((path for path in reversed(list_checkpoints(output_dir)) if not atomic_folder.verify(path)), None)
 
 
 def read_state(checkpoint: Path) -> dict:
@@ -69,18 +69,22 @@ def read_state(checkpoint: Path) -> dict:
 # ---- out of the process ------------------------------------------------------------------------------------------------
 
 
-def tensors_of(objective: Objective, parts: dict) -> tuple[dict[str, Tensors], dict[str, dict]]:
+def collect_tensors(model_with_loss: ModelWithLoss, parts: dict) -> tuple[dict[str, Tensors], dict[str, dict]]:
     """Return (tensors by part and name, everything else likewise) of the model and of `parts`, under canonical names.
 
     A part is an optimizer, or has a flat `state_dict` of tensors, numbers and strings (an average of weights, say)."""
     first = next(iter(parts.values()), None)
-    tensors, numbers = {"model": first.weights() if hasattr(first, "weights") else _weights(objective.model)}, {}
+    tensors, numbers = {"model": first.weights() if hasattr(first, "weights") else _weights(model_with_loss.model)}, {}
     for part, holder in parts.items():
         if hasattr(holder, "weights"):  # DeepSpeed's
             flat = holder.moments()
         else:
-            flat = _named(objective.model, holder) if isinstance(holder, torch.optim.Optimizer) else holder.state_dict()
-        kinds = (torch.Tensor, Piece)
+            flat = (
+                _named(model_with_loss.model, holder)
+                if isinstance(holder, torch.optim.Optimizer)
+                else holder.state_dict()
+            )
+        kinds = (torch.Tensor, ShardedTensorRef)
         tensors[part] = {name: value for name, value in flat.items() if isinstance(value, kinds)}
         numbers[part] = {name: value for name, value in flat.items() if not isinstance(value, kinds)}
     return tensors, numbers
@@ -89,7 +93,7 @@ def tensors_of(objective: Objective, parts: dict) -> tuple[dict[str, Tensors], d
 def _weights(model: torch.nn.Module) -> Tensors:
     """Return the state dict of a model; shards as they are, because of them only the parameter itself tells what is tied."""
     held = model.state_dict(keep_vars=True)
-    return {name: value if partial(value) else value.detach() for name, value in held.items()}
+    return {name: value if is_partial(value) else value.detach() for name, value in held.items()}
 
 
 class HostCopy:
@@ -105,10 +109,10 @@ class HostCopy:
         copy, seen, waits = {part: {} for part in tensors}, {}, False
         for part, named in tensors.items():
             for name, value in named.items():
-                same = partial(value) or (value.data_ptr(), value.shape, value.stride(), value.dtype)
+                same = is_partial(value) or (value.data_ptr(), value.shape, value.stride(), value.dtype)
                 where = id(value) if same is True else same
                 if where not in seen or not value.nbytes:
-                    full = whole(value)
+                    full = gather_full(value)
                     seen[where] = self._copy((part, name), full) if mine is None or (part, name) in mine else None
                     waits |= full.device.type != "cpu"
                 if seen[where] is not None:
@@ -124,10 +128,17 @@ class HostCopy:
         return memory.copy_(value, non_blocking=True)
 
 
-def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state: dict, rank: int = 0, world: int = 1):
+def write_checkpoint(
+    folder: Path,
+    model_with_loss: ModelWithLoss,
+    tensors: dict[str, Tensors],
+    state: dict,
+    rank: int = 0,
+    world: int = 1,
+):
     """Write a checkpoint's files, or with `world` > 1 those of one rank; touches no tensor of the model itself, so it may run
     beside training."""
-    write_model(objective, folder, dict(tensors["model"]), rank, world)
+    write_model(model_with_loss, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
         if part != "model" and (named or world == 1):
             first = {value.data_ptr(): name for name, value in reversed(named.items())}
@@ -138,19 +149,19 @@ def write(folder: Path, objective: Objective, tensors: dict[str, Tensors], state
 
 
 def write_model(
-    objective: Objective, folder: Path, tensors: Tensors | None = None, rank: int = 0, world: int = 1
+    model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors | None = None, rank: int = 0, world: int = 1
 ) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` just work; or one rank's part of it."""
     dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
     named = bool(tensors)  # transformers empties what it is given
     if world == 1:
-        objective.model.save_pretrained(folder, state_dict=tensors)
+        model_with_loss.model.save_pretrained(folder, state_dict=tensors)
     else:
         inner = folder / "model"
-        objective.model.should_save_on_this_rank = lambda is_main_process: (
+        model_with_loss.model.should_save_on_this_rank = lambda is_main_process: (
             True
         )  # transformers would write on rank 0 alone
-        objective.model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
+        model_with_loss.model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
         if named:  # else there are more ranks than layers
             (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))
         for path in inner.iterdir():
@@ -158,8 +169,8 @@ def write_model(
         inner.rmdir()
     if rank == 0 and named:
         _say_dtype(folder / "config.json", dtypes)
-    if getattr(objective.task, "tokenizer", None) is not None and rank == 0:
-        objective.task.tokenizer.save_pretrained(folder)
+    if getattr(model_with_loss.task, "tokenizer", None) is not None and rank == 0:
+        model_with_loss.task.tokenizer.save_pretrained(folder)
 
 
 def _say_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
@@ -180,25 +191,27 @@ def write_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
 
 
-def export(folder: Path, run: RunConfig, objective: Objective, tensors, rank: int, world: int, config: dict) -> None:
+def write_final(
+    folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, tensors, rank: int, world: int, config: dict
+) -> None:
     """Write a final model: weights, tokenizer, a model card and the run's configuration; or one rank's part of it."""
-    write_model(objective, folder, tensors, rank, world)
+    write_model(model_with_loss, folder, tensors, rank, world)
     if rank == 0:
-        write_card(folder, run, objective.model, config)
+        write_card(folder, cfg, model_with_loss.model, config)
 
 
-def write_card(folder: Path, run: RunConfig, model: torch.nn.Module, config: dict) -> None:
+def write_card(folder: Path, cfg: RunConfig, model: torch.nn.Module, config: dict) -> None:
     """Write what is published beside the weights: README.md and, for eval.py, the run's configuration."""
     from transformers import PreTrainedModel
 
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
-    sources = [run.dataset_name, *run.train_file] if not run.mixture else list(run.mixture)
+    sources = [cfg.dataset_name, *cfg.train_file] if not cfg.mixture else list(cfg.mixture)
     data = ", ".join(_public_name(source) for source in sources if source)
-    base = run.model_name_or_path
+    base = cfg.model_name_or_path
     start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
     (folder / "README.md").write_text(
-        f"---\n{library}tags: [{run.task}]\n---\n# {Path(run.output_dir).name}\n\n{start} on {data}; task `{run.task}`, seed "
-        f"{run.seed}, global batch {run.global_batch_size}. {RUN_CONFIG} holds its configuration.\n"
+        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds its configuration.\n"
     )
     text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
@@ -211,43 +224,45 @@ def _public_name(source: str) -> str:
     return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
 
-def expendable(run: RunConfig, best_step: int = 0) -> list[Path]:
+def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
     """Return the checkpoints to delete: all but the last `save_total_limit`, every `save_keep_every`-th, and the best one
     where a metric is named. What a user has renamed or linked there is never deleted."""
-    found = [path for path in checkpoints(run.output_dir) if path.name.startswith("step_") and not path.is_symlink()]
-    kept = set(found[-run.save_total_limit :])
-    if run.save_keep_every:
-        kept |= {path for path in found if step_of(path) % run.save_keep_every == 0}
-    if run.metric_for_best_model:
+    found = [
+        path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_") and not path.is_symlink()
+    ]
+    kept = set(found[-cfg.save_total_limit :])
+    if cfg.save_keep_every:
+        kept |= {path for path in found if step_of(path) % cfg.save_keep_every == 0}
+    if cfg.metric_for_best_model:
         kept |= {path for path in found if step_of(path) == best_step}
     return [path for path in found if path not in kept]
 
 
-def prune(run: RunConfig, best_step: int = 0) -> None:
-    for path in expendable(run, best_step):
+def prune(cfg: RunConfig, best_step: int = 0) -> None:
+    for path in checkpoints_to_delete(cfg, best_step):
         shutil.rmtree(path)
 
 
 # ---- into the process --------------------------------------------------------------------------------------------------
 
 
-def load(checkpoint: Path, objective: Objective, parts: dict, scaler, meter) -> Progress:
+def load_checkpoint(checkpoint: Path, model_with_loss: ModelWithLoss, parts: dict, scaler, meter) -> TrainState:
     """Put every part (and scaler and meter) where the checkpoint left it; return the progress. The model reads its weights."""
     state = read_state(checkpoint)
     for part, holder in parts.items():
         if part not in state["numbers"]:
             raise UsageError(f"{checkpoint} holds no {part}: it was saved without; begin a new run with --init_from")
-        reader, numbers = Reader(checkpoint, part), state["numbers"][part]
+        reader, numbers = TensorReader(checkpoint, part), state["numbers"][part]
         if hasattr(holder, "weights"):  # DeepSpeed's
             holder.put(reader, numbers)
         elif isinstance(holder, torch.optim.Optimizer):
-            _set_named(objective.model, holder, reader, numbers)
+            _set_named(model_with_loss.model, holder, reader, numbers)
         else:
             holder.load_state_dict(numbers | {name: reader.whole(name) for name in reader.where})
     if scaler is not None and state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
-    progress = Progress(**state["progress"])
+    progress = TrainState(**state["progress"])
     if progress.best_metric is None:  # saved by a version that did not keep it
         config = state.get("config", {})
         progress.best_metric, progress.best_greater = (
@@ -270,7 +285,7 @@ def _named(model, optimizer) -> dict:
     return {f"{key}/{names[index]}": value for index, state in every for key, value in state.items()}
 
 
-def _set_named(model, optimizer, reader: Reader, numbers: dict) -> None:
+def _set_named(model, optimizer, reader: TensorReader, numbers: dict) -> None:
     state, groups = {}, optimizer.state_dict()["param_groups"]
     index = {name: i for i, name in enumerate(_names(model, optimizer))}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

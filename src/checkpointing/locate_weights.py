@@ -9,19 +9,21 @@ import re
 import shlex
 from pathlib import Path
 
-from src.checkpointing.format import RUN_CONFIG, checkpoints, newest, read_state
-from src.config.errors import REPOSITORY, UsageError, locate, read_yaml, warn
+from src.checkpointing.format import RUN_CONFIG, list_checkpoints, newest_intact, read_state
+from src.config.errors import UsageError, warn
+from src.config.paths import REPOSITORY, locate
 from src.config.schema import ASK, RunConfig
+from src.config.yaml_files import read_yaml
 from src.storage import atomic_folder
 from src.tasks import OPTIONS
 
 
-def begin_with(run: RunConfig) -> Path | None:
+def init_weights(cfg: RunConfig) -> Path | None:
     """Return the folder whose weights a new run begins with, by `init_from`; None: those of its model."""
-    return weights_in(run.init_from, "init_from") if run.init_from else None
+    return locate_weights(cfg.init_from, "init_from") if cfg.init_from else None
 
 
-def weights_in(name: str, field: str) -> Path:
+def locate_weights(name: str, field: str) -> Path:
     """Return the intact folder with weights that `name` means: a checkpoint, a final model, or those of a run.
 
     A run stands for its final model, or for its newest intact checkpoint while it has none."""
@@ -31,19 +33,19 @@ def weights_in(name: str, field: str) -> Path:
         raise UsageError(
             f"{field}: nothing is given: give the folder of a run or a checkpoint, or for other models --model_name_or_path"
         )
-    if found is None and (found := newest(folder)) is None:
-        damaged = f" with an intact one (of {len(checkpoints(folder))})" if checkpoints(folder) else ""
+    if found is None and (found := newest_intact(folder)) is None:
+        damaged = f" with an intact one (of {len(list_checkpoints(folder))})" if list_checkpoints(folder) else ""
         raise UsageError(
             f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one, or for other models "
             "--model_name_or_path"
         )
     ours = (found / atomic_folder.MANIFEST).exists() or (found / "state.json").exists()
-    if ours and (faults := atomic_folder.faults(found)):
+    if ours and (faults := atomic_folder.verify(found)):
         raise UsageError(f"{field}: {found} is damaged: {'; '.join(faults)}")
     return found
 
 
-def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
+def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
     """Return (flags without --checkpoint, what its configuration says of the evaluation, the step of its weights).
 
     A checkpoint is data, from anywhere: only its own configuration is read, none of a folder above, and of that only fields
@@ -61,14 +63,14 @@ def to_evaluate(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     if both := given & {"model_name_or_path", "model_config"}:
         raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
-    weights = weights_in(name, "checkpoint")
+    weights = locate_weights(name, "checkpoint")
     base = _harmless(_config_of(Path(locate(name)), weights, name), given)
     dropped = {"train_file", "validation_file"} if "dataset_name" in given else set()
     dropped |= {"dataset_name", "dataset_config_name"} if given & {"train_file", "validation_file"} else set()
     # Training data is not read where there is validation data; it may be a URL whose credentials were removed.
     dropped |= {"train_file"} if "validation_file" in given | base.keys() else set()
     state = (weights / "state.json").exists()
-    step = read_state(weights)["progress"]["step"] if state else atomic_folder.about(weights).get("step")
+    step = read_state(weights)["progress"]["step"] if state else atomic_folder.read_metadata(weights).get("step")
     base = {k: v for k, v in base.items() if k not in dropped}
     return argv, base | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
 

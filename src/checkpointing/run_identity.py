@@ -12,24 +12,26 @@ from pathlib import Path
 
 import yaml
 
-from src.checkpointing.format import checkpoints, inside, read_state, step_of
-from src.config.errors import UsageError, locate, read_yaml, warn
+from src.checkpointing.format import inside, list_checkpoints, read_state, step_of
+from src.config.errors import UsageError, warn
+from src.config.paths import locate
 from src.config.schema import RunConfig
+from src.config.yaml_files import read_yaml
 from src.models import loading
 from src.storage import atomic_folder
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: who wrote it, not what the model is
 
 
-def identity(run: RunConfig, facts: dict, also: dict | None = None) -> dict:
+def identity(cfg: RunConfig, stats: dict, also: dict | None = None) -> dict:
     """Return what a run is besides its fields: the contents of its data and of its model configuration, and what `of_launch`
     knows of this start."""
-    return {"data": _contents(facts)} | model(run) | (also or {})
+    return {"data": _contents(stats)} | model(cfg) | (also or {})
 
 
 def of_launch(accelerator, splits: dict) -> dict:
     """Return what only a launch knows of a run: the evaluation data it has, and its computing precision."""
-    validation = _contents(splits["validation"].facts) if "validation" in splits else None
+    validation = _contents(splits["validation"].stats) if "validation" in splits else None
     return {
         "validation": validation,
         "mixed_precision": accelerator.mixed_precision,
@@ -37,21 +39,21 @@ def of_launch(accelerator, splits: dict) -> dict:
     }
 
 
-def _contents(facts: dict) -> dict:
+def _contents(stats: dict) -> dict:
     names = ("examples", "rows", "files", "tokenizer", "sample", "labels", "tokenizer_files")
-    return {name: facts[name] for name in names if name in facts}
+    return {name: stats[name] for name in names if name in stats}
 
 
-def model(run: RunConfig) -> dict:
+def model(cfg: RunConfig) -> dict:
     """Return the values of the model's configuration; of a pretrained model also its commit, and its code where that is run."""
-    if run.model_config or not run.model_name_or_path:
-        return {"model": read_yaml(run.model_config) if run.model_config else None}
-    folder, commit = loading.source(run)
+    if cfg.model_config or not cfg.model_name_or_path:
+        return {"model": read_yaml(cfg.model_config) if cfg.model_config else None}
+    folder, commit = loading.source(cfg)
     values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
-    code = sorted(folder.glob("*.py")) if run.trust_remote_code else []
+    code = sorted(folder.glob("*.py")) if cfg.trust_remote_code else []
     values = {name: value for name, value in values.items() if name not in SAVED_BY}
     return {
-        "model": values | {path.name: atomic_folder.entry(path)["xxh3_128"] for path in code},
+        "model": values | {path.name: atomic_folder.hash_file(path)["xxh3_128"] for path in code},
         "model_commit": commit,
     }
 
@@ -98,7 +100,7 @@ def differences(old: dict, new: dict) -> tuple[list[str], list[str]]:
 def _rows(kind: str, then: dict, now: dict) -> list[str]:
     """Return how data differs in content."""
     if (then["examples"], then["rows"]) == (now["examples"], now["rows"]):
-        samples = {facts["sample"] for facts in (then, now) if facts.get("sample")}
+        samples = {stats["sample"] for stats in (then, now) if stats.get("sample")}
         return [f"{kind}: files of the same names and sizes have other contents"] if len(samples) == 2 else []
     files = [
         f"{name}: {then['files'].get(name, 'absent')} → {now['files'].get(name, 'absent')} bytes"
@@ -108,7 +110,7 @@ def _rows(kind: str, then: dict, now: dict) -> list[str]:
     same = "same sizes, other contents" if then["tokenizer"] == now["tokenizer"] else "another tokenizer or options"
     if not then["examples"] and not now["examples"]:
         return [f"{kind}: {', '.join(files[:5]) or same}"]
-    one, two = ("a stream" if facts["examples"] is None else facts["examples"] for facts in (then, now))
+    one, two = ("a stream" if stats["examples"] is None else stats["examples"] for stats in (then, now))
     return [f"{kind}: {one} rows → {two} ({', '.join(files[:5]) or same})".replace("a stream rows", "a stream")]
 
 
@@ -116,9 +118,9 @@ def _few(labels: list[str]) -> str:
     return ", ".join(labels[:10]) + f" and {len(labels) - 10} more" * (len(labels) > 10)
 
 
-def warn_of_precision(run: RunConfig, accelerator) -> None:
+def warn_of_precision(cfg: RunConfig, accelerator) -> None:
     """Warn if a checkpoint or final model of ours is evaluated in another precision than it was trained in."""
-    trained = atomic_folder.about(Path(locate(run.model_name_or_path or ""))).get("mixed_precision")
+    trained = atomic_folder.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
     if trained and trained != (now := accelerator.mixed_precision):
         warn(
             f"this model was trained with mixed_precision {trained} and is evaluated with {now}: the numbers differ from those "
@@ -129,9 +131,9 @@ def warn_of_precision(run: RunConfig, accelerator) -> None:
 # ---- which run a folder holds ------------------------------------------------------------------------------------------
 
 
-def lineage(run: RunConfig, start: Path | None) -> dict:
+def lineage(cfg: RunConfig, start: Path | None) -> dict:
     """Return the id of the run, which stays the same in its folder, and the checkpoint of another run that it began from."""
-    if start and belongs(start, Path(run.output_dir)):
+    if start and belongs(start, Path(cfg.output_dir)):
         known = read_state(start).get("lineage", {})
         return {"run_id": known.get("run_id") or uuid.uuid4().hex, "began_from": known.get("began_from")}
     began = None
@@ -143,16 +145,16 @@ def lineage(run: RunConfig, start: Path | None) -> dict:
 def belongs(start: Path, output_dir: Path) -> bool:
     """Return whether a checkpoint is of the run that `output_dir` holds, wherever the checkpoint is now."""
     own = _id(start)
-    return inside(start, output_dir) or bool(own and own in map(_id, checkpoints(output_dir)))
+    return inside(start, output_dir) or bool(own and own in map(_id, list_checkpoints(output_dir)))
 
 
 def began_from(output_dir: Path, asked: Path) -> bool:
     """Return whether the run in `output_dir` began from the checkpoint (or a checkpoint of the run) `asked`."""
-    for path in reversed(checkpoints(output_dir)):
+    for path in reversed(list_checkpoints(output_dir)):
         if known := _lineage(path).get("began_from"):
             there = Path(known["checkpoint"])
             return asked.resolve() in (there, there.parent.parent) or known["manifest"] == _digest(asked)
-    if checkpoints(output_dir) or (output_dir / "final").exists():
+    if list_checkpoints(output_dir) or (output_dir / "final").exists():
         return False
     try:  # killed before its first checkpoint
         resumed = yaml.safe_load((output_dir / "config.yaml").read_text())["resume"]
@@ -164,7 +166,7 @@ def began_from(output_dir: Path, asked: Path) -> bool:
 def check_alone(output_dir: Path, asked: Path) -> None:
     """Raise UsageError if `output_dir` holds a run that resuming from `asked`, a checkpoint of another, would mix with it."""
     held = [path.name for path in (output_dir / "metrics.jsonl", output_dir / "final") if path.exists()]
-    if held := [*(path.name for path in checkpoints(output_dir)), *held]:
+    if held := [*(path.name for path in list_checkpoints(output_dir)), *held]:
         raise UsageError(
             f"resume: {asked} is a checkpoint of another run than the one in output_dir {output_dir} ({', '.join(held[:3])}): "
             "give another --output_dir, or leave --resume out to go on with the run that is there"
@@ -173,7 +175,7 @@ def check_alone(output_dir: Path, asked: Path) -> None:
 
 def has_trained(output_dir: Path) -> bool:
     """Return whether the run in `output_dir`, which began from a checkpoint of another, has one of its own."""
-    found = checkpoints(output_dir)
+    found = list_checkpoints(output_dir)
     began = _lineage(found[-1]).get("began_from") if found else None
     return bool(found) and (not began or step_of(found[-1]) > began.get("step", -1))
 
@@ -183,7 +185,7 @@ def bring_best(start: Path, output_dir: Path, lineage: dict) -> None:
     best_step = read_state(start)["progress"].get("best_step")
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
     found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
-    found = next((path for path in found if not atomic_folder.faults(path)), None)
+    found = next((path for path in found if not atomic_folder.verify(path)), None)
     if found is None:
         return
     files = json.loads((found / atomic_folder.MANIFEST).read_bytes())["files"]
@@ -198,7 +200,7 @@ def bring_best(start: Path, output_dir: Path, lineage: dict) -> None:
 
     folder = output_dir / "checkpoints" / f"step_{best_step:08d}"
     try:
-        atomic_folder.publish(folder, write, **atomic_folder.about(found))
+        atomic_folder.publish(folder, write, **atomic_folder.read_metadata(found))
     except (OSError, shutil.Error) as error:
         warn(f"the best checkpoint so far, {found}, cannot be copied to {folder}: {error}", alone=True)
 

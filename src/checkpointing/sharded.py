@@ -16,11 +16,11 @@ import torch
 from safetensors import safe_open
 
 from src.config.errors import UsageError
-from src.distributed.sharded_tensors import partial
+from src.distributed.sharded_tensors import is_partial
 from src.storage import atomic_folder
 
 
-def owners(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
+def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
     """Return which rank writes each (part, name): the layers of the model shared out by size, each whole and with its moments.
 
     transformers stores some models in another form than it computes with, and converts them layer by layer."""
@@ -45,14 +45,14 @@ def file_name(part: str, rank: int, world: int) -> str:
 # ---- many writers ------------------------------------------------------------------------------------------------------
 
 
-class Team(NamedTuple):
+class ShardWriters(NamedTuple):
     """Processes that write one folder together, on a disk that all of them see."""
 
     rank: int
     world: int
     patience: float  # seconds that the main process waits for the others' files
 
-    def deliver(self, parts: Path, write: Callable[[Path], None]) -> None:
+    def write_shard(self, parts: Path, write: Callable[[Path], None]) -> None:
         """Leave in `parts` what `write(folder)` wrote on this rank, with hashes, or why it could not."""
         folder, word = parts / str(self.rank), parts / f"{self.rank}.json"
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,8 +60,8 @@ class Team(NamedTuple):
             write(folder)
             files = sorted(path for path in folder.iterdir() if path.is_file())
             for path in files:
-                atomic_folder.flush(path)
-            said = {"files": {path.name: atomic_folder.entry(path) for path in files}}
+                atomic_folder.fsync(path)
+            said = {"files": {path.name: atomic_folder.hash_file(path) for path in files}}
         except Exception as error:
             atomic_folder.rewrite(word, json.dumps({"fault": str(error)}))
             if not (isinstance(error, OSError) or "os error" in str(error)):  # no fault of a disk: it ends the run
@@ -69,7 +69,7 @@ class Team(NamedTuple):
         else:
             atomic_folder.rewrite(word, json.dumps(said))
 
-    def collect(self, parts: Path, folder: Path) -> dict[str, dict]:
+    def collect_shards(self, parts: Path, folder: Path) -> dict[str, dict]:
         """Move the files of all other ranks into `folder` and return their entries; OSError if some rank has none."""
         end, entries = time.monotonic() + self.patience, {}
         for rank in range(1, self.world):
@@ -88,14 +88,14 @@ class Team(NamedTuple):
         return entries
 
 
-def check_disk(accelerator, agree, folder: Path) -> None:
+def check_shared_folder(accelerator, all_reduce, folder: Path) -> None:
     """Raise UsageError on every rank unless all of them see `folder` of the main process."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / ".seen"
     if accelerator.is_main_process:
         mark.write_text("")
-    agree([0.0])
-    blind = agree([float(not mark.exists())])[0]
+    all_reduce([0.0])
+    blind = all_reduce([float(not mark.exists())])[0]
     if accelerator.is_main_process:
         mark.unlink(missing_ok=True)
     if blind:
@@ -108,7 +108,7 @@ def check_disk(accelerator, agree, folder: Path) -> None:
 # ---- back into the process ---------------------------------------------------------------------------------------------
 
 
-class Reader:
+class TensorReader:
     """Reads the tensors of a part of a checkpoint by name, whole or in slices, whatever number of files they are in.
 
     What was read of a file that stays mapped would count twice in memory, so a file is opened anew every 64 MiB."""
@@ -141,7 +141,7 @@ class Reader:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         rows = self._rows(name)
-        if not partial(parameter) or self.shape(name) != tuple(parameter.shape):
+        if not is_partial(parameter) or self.shape(name) != tuple(parameter.shape):
             return self.whole(name)
         mesh, placements = parameter.device_mesh, parameter.placements
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)

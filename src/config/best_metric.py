@@ -22,23 +22,23 @@ LOWER_IS_BETTER = (
 LOWER_IS_BETTER += ("smape", "mase", "brier_score", "error", "error_rate")
 
 
-def best_by(run: RunConfig) -> tuple[str, bool]:
+def best_by(cfg: RunConfig) -> tuple[str, bool]:
     """Return (name of the metric that decides which evaluation is best, whether a greater value is better).
 
     By transformers' rule greater is better unless the name ends in "loss"; its prefix `eval_` is accepted."""
-    name = (run.metric_for_best_model or "loss").removeprefix("eval_")
-    return name, not name.endswith("loss") if run.greater_is_better is None else run.greater_is_better
+    name = (cfg.metric_for_best_model or "loss").removeprefix("eval_")
+    return name, not name.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better
 
 
-def doubts(run: RunConfig) -> list[str]:
+def doubts(cfg: RunConfig) -> list[str]:
     """Return warnings about a direction of the metric that is probably not meant, or decides nothing."""
-    name, _ = best_by(run)
+    name, _ = best_by(cfg)
     last = name.split("/")[-1].lower()
-    if run.greater_is_better is None and (last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))):
+    if cfg.greater_is_better is None and (last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))):
         return [
             f"metric_for_best_model is {name}, and by transformers' rule the GREATEST {name} is taken for the best, because the "
             "name does not end in loss. If a smaller one is better, give --greater_is_better false"
         ]
-    if run.greater_is_better is not None and not run.metric_for_best_model and not run.early_stopping_patience:
+    if cfg.greater_is_better is not None and not cfg.metric_for_best_model and not cfg.early_stopping_patience:
         return ["greater_is_better is ignored: neither metric_for_best_model nor early_stopping_patience is given"]
     return []

@@ -1,6 +1,7 @@
 """The field `mixture`: its errors, and its files as absolute paths."""
 
-from src.config.errors import locate, nearest
+from src.config.errors import did_you_mean
+from src.config.paths import locate
 from src.config.schema import RunConfig
 
 FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
@@ -9,17 +10,17 @@ FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name"
 MOST = 1e100  # of a weight: the sum of several is to be finite
 
 
-def mixture_errors(run: RunConfig) -> list[str]:
+def mixture_errors(cfg: RunConfig) -> list[str]:
     """Return what is wrong with the field `mixture` by itself."""
-    if run.mixture is None:
+    if cfg.mixture is None:
         return []
     found = [
-        f"mixture and {name} are both given: keep one" for name in ("dataset_name", "train_file") if getattr(run, name)
+        f"mixture and {name} are both given: keep one" for name in ("dataset_name", "train_file") if getattr(cfg, name)
     ]
-    if len(run.mixture) < 2:
+    if len(cfg.mixture) < 2:
         found.append("mixture: give two sources or more, NAME: {train_file: …, weight: …}")
     weights = []
-    for name, told in run.mixture.items():
+    for name, told in cfg.mixture.items():
         where = f"mixture: {name}"
         if not isinstance(told, dict):
             found.append(f"{where}: {told!r} where fields were expected, such as train_file")
@@ -30,7 +31,9 @@ def mixture_errors(run: RunConfig) -> list[str]:
                 "of its source"
             )
         found += [
-            f"{where}: {field}: unknown field{nearest(str(field), FIELDS)}" for field in told if field not in FIELDS
+            f"{where}: {field}: unknown field{did_you_mean(str(field), FIELDS)}"
+            for field in told
+            if field not in FIELDS
         ]
         for field in FIELDS[:-1]:
             values = as_list(told.get(field))

@@ -13,10 +13,12 @@ from pathlib import Path
 import yaml
 
 from src.config import mixture_fields
-from src.config.errors import UsageError, locate, nearest, read_yaml
+from src.config.errors import UsageError, did_you_mean
+from src.config.paths import locate
 from src.config.redact import learn, redact_all
 from src.config.schema import NAMES_ELSEWHERE, RunConfig
 from src.config.validation import Fault, list_errors
+from src.config.yaml_files import read_yaml
 
 SAMPLE = "configs/stdlib_lm.yaml"
 MAY_BE_EMPTY = ("sample_prompt",)  # no sample, also where the run file has a prompt
@@ -58,7 +60,7 @@ def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str
     items += [("--", name, value) for name, value in flags]
     task = str(next((_last(v) for _, name, v in reversed(items) if name == "task"), RunConfig.task))
     if task not in tasks:
-        raise UsageError(f"task: unknown value {task!r}{nearest(task, tasks)}; there is {', '.join(tasks)}")
+        raise UsageError(f"task: unknown value {task!r}{did_you_mean(task, tasks)}; there is {', '.join(tasks)}")
     options = tasks[task]()
 
     class Parser(HfArgumentParser):
@@ -90,7 +92,7 @@ def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str
                 if name in others
                 else f"unknown field; {NAMES_ELSEWHERE[name]}"
                 if name in NAMES_ELSEWHERE
-                else f"unknown field{nearest(name, [*fields, *(also or {})])}"
+                else f"unknown field{did_you_mean(name, [*fields, *(also or {})])}"
             )
             faults.append(f"{source}{name}: {hint}")
             continue
@@ -104,10 +106,10 @@ def parse(argv: list[str], tasks: dict, base: dict | None = None, also: dict[str
             faults.append(f"{source}{name}: {error} ({fields[name] if name in fields else fields[negated]})")
     if faults:
         raise UsageError(list_errors(faults))
-    run, chosen = parser.parse_args_into_dataclasses(good, look_for_args_file=False)[:2]
-    stem = Path(path).stem if path and not base else run.task
-    run.output_dir = run.output_dir or f"runs/{stem}"
-    return run, chosen
+    cfg, chosen = parser.parse_args_into_dataclasses(good, look_for_args_file=False)[:2]
+    stem = Path(path).stem if path and not base else cfg.task
+    cfg.output_dir = cfg.output_dir or f"runs/{stem}"
+    return cfg, chosen
 
 
 _DESCRIPTION = (
@@ -143,7 +145,7 @@ def _meant(words: list[str]) -> str:
     if words[0].endswith((".yaml", ".yml", ".json")):
         return f"; did you mean --config {words[0]}?"
     name, value = re.match(r"[-\u2013\u2014]*(\w*)=?(.*)", words[0]).groups()  # -name, a typesetter's dash, name=value
-    near = nearest(name, ["config", *RunConfig.__dataclass_fields__])
+    near = did_you_mean(name, ["config", *RunConfig.__dataclass_fields__])
     flag = near.rstrip("?").replace("mean ", "mean --")
     return " ".join(filter(None, [flag, value, *words[1:]])) + "?" if near else ""
 
@@ -168,14 +170,14 @@ def _word(value) -> str:
     return json.dumps(value) if isinstance(value, dict | list) else str(value)
 
 
-def to_yaml(run: RunConfig, options) -> str:
+def to_yaml(cfg: RunConfig, options) -> str:
     """Return the resolved configuration, without credentials, as YAML that is itself a valid --config."""
-    values = dataclasses.asdict(run) | dataclasses.asdict(options)
+    values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
     values.pop("dry_run")
     for name in ("model_name_or_path", "model_config", "tokenizer_name", "dataset_name", "init_from"):
         values[name] = values[name] and locate(values[name])
     for name in ("train_file", "validation_file"):
         values[name] = [locate(file) for file in values[name]]
-    values["mixture"] = mixture_fields.with_absolute_paths(run.mixture)
+    values["mixture"] = mixture_fields.with_absolute_paths(cfg.mixture)
     values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

@@ -25,7 +25,7 @@ class Help(str):
     from_checkpoint = None
 
 
-class Free(Help):
+class MayChangeOnResume(Help):
     """The help text of a field that is free."""
 
 
@@ -48,7 +48,7 @@ def plain_name(value) -> bool:
 ASK = "ask"
 
 
-def say(text: str, default=None, choices=None, free: bool = False, from_checkpoint=None):
+def option(text: str, default=None, choices=None, free: bool = False, from_checkpoint=None):
     """Return a dataclass field with its help text; a list as default is copied for each instance.
 
     `from_checkpoint` says whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that
@@ -58,7 +58,7 @@ def say(text: str, default=None, choices=None, free: bool = False, from_checkpoi
 
     A run that goes on may change a field that is free, because the numbers do not depend on it (or are checked for
     themselves: data and model by content, the length by its schedule); any other change is refused."""
-    metadata = {"help": (Free if free else Help)(text)} | ({"choices": choices} if choices else {})
+    metadata = {"help": (MayChangeOnResume if free else Help)(text)} | ({"choices": choices} if choices else {})
     metadata["help"].from_checkpoint = from_checkpoint
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -108,173 +108,177 @@ class RunConfig:
 
     _argument_group_name = "the run"
 
-    task: str = say("what kind of model is trained: a file of src/tasks/", "causal_lm", from_checkpoint=True)
-    output_dir: str | None = say("where the run lives (default: runs/NAME_OF_THE_YAML)", free=True)
-    seed: int = say("the one seed: weights, data order, dropout, augmentation", 42, from_checkpoint=True)
-    resume: str = say(
+    task: str = option("what kind of model is trained: a file of src/tasks/", "causal_lm", from_checkpoint=True)
+    output_dir: str | None = option("where the run lives (default: runs/NAME_OF_THE_YAML)", free=True)
+    seed: int = option("the one seed: weights, data order, dropout, augmentation", 42, from_checkpoint=True)
+    resume: str = option(
         "auto (newest intact checkpoint of output_dir, else start), never, or a checkpoint folder",
         "auto",
         free=True,
     )
-    dry_run: bool = say("print the plan and stop", False, free=True)
+    dry_run: bool = option("print the plan and stop", False, free=True)
 
-    model_name_or_path: str | None = say("Hub id or folder of a pretrained model")
-    model_revision: str = say("branch, tag or commit of the Hub model", "main")
-    model_config: str | None = say(
+    model_name_or_path: str | None = option("Hub id or folder of a pretrained model")
+    model_revision: str = option("branch, tag or commit of the Hub model", "main")
+    model_config: str | None = option(
         "YAML or JSON file with a transformers config (model_type: llama, …) for random weights",
         free=True,
     )
-    tokenizer_name: str | None = say("Hub id or folder of the tokenizer (default: the model's)", free=True)
-    init_from: str | None = say("run, checkpoint or final folder whose weights a new run begins with")
-    dtype: str = say("dtype of the weights", "float32", ["float32", "float64", "bfloat16"], from_checkpoint=True)
-    attn_implementation: str | None = say(
+    tokenizer_name: str | None = option("Hub id or folder of the tokenizer (default: the model's)", free=True)
+    init_from: str | None = option("run, checkpoint or final folder whose weights a new run begins with")
+    dtype: str = option("dtype of the weights", "float32", ["float32", "float64", "bfloat16"], from_checkpoint=True)
+    attn_implementation: str | None = option(
         "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True, from_checkpoint=plain_name
     )
-    trust_remote_code: bool = say(
+    trust_remote_code: bool = option(
         "run code that a model, tokenizer, metric or attention kernel brings", False, free=True, from_checkpoint=ASK
     )
 
-    dataset_name: str | None = say(
+    dataset_name: str | None = option(
         "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions",
         free=True,
         from_checkpoint=plain_data,
     )
-    dataset_config_name: str | None = say("configuration of the Hub dataset", free=True, from_checkpoint=True)
-    dataset_revision: str | None = say("branch, tag or commit of the Hub dataset", free=True, from_checkpoint=True)
-    train_file: list[str] = say(
+    dataset_config_name: str | None = option("configuration of the Hub dataset", free=True, from_checkpoint=True)
+    dataset_revision: str | None = option("branch, tag or commit of the Hub dataset", free=True, from_checkpoint=True)
+    train_file: list[str] = option(
         "local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True, from_checkpoint=plain_data
     )
-    validation_file: list[str] = say(
+    validation_file: list[str] = option(
         "the same for evaluation: paths, globs or URLs", [], free=True, from_checkpoint=plain_data
     )
-    mixture: json_object = say(
+    mixture: json_object = option(
         "several sources of data by name, each with train_file or dataset_name and, if you like, validation_file, and the "
         "weight of its share of the examples (default: its size); evaluation is by source, too",
         None,
         free=True,
         from_checkpoint=plain_data,
     )
-    max_eval_examples: int | None = say(
+    max_eval_examples: int | None = option(
         "evaluate on the first so many rows only (of each source of a mixture)", from_checkpoint=True
     )
-    streaming: bool = say(
+    streaming: bool = option(
         "read training data as it is needed, without preparing it first; needs max_steps", False, from_checkpoint=True
     )
-    stream_lanes: int | None = say(
+    stream_lanes: int | None = option(
         "shards of a stream that are read side by side, by at most as many processes (default: 8, or as many as there are)"
     )
-    dataloader_num_workers: int = say("loader processes per rank; 0 reads in the training process", 0, free=True)
-    dataloader_timeout: int = say("seconds that a loader process may take for one micro-batch", 600, free=True)
-    preprocessing_num_workers: int = say("processes per rank that prepare data", 1, free=True)
-    cache_dir: str | None = say(
+    dataloader_num_workers: int = option("loader processes per rank; 0 reads in the training process", 0, free=True)
+    dataloader_timeout: int = option("seconds that a loader process may take for one micro-batch", 600, free=True)
+    preprocessing_num_workers: int = option("processes per rank that prepare data", 1, free=True)
+    cache_dir: str | None = option(
         "where downloads and prepared data are kept (default: beside the datasets cache)",
         free=True,
         from_checkpoint=ASK,
     )
-    cache_per_node: bool = say(
+    cache_per_node: bool = option(
         "a folder of its own in there for each node (default: nodes that see the same folder share the work)",
         False,
         free=True,
     )
 
-    global_batch_size: int = say("examples per optimizer step over everything: part of the what", 32)
-    per_device_batch_size: int_or_auto = say(
+    global_batch_size: int = option("examples per optimizer step over everything: part of the what", 32)
+    per_device_batch_size: int_or_auto = option(
         "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed (with dropout, "
         "another size draws other masks)",
         8,
         free=True,
     )
-    per_device_batch_tokens: int | None = say(
+    per_device_batch_tokens: int | None = option(
         "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
     )
-    per_device_eval_batch_size: int = say("examples per forward pass in evaluation", 8, free=True, from_checkpoint=True)
-    sync_each_batch: bool | None = say(
+    per_device_eval_batch_size: int = option(
+        "examples per forward pass in evaluation", 8, free=True, from_checkpoint=True
+    )
+    sync_each_batch: bool | None = option(
         "add gradients up over processes after every micro-batch: more traffic, but gradients stay sharded (default: only "
         "under FSDP; DeepSpeed's ZeRO-2 and 3 always do)",
         free=True,
     )
-    gradient_checkpointing: bool = say(
+    gradient_checkpointing: bool = option(
         "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
     )
-    compile: bool = say("compile the layers of the model with torch.compile", False, free=True)
-    pad_to_multiple_of: int | None = say(
+    compile: bool = option("compile the layers of the model with torch.compile", False, free=True)
+    pad_to_multiple_of: int | None = option(
         "pad micro-batches to a multiple of so many tokens, for compile; another padding draws other dropout masks",
         from_checkpoint=True,
     )
-    tf32: bool = say(
+    tf32: bool = option(
         "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa",
         False,
         free=True,
         from_checkpoint=True,
     )
 
-    max_steps: int | None = say("optimizer steps of the whole run; wins over num_train_epochs", free=True)
-    num_train_epochs: float = say("passes over the training data", 1.0, free=True)
-    optim: str = say("optimizer; adamw and adamw_torch are the same", "adamw", OPTIMIZERS)
-    learning_rate: float = say("peak learning rate", 5e-5)
-    weight_decay: float = say("on parameters with two dimensions or more", 0.01)
-    adam_beta1: float = say("decay of the first moment (momentum of sgd)", 0.9)
-    adam_beta2: float = say("decay of the second moment", 0.999)
-    adam_epsilon: float = say("added to the root of the second moment", 1e-8)
-    local_sgd_steps: int | None = say(
+    max_steps: int | None = option("optimizer steps of the whole run; wins over num_train_epochs", free=True)
+    num_train_epochs: float = option("passes over the training data", 1.0, free=True)
+    optim: str = option("optimizer; adamw and adamw_torch are the same", "adamw", OPTIMIZERS)
+    learning_rate: float = option("peak learning rate", 5e-5)
+    weight_decay: float = option("on parameters with two dimensions or more", 0.01)
+    adam_beta1: float = option("decay of the first moment (momentum of sgd)", 0.9)
+    adam_beta2: float = option("decay of the second moment", 0.999)
+    adam_epsilon: float = option("added to the root of the second moment", 1e-8)
+    local_sgd_steps: int | None = option(
         "steps in which each process updates by its own gradient before weights and moments are averaged (default: "
         "gradients are added up in every step)"
     )
-    max_grad_norm: float = say("largest norm of the gradient; 0 does not clip", 1.0)
-    lr_scheduler_type: str = say(
+    max_grad_norm: float = option("largest norm of the gradient; 0 does not clip", 1.0)
+    lr_scheduler_type: str = option(
         "a schedule of transformers, evaluated at the number of completed updates", "linear", SCHEDULES
     )
-    lr_scheduler_kwargs: json_object = say('its further arguments as JSON, e.g. {"min_lr": 1e-5}', None)
-    warmup_steps: float = say("steps of warmup, or a fraction of all steps if below 1", 0.0)
+    lr_scheduler_kwargs: json_object = option('its further arguments as JSON, e.g. {"min_lr": 1e-5}', None)
+    warmup_steps: float = option("steps of warmup, or a fraction of all steps if below 1", 0.0)
 
-    logging_steps: int = say("steps between train lines", 10, free=True)
-    eval_steps: int | None = say("steps between evaluations (default: at the end only)", free=True)
-    save_steps: int = say("steps between checkpoints; one is always saved at the end", 500, free=True)
-    save_total_limit: int = say("newest checkpoints to keep", 2, free=True)
-    save_keep_every: int | None = say("keep for ever the checkpoints of every so many steps", free=True)
-    metric_for_best_model: str | None = say(
+    logging_steps: int = option("steps between train lines", 10, free=True)
+    eval_steps: int | None = option("steps between evaluations (default: at the end only)", free=True)
+    save_steps: int = option("steps between checkpoints; one is always saved at the end", 500, free=True)
+    save_total_limit: int = option("newest checkpoints to keep", 2, free=True)
+    save_keep_every: int | None = option("keep for ever the checkpoints of every so many steps", free=True)
+    metric_for_best_model: str | None = option(
         "number of an eval line; each new best is saved and kept, and final/ is the best one (default: the last step)",
         free=True,
     )
-    greater_is_better: bool | None = say(
+    greater_is_better: bool | None = option(
         "whether a greater value of that metric is better (default: true unless its name ends in loss)", free=True
     )
-    early_stopping_patience: int | None = say(
+    early_stopping_patience: int | None = option(
         "end after so many evaluations in a row that are no better by that metric (default metric: loss)", free=True
     )
-    max_skipped_steps: int = say(
+    max_skipped_steps: int = option(
         "end after so many updates in a row whose loss or gradient is not finite", 20, free=True
     )
-    max_failed_saves: int = say("end after so many failed saves in a row", 3, free=True)
-    drift_check_steps: int | None = say(
+    max_failed_saves: int = option("end after so many failed saves in a row", 3, free=True)
+    drift_check_steps: int | None = option(
         "steps between comparisons of the replicas (default: with each save)", free=True
     )
-    time_limit: float | None = say("minutes after which to have saved and stopped, with exit code 75", free=True)
-    report_to: list[str] = say(
+    time_limit: float | None = option("minutes after which to have saved and stopped, with exit code 75", free=True)
+    report_to: list[str] = option(
         "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], free=True
     )
-    project: str | None = say(
+    project: str | None = option(
         "project of the trackers (default: WANDB_PROJECT, else the name of the repository folder)", free=True
     )
-    run_name: str | None = say("name of the run in the trackers (default: the run folder's)", free=True)
-    push_to_hub: bool = say("put the final model into a Hub repository, a private one if it is new", False, free=True)
-    hub_model_id: str | None = say(
+    run_name: str | None = option("name of the run in the trackers (default: the run folder's)", free=True)
+    push_to_hub: bool = option(
+        "put the final model into a Hub repository, a private one if it is new", False, free=True
+    )
+    hub_model_id: str | None = option(
         "that repository (default: the name of the run folder, under your account)", free=True
     )
-    ddp_comm_hook: str = say(
+    ddp_comm_hook: str = option(
         "what DDP sends of a gradient: all of it, rounded to 16 bits, or a low rank of it (then numbers depend on where)",
         "no",
         COMM_HOOKS,
         free=True,
     )
-    ddp_timeout: int = say("seconds a collective may wait", 600, free=True)
+    ddp_timeout: int = option("seconds a collective may wait", 600, free=True)
 
 
-def free_fields(options: type) -> set[str]:
+def changeable_fields(options: type) -> set[str]:
     """Return the names of the fields that a run may change when it goes on."""
     return {
         f.name
         for kind in (RunConfig, options)
         for f in dataclasses.fields(kind)
-        if isinstance(f.metadata.get("help"), Free)
+        if isinstance(f.metadata.get("help"), MayChangeOnResume)
     }

@@ -11,10 +11,10 @@ from src.config.redact import was_redacted
 from src.config.schema import RunConfig, plain_name
 
 
-def push_errors(run: RunConfig) -> list[str]:
+def push_errors(cfg: RunConfig) -> list[str]:
     """Return why nothing could be pushed at the end of the run, so that it is known before its beginning."""
-    if not run.push_to_hub:
-        return ["hub_model_id is given without push_to_hub: give both, or neither"] if run.hub_model_id else []
+    if not cfg.push_to_hub:
+        return ["hub_model_id is given without push_to_hub: give both, or neither"] if cfg.hub_model_id else []
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
@@ -25,7 +25,7 @@ def push_errors(run: RunConfig) -> list[str]:
 Fault = str
 
 
-def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
+def check_run(cfg: RunConfig, training: bool = True) -> list[Fault]:
     """Return every range error and contradiction between the fields of `run`."""
     faults = []
     positive = [
@@ -72,7 +72,7 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         "dataloader_num_workers": 256,
         "preprocessing_num_workers": 256,
     }
-    numbers = {name: value for name, value in vars(run).items() if value != "auto"}
+    numbers = {name: value for name, value in vars(cfg).items() if value != "auto"}
     for name, value in numbers.items():
         if isinstance(value, float) and not math.isfinite(value):
             faults.append(f"{name} is {value}: give a finite number")
@@ -83,67 +83,67 @@ def check_run(run: RunConfig, training: bool = True) -> list[Fault]:
         elif name in at_most and value is not None and value > at_most[name]:
             faults.append(f"{name} is {value}: give at most {at_most[name]}")
     for name in ("adam_beta1", "adam_beta2"):
-        if getattr(run, name) >= 1:
-            faults.append(f"{name} is {getattr(run, name)}: it must be below 1")
-    if run.warmup_steps > 1 and run.warmup_steps != int(run.warmup_steps):
-        faults.append(f"warmup_steps is {run.warmup_steps}: give whole steps, or a fraction below 1")
-    if training and numbers.get("per_device_batch_size", 0) > run.global_batch_size > 0:
+        if getattr(cfg, name) >= 1:
+            faults.append(f"{name} is {getattr(cfg, name)}: it must be below 1")
+    if cfg.warmup_steps > 1 and cfg.warmup_steps != int(cfg.warmup_steps):
+        faults.append(f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1")
+    if training and numbers.get("per_device_batch_size", 0) > cfg.global_batch_size > 0:
         faults.append(
-            f"per_device_batch_size is {run.per_device_batch_size}: more than global_batch_size, which is "
-            f"{run.global_batch_size}; a forward pass cannot hold more than one optimizer step"
+            f"per_device_batch_size is {cfg.per_device_batch_size}: more than global_batch_size, which is "
+            f"{cfg.global_batch_size}; a forward pass cannot hold more than one optimizer step"
         )
-    if run.model_config and not training:
+    if cfg.model_config and not training:
         faults.append(
-            f"model_config is {run.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
-            f"{run.output_dir} without --config (it brings its own configuration); for other models give --model_name_or_path"
+            f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
+            f"{cfg.output_dir} without --config (it brings its own configuration); for other models give --model_name_or_path"
         )
-    elif run.model_name_or_path and run.model_config:
+    elif cfg.model_name_or_path and cfg.model_config:
         faults.append(
             "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
         )
-    if not run.model_name_or_path and not run.model_config:
+    if not cfg.model_name_or_path and not cfg.model_config:
         faults.append(
             "no model: give --model_name_or_path, or --model_config for random weights (try --config configs/stdlib_lm.yaml)"
         )
-    if run.attn_implementation and not plain_name(run.attn_implementation) and not run.trust_remote_code:
+    if cfg.attn_implementation and not plain_name(cfg.attn_implementation) and not cfg.trust_remote_code:
         faults.append(
-            f"attn_implementation is {run.attn_implementation}, code from the Hub: give --trust_remote_code true if you trust it"
+            f"attn_implementation is {cfg.attn_implementation}, code from the Hub: give --trust_remote_code true if you trust it"
         )
-    if run.dataset_name and run.train_file:
+    if cfg.dataset_name and cfg.train_file:
         faults.append(
-            f"dataset_name ({run.dataset_name}) and train_file ({' '.join(run.train_file)}) are both given: keep one; if the run "
+            f"dataset_name ({cfg.dataset_name}) and train_file ({' '.join(cfg.train_file)}) are both given: keep one; if the run "
             "file has the other, copy it and delete that line"
         )
     field = "train_file" if training else "validation_file"
-    faults += mixture_fields.mixture_errors(run) + (validation.push_errors(run) if training else [])
-    if run.streaming and training:
-        if not run.max_steps:
+    faults += mixture_fields.mixture_errors(cfg) + (validation.push_errors(cfg) if training else [])
+    if cfg.streaming and training:
+        if not cfg.max_steps:
             faults.append("streaming is true: a stream has no length, so give --max_steps")
-        if run.per_device_batch_size == "auto":
+        if cfg.per_device_batch_size == "auto":
             faults.append("per_device_batch_size is auto, but a stream does not know its longest rows: give a number")
-        if run.mixture:
+        if cfg.mixture:
             faults.append("mixture and streaming are both given: a mixture needs data with a length")
-        if (run.stream_lanes or 0) > run.global_batch_size > 0:
+        if (cfg.stream_lanes or 0) > cfg.global_batch_size > 0:
             faults.append(
-                f"stream_lanes is {run.stream_lanes}: more than global_batch_size, which is {run.global_batch_size}"
+                f"stream_lanes is {cfg.stream_lanes}: more than global_batch_size, which is {cfg.global_batch_size}"
             )
-    elif run.stream_lanes and training:
+    elif cfg.stream_lanes and training:
         faults.append("stream_lanes is given without streaming: give both, or neither")
-    if not run.dataset_name and not getattr(run, field) and not run.mixture:
+    if not cfg.dataset_name and not getattr(cfg, field) and not cfg.mixture:
         faults.append(f"no data: give --{field} or --dataset_name (try --config configs/stdlib_lm.yaml)")
-    if run.dataset_config_name and not run.dataset_name:
+    if cfg.dataset_config_name and not cfg.dataset_name:
         faults.append("dataset_config_name is given without dataset_name: give both, or neither")
-    if training and (every := run.local_sgd_steps or 0) > 0:
+    if training and (every := cfg.local_sgd_steps or 0) > 0:
         faults += [
             f"{name} is {value}, no multiple of local_sgd_steps, which is {every}: between two averages each process has "
             "weights of its own"
             for name in ("save_steps", "eval_steps", "drift_check_steps")
-            if (value := getattr(run, name) or 0) % every
+            if (value := getattr(cfg, name) or 0) % every
         ]
-        if run.ddp_comm_hook != "no":
+        if cfg.ddp_comm_hook != "no":
             faults.append("local_sgd_steps and ddp_comm_hook are both given: then no gradient is sent, keep one")
     for name in ("output_dir", "cache_dir"):
-        if "://" in (folder := getattr(run, name) or ""):  # else a local folder of this odd name, credentials included
+        if "://" in (folder := getattr(cfg, name) or ""):  # else a local folder of this odd name, credentials included
             faults.append(f"{name}: {folder} is a URL: give a local folder (or one where the store is mounted)")
         elif folder and (reason := _unwritable(Path(folder).absolute())):
             faults.append(f"{name}: {folder} cannot be made: {reason}; give another folder")
@@ -159,17 +159,17 @@ def _unwritable(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} may not be written"
 
 
-def check(run: RunConfig, options, training: bool = True) -> None:
+def check(cfg: RunConfig, options, training: bool = True) -> None:
     """Raise UsageError with every fault that the values have by themselves, before anything is read or written."""
-    faults = check_run(run, training) + options.check()
+    faults = check_run(cfg, training) + options.check()
     faults += [
         f"{name}: {value}: its credentials were removed when the run was saved: give it again, --{name} …"
-        for name, value in (vars(run) | vars(options)).items()
+        for name, value in (vars(cfg) | vars(options)).items()
         if was_redacted(value)
     ]
     if faults:
         raise UsageError(list_errors(faults))
-    for doubt in doubts(run) if training else []:
+    for doubt in doubts(cfg) if training else []:
         warn(doubt)
 
 

@@ -13,16 +13,16 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import file_readers
 from src.data.arrow_columns import quoted
-from src.data.file_errors import fault
+from src.data.file_errors import describe_file_error
 from src.data.sources import NO_ROOM, Source
 from src.download.cache_folder import cache_root
-from src.storage.shared_work import Crew, leave
+from src.storage.shared_work import SharedWork, write_atomic
 
 MANY = 256  # files, above which they are converted to Arrow in groups
 GROUP = 64 << 20  # bytes of files in a group
 
 
-def raw_rows(source: Source, run: RunConfig, split: str, crew: Crew):
+def load_raw_rows(source: Source, cfg: RunConfig, split: str, crew: SharedWork):
     """Return the raw rows as a memory-mapped `datasets.Dataset`, converted to Arrow by one process of those that see the
     disk, or None where a named data set has no such split."""
     import datasets
@@ -45,14 +45,14 @@ def raw_rows(source: Source, run: RunConfig, split: str, crew: Crew):
         Path(file_readers.__file__).read_text(),
     )
     keys = [repr((source.stamps(group), *about)) for group in groups]
-    folder = cache_root(run) / "raw"
+    folder = cache_root(cfg) / "raw"
     records = [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
     for record in records:
         if record.exists() and not _whole(record):
             with crew.turn(record, f"reading {source}"):  # another process may have made it again by now
                 if not _whole(record):
                     record.replace(record.with_suffix(".lost"))
-    crew.share(records, lambda i: _convert(source, run, split, groups[i], records[i]), f"reading {source}")
+    crew.share(records, lambda i: _convert(source, cfg, split, groups[i], records[i]), f"reading {source}")
     known = [json.loads(record.read_text()) for record in records]
     if known[0]["files"] is None:
         return None
@@ -94,7 +94,7 @@ def _joined(source: Source, groups: list[list[str]], parts: list[tuple]):
             try:
                 datasets.concatenate_datasets([one, other])
             except Exception:
-                if found := fault(groups[i][0]):
+                if found := describe_file_error(groups[i][0]):
                     raise UsageError(found) from error
                 columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, one)]
                 raise UsageError(
@@ -103,11 +103,11 @@ def _joined(source: Source, groups: list[list[str]], parts: list[tuple]):
         raise
 
 
-def _convert(source: Source, run: RunConfig, split: str, group: list[str], record: Path) -> None:
+def _convert(source: Source, cfg: RunConfig, split: str, group: list[str], record: Path) -> None:
     """Convert raw rows to Arrow files in the cache of `datasets`, and write down which they are."""
     import datasets
 
-    cache = str(cache_root(run)) if run.cache_dir else None
+    cache = str(cache_root(cfg)) if cfg.cache_dir else None
     lost, parts, stamps = record.with_suffix(".lost"), [], source.stamps(group)
     # `datasets` knows a file by its path and time alone, and not by how it was read: so its cache gets our name for the data.
     ours = {"description": record.stem} if group else {}
@@ -117,22 +117,26 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
             rows = datasets.load_dataset(
                 source.builder, data_files={split: group}, split=split, cache_dir=cache, download_mode=mode, **ours
             )
-            if source.builder == "json" and quoted(rows) and (found := next(filter(None, map(fault, group)), None)):
+            if (
+                source.builder == "json"
+                and quoted(rows)
+                and (found := next(filter(None, map(describe_file_error, group)), None))
+            ):
                 raise UsageError(found)
         else:
             config, revision, _ = source.hub
             builder = datasets.load_dataset_builder(source.name, config, revision=revision, cache_dir=cache, **ours)
             chosen = _chosen(split, list(builder.info.splits or builder.config.data_files or []))
             if not chosen:
-                leave(record, json.dumps({"files": None}))
+                write_atomic(record, json.dumps({"files": None}))
                 return
             parts = [str(file) for file in (builder.config.data_files or {}).get(chosen, [])] if source.files else []
             source.check_folder(builder.config.data_files)
-            if run.streaming and not source.files:  # its other splits are not to be downloaded
+            if cfg.streaming and not source.files:  # its other splits are not to be downloaded
                 if builder.config.data_files:  # or the files of other splits would be opened, too
                     builder.config.data_files = {chosen: builder.config.data_files[chosen]}
                 coming = builder.as_streaming_dataset(split=chosen)
-                coming = coming.take(run.max_eval_examples) if run.max_eval_examples else coming
+                coming = coming.take(cfg.max_eval_examples) if cfg.max_eval_examples else coming
                 rows = datasets.Dataset.from_generator(coming.__iter__, features=coming.features, cache_dir=cache)
             else:
                 builder.download_and_prepare(download_mode=mode)
@@ -150,7 +154,7 @@ def _convert(source: Source, run: RunConfig, split: str, group: list[str], recor
         raise UsageError(f"{source.field}: {changed[0]} changed while it was read: start again when it is complete")
     files = [file["filename"] for file in rows.cache_files]
     sizes = [os.path.getsize(file) for file in files]
-    leave(
+    write_atomic(
         record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts, "unread": source.unread})
     )
     lost.unlink(missing_ok=True)

@@ -6,7 +6,7 @@ Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
 import pyarrow as pa
 
 from src.config.errors import UsageError
-from src.data.file_errors import fault
+from src.data.file_errors import describe_file_error
 
 COUNTS = ("length", "targets", "cut")  # columns for the plan and the facts, of no use to `collate`
 
@@ -40,7 +40,7 @@ def check_kinds(schema, columns: list[str], files: list[str], name: str) -> None
         if (
             "arrow.json" in str(schema.field(column).type) and column != "messages"
         ):  # whose turns may differ in their keys
-            found = next((text for file in files if (text := fault(file))), None)
+            found = next((text for file in files if (text := describe_file_error(file))), None)
             raise UsageError(found or f"{name}: `{column}` holds values of several kinds")
 
 

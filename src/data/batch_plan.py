@@ -28,10 +28,10 @@ class MicroBatch:
     index: int = 0  # position in the step's plan
     cost: int = 0  # positions in the padded rectangle, or rows where lengths are unknown
     last: bool = True  # of its rank's window: gradients are reduced after it
-    filler: bool = False  # run for the backend's sake only, with weight zero
+    dummy: bool = False  # run for the backend's sake only, with weight zero
 
 
-def derive(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """Return 63 bits that depend on every part and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -45,12 +45,12 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    keys = np.array([derive("order", seed, epoch, r) for r in range(ROUNDS)], np.uint64)
+    keys = np.array([derive_seed("order", seed, epoch, r) for r in range(ROUNDS)], np.uint64)
 
     def encrypt(x: np.ndarray) -> np.ndarray:
         left, right = x >> shift, x & mask
         for key in keys:
-            left, right = right, left ^ (mix(right + key) & mask)
+            left, right = right, left ^ (splitmix64(right + key) & mask)
         return (left << shift) | right
 
     x = encrypt(np.asarray(positions).astype(np.uint64))
@@ -61,14 +61,14 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return x.astype(np.int64)
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def splitmix64(x: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
-def order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the ids at positions start … stop−1 of the epoch: the same as permute, in a fraction of the time."""
     first = start // BLOCK
     blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
@@ -80,13 +80,13 @@ def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
     return permute(np.arange(number * BLOCK, min((number + 1) * BLOCK, n)), n, seed, epoch)
 
 
-def draw(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
+def example_ids(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
     """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one data set or a mixture of several.
 
     A mixture has a quota of draws for each of its sources in every epoch, at random places. Over the epochs a source is
     gone through again and again, in another order each time, so that of its rows none is drawn twice before all are drawn
     once. Ids count through the sources one after the other."""
-    places = order(start, stop, n, seed, epoch)
+    places = epoch_order(start, stop, n, seed, epoch)
     if quotas is None:
         return places
     ids, first_draw, first_id = np.empty_like(places), 0, 0
@@ -95,12 +95,12 @@ def draw(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | 
         passes, within = np.divmod(epoch * draws + places[mine] - first_draw, rows)
         for turn in np.unique(passes).tolist():
             now = passes == turn
-            ids[mine[now]] = first_id + permute(within[now], rows, derive("source", seed, source), turn)
+            ids[mine[now]] = first_id + permute(within[now], rows, derive_seed("source", seed, source), turn)
         first_draw, first_id = first_draw + draws, first_id + rows
     return ids
 
 
-def quotas_of(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
+def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
     """Return (rows, draws per epoch) of each source of a mixture whose epochs are as long as all its sources together.
 
     Without weights every row is drawn once; with them, draws are shared out in their proportion, by largest remainder."""
@@ -136,16 +136,18 @@ def plan(
     rows. The sum over the global batch does not notice.
     """
     start = step * global_batch
-    ids = draw(start, min(start + global_batch, num_examples), num_examples, seed, epoch, quotas)
+    ids = example_ids(start, min(start + global_batch, num_examples), num_examples, seed, epoch, quotas)
     first = epoch * steps_per_epoch(num_examples, global_batch)
-    cuts = cut(ids, micro_batch, lengths, tokens)
+    cuts = split_into_micro_batches(ids, micro_batch, lengths, tokens)
     return [
-        MicroBatch(part, derive("micro-batch", seed, epoch, step, j), first + step, j, cost)
+        MicroBatch(part, derive_seed("micro-batch", seed, epoch, step, j), first + step, j, cost)
         for j, (part, cost) in enumerate(cuts)
     ]
 
 
-def cut(ids: np.ndarray, micro_batch: int, lengths=None, tokens: int | None = None) -> list[tuple[np.ndarray, int]]:
+def split_into_micro_batches(
+    ids: np.ndarray, micro_batch: int, lengths=None, tokens: int | None = None
+) -> list[tuple[np.ndarray, int]]:
     """Return `ids` in parts, longest rows first, each with its cost: of `micro_batch` rows (the last may be smaller), or of
     at most `tokens` positions, padding included."""
     if lengths is None:
@@ -154,11 +156,11 @@ def cut(ids: np.ndarray, micro_batch: int, lengths=None, tokens: int | None = No
     long = np.asarray(lengths[ids]).astype(np.int64)
     order = np.argsort(-long, kind="stable")
     ids, long = ids[order], long[order]
-    bounds = fill(long, tokens) if tokens else [*range(0, len(ids), micro_batch), len(ids)]
+    bounds = split_by_tokens(long, tokens) if tokens else [*range(0, len(ids), micro_batch), len(ids)]
     return [(ids[a:b], int(long[a]) * (b - a)) for a, b in pairwise(bounds)]
 
 
-def fill(lengths: np.ndarray, tokens: int) -> list[int]:
+def split_by_tokens(lengths: np.ndarray, tokens: int) -> list[int]:
     """Return the bounds that cut rows, longest first, into parts of at most `tokens` positions each, at the least cost: their
     positions, padding included, and OVERHEAD for each part. A row that is longer stands alone."""
     count, overhead = len(lengths), max(1, int(tokens * OVERHEAD))
@@ -178,7 +180,7 @@ def fill(lengths: np.ndarray, tokens: int) -> list[int]:
     return bounds[::-1]
 
 
-def assign(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
+def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
     """Return each rank's window: costs balanced, forward counts equal up to one, never empty.
 
     The costliest micro-batch goes to the least loaded rank that still has room (longest processing time first). A
@@ -190,9 +192,9 @@ def assign(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroB
         rank = min((r for r in range(world_size) if len(windows[r]) < room), key=lambda r: (loads[r], r))
         windows[rank].append(replace(micro, last=False))
         loads[rank] += micro.cost
-    filler = replace(micro_batches[-1], ids=micro_batches[-1].ids[:1], filler=True)
+    dummy = replace(micro_batches[-1], ids=micro_batches[-1].ids[:1], dummy=True)
     for window in windows:
-        window[-1:] = [replace(window[-1] if window else filler, last=True)]
+        window[-1:] = [replace(window[-1] if window else dummy, last=True)]
     return windows
 
 
@@ -214,7 +216,7 @@ def training_order(
     for step in range(start, stop):
         epoch, within = divmod(step, per_epoch)
         micro_batches = plan(num_examples, global_batch, micro_batch, seed, epoch, within, lengths, tokens, quotas)
-        yield from assign(micro_batches, world_size)[rank]
+        yield from assign_to_ranks(micro_batches, world_size)[rank]
 
 
 def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=None) -> Iterator[MicroBatch]:
@@ -222,17 +224,19 @@ def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=Non
     block = 64 * micro_batch
     index = 0
     for start in range(0, num_examples, block):
-        for part, cost in cut(np.arange(start, min(start + block, num_examples)), micro_batch, lengths):
-            yield MicroBatch(part, derive("evaluation", seed, index), index=index, cost=cost)
+        for part, cost in split_into_micro_batches(
+            np.arange(start, min(start + block, num_examples)), micro_batch, lengths
+        ):
+            yield MicroBatch(part, derive_seed("evaluation", seed, index), index=index, cost=cost)
             index += 1
 
 
 LOW = np.uint64(0xFFFFFFFF)
 
 
-def digest(ids: np.ndarray) -> tuple[float, float]:
+def hash_ids(ids: np.ndarray) -> tuple[float, float]:
     """Return two sums over hashes of `ids`, to be added over ranks: the same for any split and any order of the ids.
 
     Each summand has 32 bits, so a float64 holds the sum of two million of them exactly."""
-    hashed = mix(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    hashed = splitmix64(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     return float((hashed & LOW).sum()), float((hashed >> np.uint64(32)).sum())

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, derive
-from src.distributed.stop_signals import deaf
+from src.data.batch_plan import MicroBatch, derive_seed
+from src.distributed.stop_signals import ignore_signals
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
@@ -40,7 +40,7 @@ def seed_everything(seed: int) -> None:
 
 def collated(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
     """Return a micro-batch and its batch; its randomness is the same in any process or worker, and a fault names its ids."""
-    seed_everything(derive("collate", micro.seed))
+    seed_everything(derive_seed("collate", micro.seed))
     try:
         return micro, task.collate(rows)
     except Exception:
@@ -50,7 +50,7 @@ def collated(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
         raise
 
 
-class Reader(torch.utils.data.Dataset):
+class BatchReader(torch.utils.data.Dataset):
     """Turns a micro-batch of the plan into a batch. In a loader process, `desk` says what it is reading."""
 
     def __init__(self, split, task: Task, desk: torch.Tensor | None = None):
@@ -66,42 +66,46 @@ class Reader(torch.utils.data.Dataset):
         return item
 
 
-def read(split, task: Task, order: Iterator[MicroBatch], run: RunConfig, pin: bool) -> Iterator[Item]:
+def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin: bool) -> Iterator[Item]:
     """Yield the batches of `order`, in order, read by loader processes ahead of time (none: here, when asked)."""
-    workers = run.dataloader_num_workers
+    workers = cfg.dataloader_num_workers
     if not workers and not pin:  # a loader would add a tenth of a millisecond and nothing else
-        return map(Reader(split, task).__getitem__, order)
+        return map(BatchReader(split, task).__getitem__, order)
     desk = torch.full((workers, 2), -1).share_memory_() if workers else None
     sent: dict[tuple, list] = {}  # micro-batches that are read at the moment -> their ids
     loader = torch.utils.data.DataLoader(
-        Reader(split, task, desk), sampler=_Once(order, sent), batch_size=None, pin_memory=pin, **_options(run, workers)
+        BatchReader(split, task, desk),
+        sampler=_Once(order, sent),
+        batch_size=None,
+        pin_memory=pin,
+        **_options(cfg, workers),
     )
-    return _watched(iter(loader), desk, sent, run.dataloader_timeout)
+    return _watched(iter(loader), desk, sent, cfg.dataloader_timeout)
 
 
-def ahead(windows: torch.utils.data.IterableDataset, run: RunConfig, pin: bool) -> Iterator:
+def read_ahead(windows: torch.utils.data.IterableDataset, cfg: RunConfig, pin: bool) -> Iterator:
     """Yield what `windows` yields, read by one loader process ahead of time if there are to be any."""
-    workers = min(1, run.dataloader_num_workers)
+    workers = min(1, cfg.dataloader_num_workers)
     if not workers and not pin:
         return iter(windows)
-    loader = torch.utils.data.DataLoader(windows, batch_size=None, pin_memory=pin, **_options(run, workers))
-    return _watched(iter(loader), None, {}, run.dataloader_timeout)
+    loader = torch.utils.data.DataLoader(windows, batch_size=None, pin_memory=pin, **_options(cfg, workers))
+    return _watched(iter(loader), None, {}, cfg.dataloader_timeout)
 
 
-def _options(run: RunConfig, workers: int) -> dict:
+def _options(cfg: RunConfig, workers: int) -> dict:
     if not workers:
         return {}
     return {
         "num_workers": workers,
         "prefetch_factor": 4,
         "worker_init_fn": _begin_worker,
-        "timeout": run.dataloader_timeout,
+        "timeout": cfg.dataloader_timeout,
     }
 
 
 def _begin_worker(*_) -> None:
     """Make a loader process leave signals to its rank, and keep to one thread: there are as many of them as cores."""
-    deaf()
+    ignore_signals()
     with suppress(OSError, AttributeError):  # Linux: a process that hangs, and is deaf, ends with its rank
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     threads = ("OMP", "OPENBLAS", "MKL", "RAYON", "NUMEXPR")

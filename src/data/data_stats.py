@@ -9,12 +9,12 @@ import xxhash
 MANY = 5_000_000  # rows of training data among which those of the validation data are looked for
 
 
-def facts_in_words(facts: dict) -> str:
+def format_stats(stats: dict) -> str:
     """Return how many rows, tokens and targets a split holds."""
-    if facts["examples"] is None:
+    if stats["examples"] is None:
         return "a stream"
-    packed = f" packed from {facts['source_rows']:,}" if facts["examples"] != facts["source_rows"] else ""
-    return f"{facts['examples']:,} rows{packed}, {facts['tokens']:,} tokens, {facts['targets']:,} targets"
+    packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
+    return f"{stats['examples']:,} rows{packed}, {stats['tokens']:,} tokens, {stats['targets']:,} targets"
 
 
 def facts_of_task(task) -> dict:
@@ -29,19 +29,19 @@ def facts_of_task(task) -> dict:
     return found
 
 
-def notes_on_data(splits: dict) -> list[str]:
+def data_notes(splits: dict) -> list[str]:
     """Return what somebody may not expect of the data."""
     found = []
     for name, split in splits.items():
-        facts = split.facts
-        if facts["examples"] is None:
+        stats = split.stats
+        if stats["examples"] is None:
             continue
-        if facts["rows_cut"]:
-            share = facts["tokens_cut"] / (facts["tokens"] + facts["tokens_cut"])
-            text = f"{facts['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
+        if stats["rows_cut"]:
+            share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
+            text = f"{stats['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
             found.append(f"{name} data: {text}")
-        if facts["without_target"]:
-            text = f"{facts['without_target']:,} of {facts['examples']:,} rows have no target and count for nothing"
+        if stats["without_target"]:
+            text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and count for nothing"
             found.append(f"{name} data: {text}")
     if (both := repeated(splits)) and both[0]:
         found.append(

@@ -21,12 +21,12 @@ from src.config.schema import RunConfig
 from src.data import dataset_spec, mixture, sources
 from src.data.arrow_columns import views
 from src.data.batch_plan import steps_per_epoch
-from src.data.data_stats import facts_in_words, facts_of_task, notes_on_data
-from src.data.preprocessing import FACTS, prepared
+from src.data.data_stats import data_notes, facts_of_task, format_stats
+from src.data.preprocessing import STATS, prepare_split
 from src.distributed import launch
 from src.download import cache_folder
 from src.runtime import console
-from src.storage.shared_work import Crew
+from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, Task, make_task
 
 
@@ -35,7 +35,7 @@ class Split:
     """Prepared rows of one split, on disk; only what is asked for is read."""
 
     folder: Path
-    facts: (
+    stats: (
         dict  # examples, tokens, targets, rows and tokens cut off, hashes of rows and tokenizer, files and their blocks
     )
 
@@ -45,7 +45,7 @@ class Split:
     quotas = None  # one source, and every row once an epoch
 
     def __len__(self) -> int:
-        return self.facts["examples"]
+        return self.stats["examples"]
 
     def epoch_at(self, step: int, batch: int) -> float:
         """Return how many times the rows have been gone through after so many steps."""
@@ -60,7 +60,7 @@ class Split:
         return np.argsort(-self.lengths[:1_000_000].astype(np.int64), kind="stable")[:count]
 
     def __getstate__(self) -> dict:
-        return {"folder": self.folder, "facts": self.facts, "_views": {}}  # a loader's process opens files of its own
+        return {"folder": self.folder, "stats": self.stats, "_views": {}}  # a loader's process opens files of its own
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -70,18 +70,18 @@ class Split:
     @cached_property
     def _starts(self) -> np.ndarray:
         """The first row of each block of each piece, and the number of rows."""
-        return np.cumsum([0, *(rows for _, blocks in self.facts["pieces"] for rows in blocks)])
+        return np.cumsum([0, *(rows for _, blocks in self.stats["pieces"] for rows in blocks)])
 
     @cached_property
     def _tables(self) -> list:
         """Return (piece, number in it) of each block."""
-        return [(file, i) for file, blocks in self.facts["pieces"] for i in range(len(blocks))]
+        return [(file, i) for file, blocks in self.stats["pieces"] for i in range(len(blocks))]
 
     def features(self):
         """Return the features of the rows."""
         from datasets import Features
 
-        return Features.from_arrow_schema(_open(self.folder / self.facts["pieces"][0][0]).schema)
+        return Features.from_arrow_schema(_open(self.folder / self.stats["pieces"][0][0]).schema)
 
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows of `ids` in that order: lists and numbers as numpy, without a copy, anything else as Python has it."""
@@ -106,18 +106,18 @@ def _open(file: Path) -> pa.Table:
     return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()
 
 
-def load(run: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
+def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     """Let the task read tokenizer and configuration, and return the prepared splits that the run file names.
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
-    crew = Crew(cache_folder.cache_root(run))
+    crew = SharedWork(cache_folder.cache_root(cfg))
     with _room(crew), crew.working(), _room(crew):  # without, for what `working` writes; within, for what others hear
         task.load()
-        return load_splits(run, task, crew, wanted)
+        return load_splits(cfg, task, crew, wanted)
 
 
 @contextmanager
-def _room(crew: Crew):
+def _room(crew: SharedWork):
     """Within, a cache that cannot be written is a UsageError."""
     try:
         yield
@@ -130,85 +130,85 @@ def _room(crew: Crew):
         ) from error
 
 
-def load_splits(run: RunConfig, task: Task, crew: Crew, wanted=("train", "validation")) -> dict:
+def load_splits(cfg: RunConfig, task: Task, crew: SharedWork, wanted=("train", "validation")) -> dict:
     """Return the prepared splits that the run file names, for a task that has read its tokenizer."""
     import datasets
 
     console.reroute()
     datasets.disable_progress_bars()  # one process of many prepares, so a terminal would show bars in between
-    found = {split: _found(run, split) for split in wanted}
+    found = {split: _found(cfg, split) for split in wanted}
     _overlap(found)
     for split, by_name in found.items():
         for source in by_name.values():
-            source.fetch(run, crew, files=not (run.streaming and split == "train"))
+            source.fetch(cfg, crew, files=not (cfg.streaming and split == "train"))
             if source.told or source.origins:  # what is behind a URL has a size only now
-                dataset_spec.drop_empty(source)
+                dataset_spec.drop_empty_files(source)
     splits = {}
-    if run.streaming and "train" in wanted:
+    if cfg.streaming and "train" in wanted:
         from src.data.streaming import Stream  # which needs what is above
 
         if source := found.pop("train").get(""):
-            splits["train"] = Stream(run, task, source)
+            splits["train"] = Stream(cfg, task, source)
     for split, by_name in found.items():
-        parts = {name: _opened(run, task, split, source, crew) for name, source in by_name.items()}
+        parts = {name: _opened(cfg, task, split, source, crew) for name, source in by_name.items()}
         if parts := {name: part for name, part in parts.items() if part}:
-            splits[split] = _together(run, split, parts)
+            splits[split] = _together(cfg, split, parts)
     if wanted[0] not in splits:
         raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split")
-    _check_budget(run, splits)
+    _check_budget(cfg, splits)
     if "train" in wanted:
-        _check_evaluation(run, splits)
-        splits["train"].facts |= facts_of_task(task)
+        _check_evaluation(cfg, splits)
+        splits["train"].stats |= facts_of_task(task)
     return splits
 
 
-def _found(run: RunConfig, split: str) -> dict[str, sources.Source]:
+def _found(cfg: RunConfig, split: str) -> dict[str, sources.Source]:
     """Return the sources of a split by name."""
-    names = mixture.named(run)
-    if split == "validation" and run.mixture and run.validation_file:
-        names = {"": dataset_spec.Named(None, None, None, [], run.validation_file)}
-    found = {name: dataset_spec.find(one, split, cache_folder.cache_root(run)) for name, one in names.items()}
+    names = mixture.dataset_specs(cfg)
+    if split == "validation" and cfg.mixture and cfg.validation_file:
+        names = {"": dataset_spec.DatasetSpec(None, None, None, [], cfg.validation_file)}
+    found = {name: dataset_spec.resolve_source(one, split, cache_folder.cache_root(cfg)) for name, one in names.items()}
     return {name: source for name, source in found.items() if source}
 
 
-def _opened(run: RunConfig, task: Task, split: str, source: sources.Source, crew: Crew) -> Split | None:
-    folder = prepared(run, task, split, source, crew)
-    facts = json.loads((folder / FACTS).read_text())
-    if not facts["examples"]:
+def _opened(cfg: RunConfig, task: Task, split: str, source: sources.Source, crew: SharedWork) -> Split | None:
+    folder = prepare_split(cfg, task, split, source, crew)
+    stats = json.loads((folder / STATS).read_text())
+    if not stats["examples"]:
         return None
-    sources.warn_of_unread(source.field, facts.get("unread", []))
-    opened = Split(folder, facts)
-    task.opened(opened.features())
+    sources.warn_of_unread(source.field, stats.get("unread", []))
+    opened = Split(folder, stats)
+    task.on_prepared(opened.features())
     return opened
 
 
-def _together(run: RunConfig, split: str, parts: dict[str, Split]):
+def _together(cfg: RunConfig, split: str, parts: dict[str, Split]):
     """Return the one split there is, or the mixture of several."""
     if list(parts) == [""]:
         return parts[""]
     if split != "train":
         return mixture.Mixture(parts, training=False)
-    if missing := run.mixture.keys() - parts.keys():
+    if missing := cfg.mixture.keys() - parts.keys():
         raise UsageError(
             f"mixture: {sorted(missing)[0]}: no train data: give train_file, or a dataset with a train split"
         )
-    weights = [told.get("weight") for told in run.mixture.values()]
+    weights = [told.get("weight") for told in cfg.mixture.values()]
     return mixture.Mixture(parts, weights if None not in weights else None)
 
 
-def _check_budget(run: RunConfig, splits: dict) -> None:
-    longest = splits["train"].facts.get("longest", 0) if "train" in splits else 0
-    if run.per_device_batch_tokens and run.per_device_batch_tokens < longest:
+def _check_budget(cfg: RunConfig, splits: dict) -> None:
+    longest = splits["train"].stats.get("longest", 0) if "train" in splits else 0
+    if cfg.per_device_batch_tokens and cfg.per_device_batch_tokens < longest:
         raise UsageError(
-            f"per_device_batch_tokens is {run.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
+            f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
             "least that, or a smaller --max_length"
         )
 
 
-def _check_evaluation(run: RunConfig, splits: dict) -> None:
+def _check_evaluation(cfg: RunConfig, splits: dict) -> None:
     """Raise UsageError for what can only be decided by evaluations, if there is nothing to evaluate on."""
     for name in ("metric_for_best_model", "early_stopping_patience"):
-        if (value := getattr(run, name)) and "validation" not in splits:
+        if (value := getattr(cfg, name)) and "validation" not in splits:
             raise UsageError(
                 f"{name} is {value}, but there is no evaluation data: give --validation_file (or a dataset with a validation "
                 "split), or leave it out"
@@ -225,13 +225,13 @@ def _overlap(found: dict[str, dict[str, sources.Source]]) -> None:
         warn(f"validation_file: {', '.join(both[:3])} is training data too: the evaluation says nothing of other data")
 
 
-def same_everywhere(accelerator, splits: dict) -> None:
+def check_same_data(accelerator, splits: dict) -> None:
     """Raise UsageError on all ranks alike if one has other rows than the main process: a node with other files."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
 
-    everyone = gather_object([{name: (split.facts["examples"], split.facts["rows"]) for name, split in splits.items()}])
+    everyone = gather_object([{name: (split.stats["examples"], split.stats["rows"]) for name, split in splits.items()}])
     for rank, held in enumerate(everyone):
         for name in sorted(held.keys() | everyone[0].keys()):
             (one, _), (other, _) = pair = [rows.get(name, (0, "")) for rows in (everyone[0], held)]
@@ -244,14 +244,14 @@ def same_everywhere(accelerator, splits: dict) -> None:
 
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
-    run, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
-    validation.check(run, options)
-    splits = load(run, make_task(run, options))
+    cfg, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
+    validation.check(cfg, options)
+    splits = prepare_datasets(cfg, make_task(cfg, options))
     for name, split in splits.items():
         for source, _, part in split.segments():
-            print(f"{name}{' ' * bool(source)}{source}: {facts_in_words(part.facts)}: {part.folder}")
-    print(*notes_on_data(splits), sep="\n")
+            print(f"{name}{' ' * bool(source)}{source}: {format_stats(part.stats)}: {part.folder}")
+    print(*data_notes(splits), sep="\n")
 
 
 if __name__ == "__main__":
-    launch.main(main)
+    launch.run_main(main)

@@ -9,7 +9,8 @@ import stat
 from pathlib import Path
 from typing import NamedTuple
 
-from src.config.errors import UsageError, locate, warn
+from src.config.errors import UsageError, warn
+from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.data.sources import BUILDERS, Source
 from src.download import sample_datasets
@@ -17,7 +18,7 @@ from src.download import sample_datasets
 SHORT = 4096  # bytes that are looked at to find out whether a file is empty: more only while they are blank
 
 
-class Named(NamedTuple):
+class DatasetSpec(NamedTuple):
     """What a source of a mixture names, or the run itself."""
 
     dataset_name: str | None
@@ -28,14 +29,14 @@ class Named(NamedTuple):
     where: str = ""  # before the name of a field in messages
 
 
-def find(named: Named | RunConfig, split: str, cache: Path) -> Source | None:
+def resolve_source(named: DatasetSpec | RunConfig, split: str, cache: Path) -> Source | None:
     """Return where a split is (a sample is made in `cache`), or None where nothing is named; UsageError where there is nothing under a name."""
     where = getattr(named, "where", "")
     field, patterns = f"{where}{split}_file", {"train": named.train_file, "validation": named.validation_file}[split]
     if patterns:
         files = [file for pattern in patterns for file in _expand(pattern, field)]
         source = Source(field, files)
-        drop_empty(source)
+        drop_empty_files(source)
         kinds = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
             raise UsageError(f"{field}: {source}: give files of one kind among {', '.join(BUILDERS)}")
@@ -44,7 +45,7 @@ def find(named: Named | RunConfig, split: str, cache: Path) -> Source | None:
     if not named.dataset_name or named.train_file:
         return None
     field = f"{where}dataset_name"
-    folder = sample_datasets.folder(named.dataset_name, cache) or locate(named.dataset_name)
+    folder = sample_datasets.sample_folder(named.dataset_name, cache) or locate(named.dataset_name)
     if not os.path.isdir(folder):
         return Source(field, [], None, named.dataset_name, (named.dataset_config_name, named.dataset_revision, split))
     return Source(field, _files_below(folder, field), None, folder, (named.dataset_config_name, None, split))
@@ -116,7 +117,7 @@ def _lines(file: str) -> int:
     return sum(1 for line in Path(file).read_bytes().splitlines() if line.strip())
 
 
-def drop_empty(source: Source) -> None:
+def drop_empty_files(source: Source) -> None:
     """Leave out files without a row, as a writer of shards may have left them, and say so; those behind URLs as soon as their
     servers have said their size, or when they are here."""
     told = {url: answer["bytes"] for url, answer in source.told.items()}

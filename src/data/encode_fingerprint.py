@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
-ROOTS = ("survey", "encode")  # what makes prepared rows out of raw ones
+ROOTS = ("inspect_columns", "encode")  # what makes prepared rows out of raw ones
 
 
 def encode_fingerprint(task) -> str:
-    """Return the code that `survey` and `encode` of a task can reach inside src/, without comments and docstrings.
+    """Return the code that `inspect_columns` and `encode` of a task can reach inside src/, without comments and docstrings.
 
     Followed by name: functions, classes and constants of a module, attributes of modules, and methods of the task.
     What a task calls by other means (a table of functions, say) belongs into its own `fingerprint`."""

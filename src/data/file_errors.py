@@ -11,7 +11,7 @@ from pathlib import Path
 from src.data.row_location import is_array, objects, spreads
 
 
-def fault(file: str) -> str | None:
+def describe_file_error(file: str) -> str | None:
     """Return what is wrong with a text file, and in which line, or None where nothing is found."""
     kind = Path(file).suffix
     if not os.path.isfile(file) or kind not in (".jsonl", ".json", ".csv", ".txt"):

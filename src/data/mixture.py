@@ -11,21 +11,21 @@ import numpy as np
 from src.config.errors import UsageError
 from src.config.mixture_fields import as_list
 from src.config.schema import RunConfig
-from src.data.batch_plan import quotas_of, steps_per_epoch
-from src.data.dataset_spec import Named
+from src.data.batch_plan import mixture_quotas, steps_per_epoch
+from src.data.dataset_spec import DatasetSpec
 
 
-def named(run: RunConfig) -> dict[str, Named]:
+def dataset_specs(cfg: RunConfig) -> dict[str, DatasetSpec]:
     """Return the sources of a run by name; the one of a run without a mixture has none."""
-    if not run.mixture:
-        names = (run.dataset_name, run.dataset_config_name, run.dataset_revision)
-        return {"": Named(*names, run.train_file, run.validation_file)}
+    if not cfg.mixture:
+        names = (cfg.dataset_name, cfg.dataset_config_name, cfg.dataset_revision)
+        return {"": DatasetSpec(*names, cfg.train_file, cfg.validation_file)}
     found = {}
-    for name, told in run.mixture.items():
+    for name, told in cfg.mixture.items():
         files = [as_list(told.get(field)) for field in ("train_file", "validation_file")]
         names = [told.get(f"dataset_{field}") for field in ("name", "config_name", "revision")]
-        found[name] = Named(*names, *files, where=f"mixture: {name}: ")
-    if run.validation_file:  # evaluation on other data than that of the sources
+        found[name] = DatasetSpec(*names, *files, where=f"mixture: {name}: ")
+    if cfg.validation_file:  # evaluation on other data than that of the sources
         found = {name: one._replace(validation_file=[]) for name, one in found.items()}
     return found
 
@@ -37,25 +37,25 @@ class Mixture:
         self.parts = parts
         self.starts = np.cumsum([0, *(len(part) for part in parts.values())])
         self.lengths = _Lengths(self)
-        self.quotas = quotas_of([len(part) for part in parts.values()], weights) if training else None
+        self.quotas = mixture_quotas([len(part) for part in parts.values()], weights) if training else None
         if self.quotas and (none := [n for n, (_, draws) in zip(parts, self.quotas, strict=True) if not draws]):
             raise UsageError(f"mixture: the weight of {none[0]} comes to less than one example an epoch: raise it")
-        self.facts = self._facts()
+        self.stats = self._facts()
 
     def _facts(self) -> dict:
         """Return the facts of an epoch: those of the sources, added as often as their rows are drawn."""
-        facts = [part.facts for part in self.parts.values()]
-        shares = [draws / rows for rows, draws in self.quotas] if self.quotas else [1.0] * len(facts)
+        stats = [part.stats for part in self.parts.values()]
+        shares = [draws / rows for rows, draws in self.quotas] if self.quotas else [1.0] * len(stats)
         names = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source_rows", "examples")
-        total = {name: round(sum(f[name] * s for f, s in zip(facts, shares, strict=True))) for name in names}
+        total = {name: round(sum(f[name] * s for f, s in zip(stats, shares, strict=True))) for name in names}
         total |= {
             "examples": len(self),
-            "longest": max(f["longest"] for f in facts),
-            "tokenizer": facts[0]["tokenizer"],
+            "longest": max(f["longest"] for f in stats),
+            "tokenizer": stats[0]["tokenizer"],
         }
-        held = repr([(name, f["rows"]) for name, f in zip(self.parts, facts, strict=True)] + [self.quotas])
+        held = repr([(name, f["rows"]) for name, f in zip(self.parts, stats, strict=True)] + [self.quotas])
         total["rows"] = hashlib.sha256(held.encode()).hexdigest()[:32]
-        total["files"] = {f"{name}: {k}": v for name, p in self.parts.items() for k, v in p.facts["files"].items()}
+        total["files"] = {f"{name}: {k}": v for name, p in self.parts.items() for k, v in p.stats["files"].items()}
         return total
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Mixture:
 
     def longest(self, count: int) -> np.ndarray:
         """Return the ids of the longest rows of the source that has the longest."""
-        _, first, part = max(self.segments(), key=lambda s: s[2].facts["longest"])
+        _, first, part = max(self.segments(), key=lambda s: s[2].stats["longest"])
         return first + part.longest(count)
 
     def rows(self, ids: np.ndarray) -> list[dict]:

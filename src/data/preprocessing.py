@@ -20,15 +20,15 @@ import xxhash
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
-from src.data.arrow_cache import raw_rows
+from src.data.arrow_cache import load_raw_rows
 from src.data.arrow_columns import check_kinds
 from src.data.encode_fingerprint import encode_fingerprint
-from src.data.row_location import Places, decoded
+from src.data.row_location import RowLocations, check_decodable
 from src.data.sources import Source
 from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.storage import atomic_folder
-from src.storage.shared_work import Crew, leave
+from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
 
 PIECE = 4 << 20  # bytes of raw rows in a piece, the unit that a process takes
@@ -36,15 +36,15 @@ PIECES = 4096  # at most: above that they grow
 BLOCK = 4 << 20  # bytes of raw rows that are in memory at a time, and packed together
 BLOCK_ROWS = 10_000  # at most
 WEEK = 7 * 24 * 3600
-FACTS = "facts.json"
+STATS = "facts.json"
 
 
-def prepared(run: RunConfig, task: Task, split: str, source: Source, crew: Crew) -> Path:
+def prepare_split(cfg: RunConfig, task: Task, split: str, source: Source, crew: SharedWork) -> Path:
     """Return the folder of the prepared rows of a split, whose facts.json is written last; made if it is not there."""
-    folder = cache_root(run) / "prepared" / _key(run, task, split, source)
-    if not (folder / FACTS).exists():
-        _make(run, task, split, source, crew, folder)
-    for name, size in json.loads((folder / FACTS).read_text()).get("bytes", {}).items():
+    folder = cache_root(cfg) / "prepared" / _key(cfg, task, split, source)
+    if not (folder / STATS).exists():
+        _make(cfg, task, split, source, crew, folder)
+    for name, size in json.loads((folder / STATS).read_text()).get("bytes", {}).items():
         found = (folder / name).stat().st_size if (folder / name).exists() else "no"
         if found != size:
             raise UsageError(
@@ -53,7 +53,7 @@ def prepared(run: RunConfig, task: Task, split: str, source: Source, crew: Crew)
     return folder
 
 
-def _key(run: RunConfig, task: Task, split: str, source: Source) -> str:
+def _key(cfg: RunConfig, task: Task, split: str, source: Source) -> str:
     """Return a hash of all that prepared rows depend on: the data, the task's view of it, the code, the library."""
     import datasets
 
@@ -64,14 +64,14 @@ def _key(run: RunConfig, task: Task, split: str, source: Source) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, folder: Path) -> None:
-    raw = raw_rows(source, run, split, crew)
+def _make(cfg: RunConfig, task: Task, split: str, source: Source, crew: SharedWork, folder: Path) -> None:
+    raw = load_raw_rows(source, cfg, split, crew)
     if raw is None:  # a named data set without such a split
-        crew.once(folder / FACTS, lambda: leave(folder / FACTS, '{"examples": 0}'), f"{split} data")
+        crew.once(folder / STATS, lambda: write_atomic(folder / STATS, '{"examples": 0}'), f"{split} data")
         return
     if len(raw) == 0:
         raise UsageError(f"{split} data: {source} holds no rows")
-    columns, features = task.survey(raw, split)
+    columns, features = task.inspect_columns(raw, split)
     check_kinds(raw.data.schema, columns, source.files, f"{source.field}: {source}")
     bounds = cut(len(raw), raw.data.nbytes)
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
@@ -84,8 +84,8 @@ def _make(run: RunConfig, task: Task, split: str, source: Source, crew: Crew, fo
         bar.move(targets)
 
     try:
-        _with_helpers(run, crew, targets, make, f"preparing {split} data")
-        crew.once(folder / FACTS, lambda: _assemble(split, source, task, len(raw), targets, crew), f"{split} data")
+        _with_helpers(cfg, crew, targets, make, f"preparing {split} data")
+        crew.once(folder / STATS, lambda: _assemble(split, source, task, len(raw), targets, crew), f"{split} data")
     except UsageError:
         if crew.alone:  # pieces of data that has to be mended are of no use, as those of a start that was killed are
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,7 +100,7 @@ def cut(rows: int, size: int) -> list[int]:
     return [rows * i // pieces for i in range(pieces + 1)]
 
 
-def _piece(task, raw, split, source, features, starts: range, target: Path, crew: Crew) -> None:
+def _piece(task, raw, split, source, features, starts: range, target: Path, crew: SharedWork) -> None:
     """Write the rows from one piece of the raw ones as Arrow, and then what is known of them, both by a rename."""
     schema, digest = features.arrow_schema, xxhash.xxh3_128()
     sums = dict.fromkeys(("tokens", "targets", "rows_cut", "tokens_cut", "without_target"), 0)
@@ -113,35 +113,35 @@ def _piece(task, raw, split, source, features, starts: range, target: Path, crew
             for start in starts:
                 crew.check()
                 stop = min(start + starts.step, starts.stop)
-                places = Places(source, split, start, stop)
+                places = RowLocations(source, split, start, stop)
                 try:
                     batch = raw[start:stop]
                 except UnicodeDecodeError:
-                    decoded(raw, places, lambda rows, i, first=start: rows[first + i])
+                    check_decodable(raw, places, lambda rows, i, first=start: rows[first + i])
                     raise
                 rows = task.encode(batch, places)
                 columns = [pa.array(rows[field.name], field.type) for field in schema]
                 batch = pa.record_batch(columns, schema=schema)
                 writer.write_batch(batch)
-                length, targets, left_out = (np.asarray(rows[name], np.int64) for name in ("length", "targets", "cut"))
+                length, targets, skipped = (np.asarray(rows[name], np.int64) for name in ("length", "targets", "cut"))
                 digest.update(batch.serialize())
                 blocks.append(len(length))
                 lengths.append(length)
                 hashes.append(np.array([xxhash.xxh3_64_intdigest(c) for c in _contents(rows)], np.uint64))
                 sums["tokens"] += int(length.sum())
                 sums["targets"] += int(targets.sum())
-                sums["rows_cut"] += int((left_out > 0).sum())
-                sums["tokens_cut"] += int(left_out.sum())
+                sums["rows_cut"] += int((skipped > 0).sum())
+                sums["tokens_cut"] += int(skipped.sum())
                 sums["without_target"] += int((targets == 0).sum())
         with open(other, "wb") as file:
             np.savez(file, lengths=np.concatenate(lengths).astype(np.int32), hashes=np.concatenate(hashes))
         for path, final in ((temporary, arrow), (other, numbers)):
-            atomic_folder.flush(path)
+            atomic_folder.fsync(path)
             path.replace(final)
     finally:
         temporary.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
-    leave(
+    write_atomic(
         target,
         json.dumps(
             sums
@@ -160,17 +160,17 @@ def _contents(rows: dict) -> list[bytes]:
     return [repr(row).encode() for row in zip(*(rows[name] for name in names), strict=True)]
 
 
-def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], crew: Crew) -> None:
+def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], crew: SharedWork) -> None:
     """Write what is known of all rows: their lengths, their hashes, and the facts last."""
     pieces, folder = [json.loads(target.read_text()) for target in targets], targets[0].parent
     examples = sum(sum(piece["blocks"]) for piece in pieces)
-    facts = {name: sum(piece[name] for piece in pieces) for name in ("tokens", "targets", "rows_cut", "tokens_cut")}
-    if not facts["targets"]:
+    stats = {name: sum(piece[name] for piece in pieces) for name in ("tokens", "targets", "rows_cut", "tokens_cut")}
+    if not stats["targets"]:
         raise UsageError(
             f"{split} data: none of the {raw_rows} rows of {source} has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
-    facts["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"
+    stats["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"
     for name, kind, count in (("lengths", np.int32, examples), ("hashes", np.uint64, sum(p["hashes"] for p in pieces))):
         whole = np.lib.format.open_memmap(folder / f"{name}.{ending}", "w+", kind, (count,))
         start = 0
@@ -179,23 +179,23 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
                 part = numbers[name]
             whole[start : start + len(part)] = part
             start += len(part)
-            facts["longest"] = (
-                max(facts["longest"], int(part.max(initial=0))) if name == "lengths" else facts["longest"]
+            stats["longest"] = (
+                max(stats["longest"], int(part.max(initial=0))) if name == "lengths" else stats["longest"]
             )
         whole.flush()
         del whole
         (folder / f"{name}.{ending}").replace(folder / f"{name}.npy")
     digest = xxhash.xxh3_128(repr([(piece["schema"], piece["rows"]) for piece in pieces]).encode()).hexdigest()
-    facts |= {"examples": examples, "source_rows": raw_rows, "rows": digest}
-    facts |= {"without_target": sum(piece["without_target"] for piece in pieces), "files": source.sizes()}
-    facts |= {"unread": source.unread[:4]}
-    facts |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
-    facts |= {
+    stats |= {"examples": examples, "source_rows": raw_rows, "rows": digest}
+    stats |= {"without_target": sum(piece["without_target"] for piece in pieces), "files": source.sizes()}
+    stats |= {"unread": source.unread[:4]}
+    stats |= {"tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode())}
+    stats |= {
         "pieces": [[target.with_suffix(".arrow").name, p["blocks"]] for target, p in zip(targets, pieces, strict=True)]
     }
     written = [folder / "lengths.npy", folder / "hashes.npy", *(target.with_suffix(".arrow") for target in targets)]
-    facts["bytes"] = {path.name: path.stat().st_size for path in written}
-    leave(folder / FACTS, json.dumps(facts))
+    stats["bytes"] = {path.name: path.stat().st_size for path in written}
+    write_atomic(folder / STATS, json.dumps(stats))
     if crew.locks:  # else somebody may still be reading them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
             left.unlink(missing_ok=True)
@@ -206,17 +206,17 @@ def _sweep(root: Path) -> None:
     """Remove what starts that were killed have left more than a week ago, and nobody has gone on with."""
     for folder in root.iterdir():
         with suppress(OSError):
-            if folder.is_dir() and not (folder / FACTS).exists() and time.time() - folder.stat().st_mtime > WEEK:
+            if folder.is_dir() and not (folder / STATS).exists() and time.time() - folder.stat().st_mtime > WEEK:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 # ---- processes besides this one ----------------------------------------------------------------------------------------
 
 
-def _with_helpers(run: RunConfig, crew: Crew, targets: list[Path], make, what: str) -> None:
+def _with_helpers(cfg: RunConfig, crew: SharedWork, targets: list[Path], make, what: str) -> None:
     """Share the pieces with all processes of the disk, and with `preprocessing_num_workers` − 1 children of this one."""
     missing = sum(not target.exists() for target in targets)
-    count = min(run.preprocessing_num_workers, missing) - 1
+    count = min(cfg.preprocessing_num_workers, missing) - 1
     parent = os.getpid()
 
     def help_out() -> None:
@@ -224,7 +224,7 @@ def _with_helpers(run: RunConfig, crew: Crew, targets: list[Path], make, what: s
         try:
             crew.share(targets, lambda i: make(i) if os.getppid() == parent else os._exit(1), what)
         except BaseException as error:
-            crew.leave_word(error)
+            crew.report_failure(error)
             os._exit(1)
         os._exit(0)
 
@@ -246,7 +246,7 @@ def _with_helpers(run: RunConfig, crew: Crew, targets: list[Path], make, what: s
 class _Bar:
     """Shows on one process of a machine how many pieces are done."""
 
-    def __init__(self, what: str, pieces: int, crew: Crew):
+    def __init__(self, what: str, pieces: int, crew: SharedWork):
         self.shown = os.environ.get("LOCAL_RANK", "0") == "0" and pieces > 1
         self.bar = console.bar(what, pieces, "piece", shown=self.shown)
         self.owner = os.getpid()

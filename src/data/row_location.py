@@ -10,7 +10,7 @@ from pathlib import Path
 from src.config.errors import UsageError
 
 
-class Places:
+class RowLocations:
     """The places of rows start … stop−1 of a split, looked up when one is put into a message."""
 
     def __init__(self, source, split: str, start: int, stop: int):
@@ -19,13 +19,13 @@ class Places:
     def __len__(self) -> int:
         return self.stop - self.start
 
-    def __getitem__(self, i: int) -> "Place":
+    def __getitem__(self, i: int) -> "RowLocation":
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return Place(self.source, self.split, self.start + i)
+        return RowLocation(self.source, self.split, self.start + i)
 
 
-def decoded(rows, places, take=lambda rows, i: rows[i]) -> None:
+def check_decodable(rows, places, take=lambda rows, i: rows[i]) -> None:
     """Raise UsageError for the first of `rows` whose bytes are no text: Arrow takes any, and Python does not."""
     for i in range(len(places)):
         try:
@@ -34,7 +34,7 @@ def decoded(rows, places, take=lambda rows, i: rows[i]) -> None:
             raise UsageError(f"{places[i]}: not UTF-8 text ({reason.reason})") from None
 
 
-class ShardPlaces:
+class ShardRowLocations:
     """Where the rows of a block of a stream's shard are, for messages."""
 
     def __init__(self, name: str, first: int, count: int):
@@ -49,18 +49,18 @@ class ShardPlaces:
         return f"{self.name}, row {self.first + i}: train data"
 
 
-class Place:
+class RowLocation:
     """One raw row, in words: the row of its split, counted from 0, and the file and line where that can be found."""
 
     def __init__(self, source, split: str, row: int):
         self.source, self.split, self.row = source, split, row
 
     def __str__(self) -> str:
-        found = origin(self.source.parts or self.source.files, self.row) if self.source is not None else None
+        found = locate_row(self.source.parts or self.source.files, self.row) if self.source is not None else None
         return (f"{found}: " if found else "") + f"{self.split} data, row {self.row}"
 
 
-def origin(files: list[str], row: int) -> str | None:
+def locate_row(files: list[str], row: int) -> str | None:
     """Return 'FILE, line N' (or row N, counted from 0, of a file without lines) of a row of these files in a row."""
     for file in files:
         try:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import xxhash
 
-from src.config.errors import UsageError, absent, warn
+from src.config.errors import UsageError, warn
+from src.config.paths import not_found_locally
 from src.config.redact import redact
 from src.config.schema import RunConfig, plain_data
 from src.data import file_readers
-from src.data.file_errors import fault
+from src.data.file_errors import describe_file_error
 from src.download import http_files as fetch
 from src.download import hub, remote_files
 from src.download.cache_folder import cache_root
-from src.storage.shared_work import Crew
+from src.storage.shared_work import SharedWork
 
 SAMPLE = 1 << 14  # bytes
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
@@ -44,9 +45,9 @@ class Source:
     def __str__(self) -> str:
         return ", ".join(self.origins.get(file, file) for file in self.files[:3]) or str(self.name)
 
-    def fetch(self, run: RunConfig, crew: Crew, files: bool = True) -> None:
+    def fetch(self, cfg: RunConfig, crew: SharedWork, files: bool = True) -> None:
         """Bring URLs to this disk (those of a stream are only looked up), and find out which commit of a Hub repository is meant."""
-        root = cache_root(run)
+        root = cache_root(cfg)
         if self.saved() and not files:
             raise UsageError(
                 f"{self.field}: {self.name} was written by save_to_disk, which cannot be streamed: leave --streaming out (it is "
@@ -59,11 +60,12 @@ class Source:
                     f"{self.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
                     "leave --streaming out"
                 )
-            self.told = remote_files.look_up(urls, self.field, root, crew) if urls else {}
+            self.told = remote_files.look_up_files(urls, self.field, root, crew) if urls else {}
             return
         if self.builder:
             self.files = [
-                fetch.file(file, self.field, root, crew, self.origins) if "://" in file else file for file in self.files
+                fetch.fetch_file(file, self.field, root, crew, self.origins) if "://" in file else file
+                for file in self.files
             ]
         elif not self.files:
             config, revision, split = self.hub
@@ -80,7 +82,8 @@ class Source:
 
     def stamps(self, files: list[str]) -> list:
         return [
-            fetch.stamp(f) or ([f] if "://" in f else [f, (s := os.stat(f)).st_size, s.st_mtime_ns, s.st_ctime_ns])
+            fetch.server_version(f)
+            or ([f] if "://" in f else [f, (s := os.stat(f)).st_size, s.st_mtime_ns, s.st_ctime_ns])
             for f in files
         ]
 
@@ -114,7 +117,7 @@ class Source:
                     digest.update(file.read(SAMPLE))
         return digest.hexdigest() if files else None
 
-    def stream(self, run: RunConfig, file: str | None = None, columns: list[str] | None = None):
+    def stream(self, cfg: RunConfig, file: str | None = None, columns: list[str] | None = None):
         """Return the raw rows of the training data, or of one of its files, as a `datasets.IterableDataset`."""
         import datasets
 
@@ -138,7 +141,9 @@ class Source:
         only = {"columns": columns} if columns and self.builder == "parquet" else {}
         if "://" in file:
             about = remote_files.same_version(file, self.told.get(file))
-            only["storage_options"] = {"client_kwargs": {"trust_env": True, "timeout": remote_files.silence(), **about}}
+            only["storage_options"] = {
+                "client_kwargs": {"trust_env": True, "timeout": remote_files.client_timeout(), **about}
+            }
         return datasets.load_dataset(self.builder, data_files={"train": [file]}, split="train", streaming=True, **only)
 
     def check_folder(self, data_files) -> None:
@@ -161,7 +166,11 @@ class Source:
             # To explain a fault behind a URL, datasets opens it anew, with an argument that fsspec refuses.
             error = error.__context__ if isinstance(below, TypeError) and error.__context__ is not None else below
         for file in files or self.files:
-            if found := str(error) if isinstance(error, UsageError) and file in str(error) else fault(file):
+            if (
+                found := str(error)
+                if isinstance(error, UsageError) and file in str(error)
+                else describe_file_error(file)
+            ):
                 return found.replace(file, self.origins.get(file, file))
         if isinstance(error, UsageError):
             return str(error)
@@ -170,7 +179,7 @@ class Source:
         reason = " ".join(str(error).split())[:400] or type(error).__name__
         if "corresponds to no data" in reason:
             return f"{self.field}: {name} holds no rows: give data with at least one"
-        return f"{self.field}: {name} could not be read: {'' if self.builder else absent(self.name)}{reason}"
+        return f"{self.field}: {name} could not be read: {'' if self.builder else not_found_locally(self.name)}{reason}"
 
 
 _warned: set[str] = set()

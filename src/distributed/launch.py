@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from src.config.errors import Failure, Stopped, UsageError, nearest, warn
+from src.config.errors import Failure, Stopped, UsageError, did_you_mean, warn
 from src.config.redact import learn, learn_environment, redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed import stop_signals, strategies, tensor_parallel
@@ -47,7 +47,7 @@ def check_environment() -> None:
         )
 
 
-def start(run: RunConfig):
+def init_accelerator(cfg: RunConfig):
     """Return an Accelerator whose process group is the one that was asked for; UsageError says what differs and why."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.utils import DDPCommunicationHookType
@@ -59,21 +59,21 @@ def start(run: RunConfig):
     accelerated = torch.accelerator.is_available()
     cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
     # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
-    hook = DDPCommunicationHookType(run.ddp_comm_hook)
+    hook = DDPCommunicationHookType(cfg.ddp_comm_hook)
     # static_graph would be a little faster, but fails an assertion in torch when the first backward pass is one of no_sync.
     ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, comm_hook=hook)
     # accelerate has no field for what torch would have instead.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
-    check_trackers(run.report_to)
+    check_trackers(cfg.report_to)
     if "FSDP" in sharded:
         strategies.check_version()
     strategies.complete_mesh(asked)
     try:
         accelerator = Accelerator(
             cpu=cpu,
-            kwargs_handlers=[ddp, _group(InitProcessGroupKwargs, timedelta(seconds=run.ddp_timeout))],
-            log_with=[name for name in run.report_to if name != "none"] or None,
-            project_dir=run.output_dir,
+            kwargs_handlers=[ddp, _group(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))],
+            log_with=[name for name in cfg.report_to if name != "none"] or None,
+            project_dir=cfg.output_dir,
         )
     except (ValueError, ImportError) as error:
         if dist.is_initialized():  # who ends first would be a lost connection to those that still set up theirs
@@ -100,7 +100,7 @@ def start(run: RunConfig):
         raise UsageError(
             "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"
         )
-    if accelerator.mixed_precision != "no" and run.dtype == "float64":
+    if accelerator.mixed_precision != "no" and cfg.dtype == "float64":
         raise UsageError(
             f"dtype is float64, but the accelerate file asks for {accelerator.mixed_precision}: use mixed_precision: 'no'"
         )
@@ -110,7 +110,7 @@ def start(run: RunConfig):
             "follows from global_batch_size and per_device_batch_size in the run file",
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
-    strategies.configure(accelerator, run)
+    strategies.configure(accelerator, cfg)
     return accelerator
 
 
@@ -122,7 +122,7 @@ def _group(kind, timeout: timedelta):
     attempt: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps, in the environment of the launchers."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     settings = kind(timeout=timeout)
-    if not attempt or nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not attempt or num_nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return settings
     host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     store = dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, world, False, timeout))
@@ -144,12 +144,14 @@ def check_trackers(names: list[str]) -> None:
     ready = [*map(str, get_available_trackers()), *own, "all", "none"]
     for name in names:
         if name not in known:
-            raise UsageError(f"report_to: unknown tracker {name!r}{nearest(name, known)}; there is {', '.join(known)}")
+            raise UsageError(
+                f"report_to: unknown tracker {name!r}{did_you_mean(name, known)}; there is {', '.join(known)}"
+            )
         if name not in ready:
             raise UsageError(f"report_to: the package of {name} is not installed: install it, or leave {name} out")
 
 
-class Agreement:
+class HostAllReduce:
     """Adds a small vector over all ranks, on the host: every decision that a rank could take alone goes through it.
 
     Over gloo even when gradients travel over NCCL, so no rank waits for its device to learn what the others say.
@@ -157,7 +159,7 @@ class Agreement:
 
     def __init__(self, accelerator, timeout: int):
         self.alone = accelerator.num_processes == 1
-        self.copies = tensor_parallel.size(accelerator)  # ranks that read the same data, and say the same of it
+        self.copies = tensor_parallel.tp_size(accelerator)  # ranks that read the same data, and say the same of it
         own = not self.alone and dist.get_backend() != "gloo"
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if own else None
 
@@ -169,16 +171,16 @@ class Agreement:
         return vector / self.copies if self.copies > 1 else vector
 
 
-def owns(folder: str | Path) -> None:
+def record_exit_in(folder: str | Path) -> None:
     """From now on, how this process ends is noted in the run folder."""
     _folder[:] = [Path(folder)]
 
 
-def nodes() -> int:
+def num_nodes() -> int:
     return max(1, int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1) or 1))
 
 
-def finish(accelerator) -> None:
+def shutdown(accelerator) -> None:
     """End trackers and the process group; the caller holds no wrapped model any more.
 
     The wrapper of DDP must be gone before its group is: freed later, it waits for a thread that waits for the GIL.
@@ -190,7 +192,7 @@ def finish(accelerator) -> None:
     accelerator.end_training()
 
 
-def main(work: Callable[[list[str]], None]) -> None:
+def run_main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
     console.prepare()
     for stream in (sys.stdout, sys.stderr):
@@ -248,7 +250,7 @@ def _end(code: int, message: str, prefix: str = "", error: Exception | None = No
     _keep(message)
     # Of a stop only the main process knows the step; a rank of another node may end after it.
     rank = os.environ.get("RANK" if code == run_status.EXIT_STOPPED else "LOCAL_RANK", "0")
-    first = getattr(error, "told", rank == "0") and not getattr(error, "heard", False)
+    first = getattr(error, "already_reported", rank == "0") and not getattr(error, "reported_elsewhere", False)
     if first:
         _note(code, message)
         _say(prefix + message)
@@ -271,9 +273,9 @@ def _fail(error: BaseException) -> None:
     lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
     if _folder:
         until = time.monotonic() + (5 if lost else 0)  # where a rank that failed left its word, this is no news
-        while not (first := run_status.failure_of_another(_folder[0], rank)) and time.monotonic() < until:
+        while not (first := run_status.failed_rank(_folder[0], rank)) and time.monotonic() < until:
             time.sleep(0.1)
-        if first or not run_status.claim_failure(_folder[0], rank, text):
+        if first or not run_status.report_failure(_folder[0], rank, text):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
             _exit(1)
         if lost:
@@ -301,7 +303,7 @@ def _note(code: int, message: str) -> None:
         with suppress(OSError):
             kind = "stopped" if code == run_status.EXIT_STOPPED else "failed"
             last = message.strip().splitlines()[-1]
-            run_status.write(_folder[0], kind, run_status.read(_folder[0]).get("step"), code, last)
+            run_status.write_status(_folder[0], kind, run_status.read_status(_folder[0]).get("step"), code, last)
 
 
 def _keep(message: str) -> None:

@@ -9,10 +9,10 @@ import torch
 
 from src.config.errors import Failure, UsageError, warn
 from src.distributed import tensor_parallel
-from src.distributed.strategies import sharded
+from src.distributed.strategies import is_sharded
 
 
-def build(accelerator, task, weights) -> torch.nn.Module:
+def build_model(accelerator, task, weights) -> torch.nn.Module:
     """Return the task's model on the CPU; under FSDP2 the main process alone reads or draws its weights.
 
     The others get the shapes, in memory that is never touched; `prepare` sends each process its shard. A fault of the
@@ -31,8 +31,10 @@ def build(accelerator, task, weights) -> torch.nn.Module:
     if accelerator.is_main_process:
         try:
             model = task.build(weights)
-            learnt = {name: getattr(task, name) for name in getattr(task, "learnt", ())}
-            found[0] = learnt, {name: p.requires_grad for name, p in model.named_parameters()}
+            attributes_from_weights = {
+                name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())
+            }
+            found[0] = attributes_from_weights, {name: p.requires_grad for name, p in model.named_parameters()}
         except UsageError as error:
             found[1] = error
     broadcast_object_list(found)
@@ -40,22 +42,22 @@ def build(accelerator, task, weights) -> torch.nn.Module:
         raise found[1]
     if model is None:
         model = task.build(weights, empty=True)
-        learnt, trained = found[0]
-        vars(task).update(learnt)
+        attributes_from_weights, trained = found[0]
+        vars(task).update(attributes_from_weights)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(trained[name])
     return model
 
 
 @contextmanager
-def _buffers_apart(accelerator, objective: torch.nn.Module):
+def _buffers_apart(accelerator, model_with_loss: torch.nn.Module):
     """Let every process have the main process's buffers, which accelerate 1.15 can send only where they are not saved."""
     if accelerator.distributed_type.value != "FSDP" or not accelerator.state.fsdp_plugin.cpu_ram_efficient_loading:
         yield
         return
     saved = [
         (module, name)
-        for module in objective.modules()
+        for module in model_with_loss.modules()
         for name, value in module._buffers.items()
         if value is not None and name not in module._non_persistent_buffers_set
     ]
@@ -69,18 +71,18 @@ def _buffers_apart(accelerator, objective: torch.nn.Module):
         module._non_persistent_buffers_set.discard(name)
 
 
-def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Optimizer):
+def prepare(accelerator, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
     """Return both as Accelerate prepares them, without the wrappers that would only cost time here."""
     kind = accelerator.distributed_type.value
     if kind == "DEEPSPEED":
-        from src.distributed import deepspeed_zero
+        from src.distributed import deepspeed
 
-        return deepspeed_zero.prepare(accelerator, objective, optimizer)
-    dtypes = {name: p.dtype for name, p in objective.named_parameters() if p.requires_grad}
-    count = len(list(objective.parameters()))  # tied ones once
+        return deepspeed.prepare(accelerator, model_with_loss, optimizer)
+    dtypes = {name: p.dtype for name, p in model_with_loss.named_parameters() if p.requires_grad}
+    count = len(list(model_with_loss.parameters()))  # tied ones once
     try:
-        with _buffers_apart(accelerator, objective):
-            module, optimizer = accelerator.prepare(objective, optimizer)
+        with _buffers_apart(accelerator, model_with_loss):
+            module, optimizer = accelerator.prepare(model_with_loss, optimizer)
     except ValueError as error:
         if "layer class" not in str(error):
             raise
@@ -96,12 +98,14 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
     if kind == "FSDP":
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("FSDP2 was asked for, but accelerate has not sharded the model")
-        if len(list(objective.parameters())) != count:
+        if len(list(model_with_loss.parameters())) != count:
             raise Failure(
                 "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
                 "set fsdp_cpu_ram_efficient_loading to false"
             )
-        changed = [n for n, p in objective.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()]
+        changed = [
+            n for n, p in model_with_loss.named_parameters() if p.requires_grad and p.dtype not in dtypes.values()
+        ]
         if changed:
             raise Failure(
                 f"{len(changed)} weights have another dtype than before they were sharded, first {changed[0]}"
@@ -109,9 +113,9 @@ def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Opti
     return module, optimizer
 
 
-def prepare_to_evaluate(accelerator, objective: torch.nn.Module):
+def prepare_to_evaluate(accelerator, model_with_loss: torch.nn.Module):
     """Return it as Accelerate prepares it where nothing is trained; sharded as in training, and in the same precision."""
-    if not sharded(accelerator):
-        return accelerator.prepare_model(objective, evaluation_mode=True)
+    if not is_sharded(accelerator):
+        return accelerator.prepare_model(model_with_loss, evaluation_mode=True)
     # accelerate shards no model that comes without an optimizer, and leaves it on the CPU.
-    return accelerator.prepare(objective, torch.optim.SGD(objective.parameters(), lr=0.0))[0]
+    return accelerator.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]

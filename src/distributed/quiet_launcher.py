@@ -13,7 +13,8 @@ import psutil
 from accelerate.commands.launch import launch_command, launch_command_parser
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from src.config.errors import UsageError, read_yaml
+from src.config.errors import UsageError
+from src.config.yaml_files import read_yaml
 
 
 def threads(args) -> int:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import xxhash
 
 from src.config.errors import Failure
-from src.distributed.strategies import sharded
+from src.distributed.strategies import is_sharded
 
 CHUNK = 1 << 22
 WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,15 +34,15 @@ def _on_device(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check(accelerator, agree, model: torch.nn.Module, step: int) -> None:
+def check_replicas(accelerator, all_reduce, model: torch.nn.Module, step: int) -> None:
     """Raise Failure on every rank, naming rank and first parameter, if some replica is not bitwise that of most ranks.
 
     Collective; costs one pass over the parameters and eight bytes of each per rank."""
-    if accelerator.num_processes == 1 or sharded(accelerator):  # of shards there is no second copy to compare with
+    if accelerator.num_processes == 1 or is_sharded(accelerator):  # of shards there is no second copy to compare with
         return
     mine = digests(model)
     every = [torch.empty_like(mine) for _ in range(accelerator.num_processes)]
-    dist.all_gather(every, mine, group=agree.group)
+    dist.all_gather(every, mine, group=all_reduce.group)
     common = torch.stack(every).mode(dim=0).values  # of two that differ, the smaller: then both are named
     wrong = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
     if not wrong:

@@ -19,7 +19,8 @@ from pathlib import Path
 import psutil
 
 from src.config import parsing
-from src.config.errors import UsageError, read_yaml
+from src.config.errors import UsageError
+from src.config.yaml_files import read_yaml
 from src.distributed.stop_signals import early
 from src.runtime import run_status as status
 
@@ -61,7 +62,7 @@ class Launched:
 
     def status(self) -> dict:
         """Return what status.json says, if a process of this launch has written it."""
-        known = status.read(self.folder) if self.folder else {}
+        known = status.read_status(self.folder) if self.folder else {}
         own = known.get("launcher") == self.child.pid and known.get("time", 0) >= self.began
         return known if own else {}
 

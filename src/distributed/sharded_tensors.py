@@ -6,22 +6,22 @@ from typing import NamedTuple
 import torch
 
 
-class Piece(NamedTuple):
+class ShardedTensorRef(NamedTuple):
     """A tensor of which this process holds a part, in a way that torch does not know."""
 
     nbytes: int  # of the whole
     whole: Callable[[], torch.Tensor]  # a collective
 
 
-def partial(value) -> bool:
-    return isinstance(value, Piece | torch.distributed.tensor.DTensor)
+def is_partial(value) -> bool:
+    return isinstance(value, ShardedTensorRef | torch.distributed.tensor.DTensor)
 
 
-def whole(value) -> torch.Tensor:
+def gather_full(value) -> torch.Tensor:
     """Return the whole tensor; a collective if it is in parts, in which each process has it for a moment."""
-    if isinstance(value, Piece):
+    if isinstance(value, ShardedTensorRef):
         return value.whole()
-    return value.detach().full_tensor() if partial(value) else value
+    return value.detach().full_tensor() if is_partial(value) else value
 
 
 def plain_name(name: str) -> str:

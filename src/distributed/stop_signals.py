@@ -17,7 +17,7 @@ from pathlib import Path
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.runtime.exit_hooks import exiting, run_exit_hooks
-from src.runtime.run_status import EXIT_STOPPED, failure_of_another, lost, read, unlock, write
+from src.runtime.run_status import EXIT_STOPPED, failed_rank, lost, read_status, unlock_run_folder, write_status
 from src.storage import held_folder
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -29,13 +29,13 @@ PARENT = os.getppid()  # the launcher, if there is one: read before anything slo
 STARTED = time.monotonic()  # when this process imported its first file of src/
 
 
-class Watch:
+class StopSignals:
     """Listens from its creation on; before `begin` a signal ends the process at once, since nothing could be lost."""
 
-    def __init__(self, accelerator, run: RunConfig):
+    def __init__(self, accelerator, cfg: RunConfig):
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.main, self.folder = accelerator.is_main_process, Path(run.output_dir)
-        self.limit = None if run.time_limit is None else STARTED + 60 * run.time_limit
+        self.main, self.folder = accelerator.is_main_process, Path(cfg.output_dir)
+        self.limit = None if cfg.time_limit is None else STARTED + 60 * cfg.time_limit
         self.reason: str | None = None  # why this rank wants to stop
         self.save = False
         self.begun = False
@@ -82,11 +82,11 @@ class Watch:
     def _signal(self, signal_name: str) -> None:
         now, name = time.monotonic(), NAMES.get(signal_name, signal_name)
         if not self.begun:
-            told = read(self.folder)
+            told = read_status(self.folder)
             if self.main and told.get("status") == "running" and told.get("launcher") == os.getppid():
                 with suppress(OSError):
                     reason = f"Stopped by {name} before the first step."
-                    write(self.folder, "stopped", told["step"], EXIT_STOPPED, reason)
+                    write_status(self.folder, "stopped", told["step"], EXIT_STOPPED, reason)
             _leave(EXIT_STOPPED, early(name))
         if self.heard is None:
             self.heard, self.reason = now, self.reason or name
@@ -105,7 +105,7 @@ class Watch:
             self._abandon(reason)
         if self.parent is not None and os.getppid() != self.parent:
             self.reason = self.reason or "the end of the launcher"
-        if self.begun and (other := failure_of_another(self.folder, self.rank)):
+        if self.begun and (other := failed_rank(self.folder, self.rank)):
             time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
             _leave(1, "", f"rank {other} failed", patience=None)
         if not self.main or not self.begun:
@@ -134,7 +134,7 @@ class Watch:
         return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * LOOK
 
 
-def before_training() -> None:
+def exit_on_signal() -> None:
     """Let a signal end this process at once with the code of a stop, until a Watch hears it: nothing can be lost yet."""
     for number in SIGNALS:
         signal.signal(number, lambda number, _: _leave(EXIT_STOPPED, early(signal.Signals(number).name)))
@@ -161,9 +161,9 @@ def _nothing(number, frame) -> None:
     pass
 
 
-def deaf(*_) -> None:
+def ignore_signals(*_) -> None:
     """Make this process, a loader's, leave signals and the run folder to the rank that it reads for."""
-    unlock()
+    unlock_run_folder()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

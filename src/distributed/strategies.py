@@ -16,15 +16,15 @@ from src.distributed import tensor_parallel
 LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> what matrix products are computed in
 
 
-def sharded(accelerator) -> bool:
+def is_sharded(accelerator) -> bool:
     """Return whether no process holds the whole model, so that a forward or backward pass is a collective of all."""
-    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED") or tensor_parallel.size(accelerator) > 1
+    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED") or tensor_parallel.tp_size(accelerator) > 1
 
 
-def named(accelerator) -> str:
+def strategy_name(accelerator) -> str:
     """Return the strategy in words."""
     kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
-    if (cut := tensor_parallel.size(accelerator)) > 1:
+    if (cut := tensor_parallel.tp_size(accelerator)) > 1:
         shards = f", FSDP2 over {mesh.dp_shard_size}" if kind == "FSDP" else ""
         return (
             f"layers cut over {cut} processes{shards}"
@@ -68,7 +68,7 @@ def complete_mesh(world: int) -> None:
         )
 
 
-def configure(accelerator, run: RunConfig) -> None:
+def configure(accelerator, cfg: RunConfig) -> None:
     """Give the backend what follows from the run file; UsageError for what cannot be had or is said in two places."""
     kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     for name, meaning in (("cp", "context"), ("sp", "sequence")):
@@ -77,33 +77,33 @@ def configure(accelerator, run: RunConfig) -> None:
                 f"parallelism_config_{name}_size is {getattr(mesh, f'{name}_size')}: {meaning} parallelism is not offered, and each "
                 "process would train on other rows; take it out (docs/scaling.md says why, and what to use)"
             )
-    if sharded(accelerator) and run.per_device_batch_size == "auto":
+    if is_sharded(accelerator) and cfg.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
-    tensor_parallel.check(accelerator, run)
-    if run.local_sgd_steps:
-        _configure_local_sgd(accelerator, run)
+    tensor_parallel.check(accelerator, cfg)
+    if cfg.local_sgd_steps:
+        _configure_local_sgd(accelerator, cfg)
     if kind == "FSDP":
-        _configure_fsdp(accelerator, run)
+        _configure_fsdp(accelerator, cfg)
     elif kind == "DEEPSPEED":
-        from src.distributed import deepspeed_zero
+        from src.distributed import deepspeed
 
-        deepspeed_zero.configure(accelerator, run)
-    if run.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
-        warn(f"ddp_comm_hook {run.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
-    if run.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
+        deepspeed.configure(accelerator, cfg)
+    if cfg.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
+        warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
+    if cfg.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
         raise UsageError("ddp_comm_hook is bf16, which torch has for GPUs only: leave it out, or use fp16")
-    if run.sync_each_batch and not sharded(accelerator):
+    if cfg.sync_each_batch and not is_sharded(accelerator):
         warn("sync_each_batch is ignored: a replica holds all of its gradient anyway, so waiting costs no memory")
 
 
-def syncs_each(accelerator, run: RunConfig) -> bool:
+def sync_every_micro_batch(accelerator, cfg: RunConfig) -> bool:
     """Return whether gradients are reduced after every micro-batch."""
-    return accelerator.distributed_type.value == "FSDP" and run.sync_each_batch is not False
+    return accelerator.distributed_type.value == "FSDP" and cfg.sync_each_batch is not False
 
 
-def _configure_local_sgd(accelerator, run: RunConfig) -> None:
-    asked = f"local_sgd_steps is {run.local_sgd_steps}"
-    if sharded(accelerator):
+def _configure_local_sgd(accelerator, cfg: RunConfig) -> None:
+    asked = f"local_sgd_steps is {cfg.local_sgd_steps}"
+    if is_sharded(accelerator):
         raise UsageError(
             f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: "
             "leave it out, or use accelerate_configs/ddp.yaml"
@@ -116,14 +116,14 @@ def _configure_local_sgd(accelerator, run: RunConfig) -> None:
         )
 
 
-def _configure_fsdp(accelerator, run: RunConfig) -> None:
+def _configure_fsdp(accelerator, cfg: RunConfig) -> None:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
     plugin = accelerator.state.fsdp_plugin
     if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu":
         raise UsageError("fsdp_offload_params is true, but there is no accelerator to offload from: set it to false")
     if low := LOW.get(accelerator.mixed_precision):
-        if run.dtype == "bfloat16":
+        if cfg.dtype == "bfloat16":
             raise UsageError(
                 "dtype is bfloat16, but FSDP2 keeps float32 weights with mixed_precision: set that to 'no'"
             )
@@ -131,36 +131,36 @@ def _configure_fsdp(accelerator, run: RunConfig) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 
 
-def fuses(accelerator, run: RunConfig) -> bool:
+def can_fuse_optimizer(accelerator, cfg: RunConfig) -> bool:
     """Return whether the optimizer may be a fused kernel.
 
     Under a gradient scaler that would skip on the device, where nobody could tell the schedule to wait; and torch has no
     fused SGD for shards."""
     return accelerator.mixed_precision != "fp16" and not (
-        accelerator.distributed_type.value == "FSDP" and run.optim == "sgd"
+        accelerator.distributed_type.value == "FSDP" and cfg.optim == "sgd"
     )
 
 
 # ---- in a step -----------------------------------------------------------------------------------------------------------
 
 
-def turns(accelerator, window: list) -> list[float]:
+def forwards_per_rank(accelerator, window: list) -> list[float]:
     """Return, for the vector that all ranks add up, how many micro-batches each has; nothing where that may differ."""
-    if not sharded(accelerator):
+    if not is_sharded(accelerator):
         return []
-    mine, world = tensor_parallel.place(accelerator)
+    mine, world = tensor_parallel.data_parallel_rank_and_size(accelerator)
     return [float(len(window) * (rank == mine)) for rank in range(world)]
 
 
-def even(window: list, turns: list[float]) -> list:
+def pad_with_dummy_batches(window: list, turns: list[float]) -> list:
     """Return the window with fillers of weight zero before it, so that all ranks run as many forward passes."""
     micro, batch = window[0]
-    filler = replace(micro, ids=micro.ids[:1], filler=True, last=False)
-    return [(filler, batch)] * int(max(turns, default=0) - len(window)) + window
+    dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
+    return [(dummy, batch)] * int(max(turns, default=0) - len(window)) + window
 
 
 @contextmanager
-def reducing(accelerator, module: torch.nn.Module, last: bool, each: bool):
+def gradient_sync(accelerator, module: torch.nn.Module, last: bool, each: bool):
     """Reduce the gradients of a backward pass in here if its micro-batch is the last of a window, or after each one.
 
     Of a model that is replicated and sharded (HSDP), the sum over replicas always waits for the last."""

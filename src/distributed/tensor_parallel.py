@@ -13,23 +13,23 @@ from torch.distributed.tensor import DTensor
 from src.config.errors import UsageError
 
 
-def size(accelerator) -> int:
+def tp_size(accelerator) -> int:
     """Return how many processes compute each micro-batch together."""
     sizes = getattr(accelerator, "parallelism_config", None)
     return sizes.tp_size if sizes else 1
 
 
-def place(accelerator) -> tuple[int, int]:
+def data_parallel_rank_and_size(accelerator) -> tuple[int, int]:
     """Return rank and world size as far as data goes: processes of one group count as one."""
-    return accelerator.process_index // size(accelerator), accelerator.num_processes // size(accelerator)
+    return accelerator.process_index // tp_size(accelerator), accelerator.num_processes // tp_size(accelerator)
 
 
-def check(accelerator, run) -> None:
+def check(accelerator, cfg) -> None:
     """Raise UsageError for what is not computed exactly, or not tested, where layers are cut."""
-    if (count := size(accelerator)) == 1:
+    if (count := tp_size(accelerator)) == 1:
         return
     whole = accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    if whole or accelerator.distributed_type.value == "DEEPSPEED" or run.compile:
+    if whole or accelerator.distributed_type.value == "DEEPSPEED" or cfg.compile:
         raise UsageError(
             f"tp_size is {count}, which takes FSDP2 with fsdp_cpu_ram_efficient_loading: false, or nothing besides, and no "
             "compile"
@@ -40,7 +40,7 @@ def apply(accelerator, model: torch.nn.Module) -> None:
     """Cut the layers of a model in place, which every process holds whole; UsageError if that cannot be done exactly."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    if (count := size(accelerator)) == 1:
+    if (count := tp_size(accelerator)) == 1:
         return
     styles, config = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}, model.config
     plan = getattr(config, "base_model_tp_plan", None) or {}
@@ -66,7 +66,7 @@ def apply(accelerator, model: torch.nn.Module) -> None:
     accelerator._prepare_tp = leave
 
 
-def apart(group: dict) -> list[dict]:
+def split_by_sharding(group: dict) -> list[dict]:
     """Return a parameter group as those of cut and of whole parameters: torch's optimizers do not take both together."""
     parts = [[p for p in group["params"] if isinstance(p, DTensor) == cut] for cut in (False, True)]
     return [group | {"params": part} for part in parts if part]

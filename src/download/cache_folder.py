@@ -6,9 +6,9 @@ from pathlib import Path
 from src.config.schema import RunConfig
 
 
-def cache_root(run: RunConfig) -> Path:
+def cache_root(cfg: RunConfig) -> Path:
     """Return the folder of downloads and prepared data; one a node if `cache_per_node` says so."""
     import datasets
 
-    root = Path(run.cache_dir) if run.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
-    return root / f"node_{socket.gethostname()}" if run.cache_per_node else root
+    root = Path(cfg.cache_dir) if cfg.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
+    return root / f"node_{socket.gethostname()}" if cfg.cache_per_node else root

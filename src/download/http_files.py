@@ -21,39 +21,39 @@ from src.config.errors import UsageError, warn
 from src.config.redact import redact
 from src.runtime import console
 from src.storage import atomic_folder
-from src.storage.shared_work import Crew, leave
+from src.storage.shared_work import SharedWork, write_atomic
 
 SILENCE = (10, 120)  # seconds to wait for a connection, and for the next byte
 TRIES = 3  # attempts that bring no byte, before the file is given up
 CHUNK = 1 << 20
 WITH_DATA = (200, 203, 206)  # statuses of answers that hold the file
 
-record: dict[str, dict] = {}  # what this run was fetched from, for environment.json
+fetched: dict[str, dict] = {}  # what this run was fetched from, for environment.json
 
 
-def offline() -> bool:
+def is_offline() -> bool:
     from huggingface_hub import constants
 
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def ask(key: str, root: Path, crew: Crew, find: Callable[[], dict], what: str) -> dict:
+def ask_once(key: str, root: Path, crew: SharedWork, find: Callable[[], dict], what: str) -> dict:
     """Return what `find()` returns, called by one process of the launch on this disk, and once."""
-    if key in record:
-        return record[key]
+    if key in fetched:
+        return fetched[key]
     answer = crew.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     with suppress(OSError):
         if not crew.recent(answer.stat().st_mtime):
             answer.unlink()  # an earlier launch of the same name asked
-    crew.once(answer, lambda: leave(answer, json.dumps(find())), what)
-    record[key] = found = json.loads(answer.read_text())
+    crew.once(answer, lambda: write_atomic(answer, json.dumps(find())), what)
+    fetched[key] = found = json.loads(answer.read_text())
     return found
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def stamp(file: str) -> list | None:
+def server_version(file: str) -> list | None:
     """Return what the server said of a fetched file, by which it can be told from others; None for any other file."""
     known = Path(file).parent / "fetched.json"
     if Path(file).parent.parent.name != "downloads" or not known.exists():
@@ -62,30 +62,30 @@ def stamp(file: str) -> list | None:
     return [Path(file).parent.name, told["bytes"], told["etag"] or told["modified"] or os.stat(file).st_mtime_ns]
 
 
-def file(url: str, field: str, root: Path, crew: Crew, origins: dict[str, str]) -> str:
+def fetch_file(url: str, field: str, root: Path, crew: SharedWork, origins: dict[str, str]) -> str:
     """Return the local copy of the file at `url`, downloaded by one process if it is not there or changed since."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
-    told = ask(url, root, crew, lambda: _current(url, field, folder, crew), f"downloading {url}")
+    told = ask_once(url, root, crew, lambda: _current(url, field, folder, crew), f"downloading {url}")
     local = str(folder / told["file"])
     origins[local] = url
     return local
 
 
-def _current(url: str, field: str, folder: Path, crew: Crew) -> dict:
+def _current(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
     """Return the record of a complete and current download of `url` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with crew.turn(folder / "fetched.json", f"downloading {url}"):  # other launches may fetch the same
         return _fetched(url, field, folder, crew)
 
 
-def _fetched(url: str, field: str, folder: Path, crew: Crew) -> dict:
+def _fetched(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
     known = folder / "fetched.json"
     told = json.loads(known.read_text()) if known.exists() else None
     if told and not ((local := folder / told["file"]).exists() and local.stat().st_size == told["bytes"]):
         told = None
-    if told and offline():
+    if told and is_offline():
         return told
-    if offline():
+    if is_offline():
         raise UsageError(f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: run once without it (make data)")
     try:
         fresh = _http(url, folder, told, crew) if url.startswith("http") else _other(url, folder)
@@ -100,11 +100,11 @@ def _fetched(url: str, field: str, folder: Path, crew: Crew) -> dict:
     except ValueError as error:
         raise UsageError(f"{field}: {url}: {error}") from error
     if fresh:
-        leave(known, json.dumps(fresh))
+        write_atomic(known, json.dumps(fresh))
     return fresh or told
 
 
-def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
+def _http(url: str, folder: Path, told: dict | None, crew: SharedWork) -> dict | None:
     """Download `url`, going on from where an attempt before was cut off; return its record, or None if `told` is current."""
     import requests
 
@@ -140,7 +140,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                     continue
                 begun = begun if answer.status_code == 206 else 0
                 version = version if begun else _version(answer)
-                leave(about, json.dumps(version))
+                write_atomic(about, json.dumps(version))
                 with open(part, "ab" if begun else "wb") as target:
                     for chunk in _shown(_plain_chunks(answer), url, begun, version["total"]):
                         if not begun + came:
@@ -161,7 +161,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: Crew) -> dict | None:
                         f"{url}: the server does not say how long it is, so an early end would not be noticed",
                         alone=True,
                     )
-                atomic_folder.flush(part)
+                atomic_folder.fsync(part)
                 part.replace(folder / name)
                 about.unlink(missing_ok=True)
                 return {"url": redact(url), "file": name, "bytes": size} | {
@@ -273,7 +273,7 @@ def _other(url: str, folder: Path) -> dict:
         told.get(key) != now.get(key) for key in ("size", "ETag", "etag", "mtime")
     ):
         raise OSError(f"{came:,} bytes came of {told.get('size'):,}, or the file changed meanwhile")
-    atomic_folder.flush(folder / "part")
+    atomic_folder.fsync(folder / "part")
     (folder / "part").replace(folder / _name(url))
     size = (folder / _name(url)).stat().st_size
     return {

@@ -8,15 +8,16 @@ import hashlib
 import json
 from pathlib import Path
 
-from src.config.errors import UsageError, absent, locate, warn
-from src.download.http_files import ask, offline, record
-from src.storage.shared_work import Crew, leave
+from src.config.errors import UsageError, warn
+from src.config.paths import locate, not_found_locally
+from src.download.http_files import ask_once, fetched, is_offline
+from src.storage.shared_work import SharedWork, write_atomic
 
 FORMATS = ("*.safetensors", "*.bin")  # of weights, the first that a repository has
 NEVER = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite", "onnx/*", "original/*", "coreml/*", "openvino/*")
 
 
-def dataset_commit(name: str, revision: str | None, root: Path, crew: Crew) -> str:
+def dataset_commit(name: str, revision: str | None, root: Path, crew: SharedWork) -> str:
     """Return the commit of a Hub data set that a branch, tag or commit stands for; the last known where nobody answers."""
     last = root / "commits" / hashlib.sha256(repr((name, revision)).encode()).hexdigest()[:32]
 
@@ -24,23 +25,23 @@ def dataset_commit(name: str, revision: str | None, root: Path, crew: Crew) -> s
         from huggingface_hub import HfApi
 
         try:
-            if offline():
+            if is_offline():
                 raise OSError("HF_HUB_OFFLINE is set")
             found = {"commit": HfApi().dataset_info(name, revision=revision, timeout=30).sha}
         except Exception as error:
             if not last.exists() or _denied(error):
-                raise UsageError(f"dataset_name: {name}: {absent(name)}{_first(error)}") from error
-            if not offline():
+                raise UsageError(f"dataset_name: {name}: {not_found_locally(name)}{_first(error)}") from error
+            if not is_offline():
                 warn(
                     f"the Hub does not answer for {name} ({_first(error)}): the commit that was fetched last is used",
                     alone=True,
                 )
             return json.loads(last.read_text())
         last.parent.mkdir(parents=True, exist_ok=True)
-        leave(last, json.dumps(found))
+        write_atomic(last, json.dumps(found))
         return found
 
-    return ask(f"dataset {name}@{revision or 'main'}", root, crew, find, f"asking the Hub for {name}")["commit"]
+    return ask_once(f"dataset {name}@{revision or 'main'}", root, crew, find, f"asking the Hub for {name}")["commit"]
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
@@ -51,15 +52,15 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
     if Path(folder).is_dir():
         return folder
     what = f"model {name}@{revision}" if weights else f"tokenizer {name}@{revision}"
-    if what in record:  # main may have moved since
-        return record[what]["folder"]
+    if what in fetched:  # main may have moved since
+        return fetched[what]["folder"]
     last = root / "commits" / hashlib.sha256(what.encode()).hexdigest()[:32]
 
     def find() -> dict:
         from huggingface_hub import HfApi, snapshot_download
 
         try:
-            if offline():
+            if is_offline():
                 raise OSError("HF_HUB_OFFLINE is set")
             found = HfApi().model_info(name, revision=revision, timeout=30)
             files = [file.rfilename for file in found.siblings]
@@ -69,17 +70,17 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
             told = {"folder": path, "commit": found.sha}
         except Exception as error:
             if not _denied(error) and (told := _known(last) or _cached(name, revision)):
-                if not offline():
+                if not is_offline():
                     warn(f"the Hub does not answer for {name} ({_first(error)}): what was fetched before is used", True)
                 return told
             raise UsageError(
-                f"{field}: {name}: {absent(name)}{_first(error)} (give a folder made by save_pretrained, or a Hub id)"
+                f"{field}: {name}: {not_found_locally(name)}{_first(error)} (give a folder made by save_pretrained, or a Hub id)"
             ) from error
         last.parent.mkdir(parents=True, exist_ok=True)
-        leave(last, json.dumps(told))
+        write_atomic(last, json.dumps(told))
         return told
 
-    return ask(what, root, Crew(root), find, f"fetching {name} from the Hub")["folder"]
+    return ask_once(what, root, SharedWork(root), find, f"fetching {name} from the Hub")["folder"]
 
 
 def _known(last: Path) -> dict | None:

@@ -14,14 +14,14 @@ from pathlib import Path
 from src.config.errors import UsageError, warn
 from src.config.redact import redact
 from src.download import http_files
-from src.storage.shared_work import Crew
+from src.storage.shared_work import SharedWork
 
 PATIENCE = 120.0  # seconds without anything new, after which a server is given up
 PAUSE = 10.0  # seconds between two attempts, at most
 ASKED = 16  # files that are asked after at a time
 
 
-def silence():
+def client_timeout():
     """Return how long one answer is waited for: datasets would wait 5 minutes, 20 times."""
     from aiohttp import ClientTimeout
 
@@ -91,7 +91,7 @@ async def _compare(session, context, params) -> None:
 # ---- patience ------------------------------------------------------------------------------------------------------
 
 
-def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:
+def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
     """Yield what `begin()` yields, the same each time it is called; where a server fails it is called again, and what has come
     is passed over, until PATIENCE is over since the last of it."""
     came, last, pause = 0, time.monotonic(), 0.5
@@ -105,7 +105,7 @@ def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:
         except Exception as error:
             # Of a server that fails fsspec may say that a file is not there; but it was, when it was looked up.
             lost = "://" in name and isinstance(error, FileNotFoundError) and error.__cause__ is None
-            waits = lost or passing(error)
+            waits = lost or is_transient(error)
             if not waits or time.monotonic() + pause - last > PATIENCE:
                 raise
             if pause == 0.5:
@@ -114,7 +114,7 @@ def patiently(begin: Callable[[], Iterator], name: str) -> Iterator:
         pause = min(2 * pause, PAUSE)
 
 
-def passing(error: BaseException | None) -> bool:
+def is_transient(error: BaseException | None) -> bool:
     """Return whether a fault is that of a connection or of a busy server, which may be over soon."""
     from aiohttp import ClientError
 
@@ -134,7 +134,7 @@ def passing(error: BaseException | None) -> bool:
     return False
 
 
-def look_up(urls: list[str], field: str, root: Path, crew: Crew) -> dict[str, dict]:
+def look_up_files(urls: list[str], field: str, root: Path, crew: SharedWork) -> dict[str, dict]:
     """Return what their servers say of files (bytes and ETag, None where they do not say), asked by one process and at once;
     UsageError names one that is not there."""
 
@@ -146,10 +146,10 @@ def look_up(urls: list[str], field: str, root: Path, crew: Crew) -> dict[str, di
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    found = http_files.ask(key := json.dumps([field, urls]), root, crew, find, f"looking up {len(urls)} files")
+    found = http_files.ask_once(key := json.dumps([field, urls]), root, crew, find, f"looking up {len(urls)} files")
     told = dict(zip(urls, found["answers"], strict=True))
-    http_files.record.pop(key)
-    http_files.record.update(told)  # one by one, for environment.json
+    http_files.fetched.pop(key)
+    http_files.fetched.update(told)  # one by one, for environment.json
     return told
 
 

@@ -61,7 +61,7 @@ PACKAGES = [
 ]
 
 
-def folder(name: str, cache: Path) -> str | None:
+def sample_folder(name: str, cache: Path) -> str | None:
     """Return the folder of the sample `name` in `cache`, made on first use, or None when there is no such sample.
 
     One process makes it, the others wait on a file lock, never on a collective; the marker is written last. The name of
@@ -82,12 +82,12 @@ def folder(name: str, cache: Path) -> str | None:
     return str(target)
 
 
-def tokenizer(name: str, cache: Path) -> str | None:
+def sample_tokenizer(name: str, cache: Path) -> str | None:
     """Return the folder of the tokenizer of the sample `name`, or None when there is no such sample."""
-    return f"{folder(name, cache)}/tokenizer" if name in SAMPLES else None
+    return f"{sample_folder(name, cache)}/tokenizer" if name in SAMPLES else None
 
 
-def sources() -> list[tuple[str, str]]:
+def stdlib_sources() -> list[tuple[str, str]]:
     """Return (path inside the standard library, source) of every module that can be read as UTF-8, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
@@ -111,7 +111,7 @@ def _write(path: Path, rows: list[dict]) -> None:
 
 
 def _code(target: Path) -> None:
-    rows = [{"path": path, "text": text} for path, text in sources() if text.strip()]
+    rows = [{"path": path, "text": text} for path, text in stdlib_sources() if text.strip()]
     train = [row for row in rows if not _held_out(row["path"], 20)]
     _write(target / "train.jsonl", train)
     known = {row["text"] for row in train}  # a few modules are copies of others
@@ -123,7 +123,7 @@ def _code(target: Path) -> None:
 def _functions(target: Path) -> None:
     """Which package of the standard library is this function from? Every tenth function is held out."""
     rows = {"train": [], "validation": []}
-    for path, text in sources():
+    for path, text in stdlib_sources():
         package = path.split("/")[0]
         if "/" not in path or package not in PACKAGES:
             continue

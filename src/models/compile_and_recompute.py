@@ -9,19 +9,19 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 
 
-def tuned(model: torch.nn.Module, run: RunConfig, device: torch.device) -> torch.nn.Module:
+def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.device) -> torch.nn.Module:
     """Return the model itself, set up as the run file asks; names of its parameters stay what they are."""
-    if run.tf32:
+    if cfg.tf32:
         if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
             torch.set_float32_matmul_precision("high")
         else:
             warn("tf32 is ignored: it takes an NVIDIA GPU of the Ampere generation or later")
-    if run.gradient_checkpointing:
+    if cfg.gradient_checkpointing:
         if not getattr(model, "supports_gradient_checkpointing", False):
             raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not offer it: leave it out")
         # Not reentrant: that form would reduce gradients of DDP twice. It keeps the dropout masks.
         model.activation_checkpointing_enable({"use_reentrant": False})
-    if run.compile:
+    if cfg.compile:
         for block in blocks(model):
             block.compile()  # in place, and not torch.compile(block), which would rename all parameters to _orig_mod.…
     return model
@@ -33,11 +33,11 @@ def blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names] or [model]
 
 
-class Graphs:
+class CompileCounter:
     """Counts what torch.compile has compiled, and warns once when it begins to give up."""
 
-    def __init__(self, run: RunConfig):
-        self.on, self.warned = run.compile, False
+    def __init__(self, cfg: RunConfig):
+        self.on, self.warned = cfg.compile, False
 
     def line(self) -> dict[str, int]:
         """Return the number of graphs so far for a train line; nothing without `compile`."""

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import torch
 
-from src.config.errors import UsageError, absent, locate, nearest, read_yaml, warn
+from src.config.errors import UsageError, did_you_mean, warn
+from src.config.paths import locate, not_found_locally
 from src.config.schema import RunConfig, plain_name
+from src.config.yaml_files import read_yaml
 from src.download import http_files, hub, sample_datasets
 from src.download.cache_folder import cache_root
 from src.text.tokenization import masks_known
@@ -23,30 +25,30 @@ def _reason(error: Exception) -> str:
     return " ".join(lines[:2])[:400] or type(error).__name__
 
 
-def _folder(run: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
-    revision = run.model_revision if name == run.model_name_or_path else "main"
-    return hub.model_folder(name, revision, field, cache_root(run), weights, run.trust_remote_code)
+def _folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
+    revision = cfg.model_revision if name == cfg.model_name_or_path else "main"
+    return hub.model_folder(name, revision, field, cache_root(cfg), weights, cfg.trust_remote_code)
 
 
-def source(run: RunConfig) -> tuple[Path, str | None]:
+def source(cfg: RunConfig) -> tuple[Path, str | None]:
     """Return the folder of the pretrained model and, from the Hub, its commit."""
-    folder = _folder(run, run.model_name_or_path)
-    fetched = http_files.record.get(f"model {run.model_name_or_path}@{run.model_revision}", {})
+    folder = _folder(cfg, cfg.model_name_or_path)
+    fetched = http_files.fetched.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
     return Path(folder), fetched.get("commit")
 
 
-def load_tokenizer(run: RunConfig):
+def load_tokenizer(cfg: RunConfig):
     """Return the tokenizer of `tokenizer_name` or of the model, or None when neither brings one."""
     from transformers import AutoTokenizer
 
-    name = run.tokenizer_name or run.model_name_or_path
+    name = cfg.tokenizer_name or cfg.model_name_or_path
     if name is None:
         return None
-    field = "tokenizer_name" if run.tokenizer_name else "model_name_or_path"
-    if not (folder := sample_datasets.tokenizer(name, cache_root(run))):
+    field = "tokenizer_name" if cfg.tokenizer_name else "model_name_or_path"
+    if not (folder := sample_datasets.sample_tokenizer(name, cache_root(cfg))):
         # A tokenizer may be a Hub repository of its own, of which weights are not wanted.
-        folder = _folder(run, name, field, weights=name == run.model_name_or_path)
-    if not run.tokenizer_name and Path(folder).is_dir():
+        folder = _folder(cfg, name, field, weights=name == cfg.model_name_or_path)
+    if not cfg.tokenizer_name and Path(folder).is_dir():
         known = (
             "tokenizer.json",
             "tokenizer_config.json",
@@ -58,44 +60,44 @@ def load_tokenizer(run: RunConfig):
         if not any((Path(folder) / file).exists() for file in known):
             return None  # a model folder without a tokenizer is fine for rows of input_ids
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
         raise UsageError(
-            f"{field}: no tokenizer could be loaded from {name}: {absent(folder)}{_reason(error)} (give a folder made by "
+            f"{field}: no tokenizer could be loaded from {name}: {not_found_locally(folder)}{_reason(error)} (give a folder made by "
             "save_pretrained, or a Hub id)"
         ) from error
 
 
-def tokenizer_text(tokenizer) -> str:
+def tokenizer_fingerprint(tokenizer) -> str:
     """Return what a tokenizer's output depends on; call it before the first use, which leaves settings behind."""
     return tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else repr(tokenizer)
 
 
-def load_config(run: RunConfig, tokenizer):
+def load_config(cfg: RunConfig, tokenizer):
     """Return the transformers configuration; a random model takes vocabulary size and special ids from the tokenizer."""
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # of reading and writing weights, which would tear the bar of training
-    if run.model_name_or_path:
+    if cfg.model_name_or_path:
         try:
-            folder = _folder(run, run.model_name_or_path)
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=run.trust_remote_code)
+            folder = _folder(cfg, cfg.model_name_or_path)
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
         except Exception as error:
             raise UsageError(
-                f"model_name_or_path: no model could be read from {run.model_name_or_path}: "
-                f"{absent(run.model_name_or_path)}{_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
+                f"model_name_or_path: no model could be read from {cfg.model_name_or_path}: "
+                f"{not_found_locally(cfg.model_name_or_path)}{_reason(error)} (give a folder made by save_pretrained, or a Hub id)"
             ) from error
         _refuse_kernels(
-            run, f"{folder}/config.json", json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
+            cfg, f"{folder}/config.json", json.loads(Path(folder, "config.json").read_text(encoding="utf-8"))
         )
         return config
-    values = read_yaml(run.model_config)
-    _refuse_kernels(run, run.model_config, values)
+    values = read_yaml(cfg.model_config)
+    _refuse_kernels(cfg, cfg.model_config, values)
     kind = values.pop("model_type", None)
     if not isinstance(kind, str):
         raise UsageError(
-            f"{run.model_config}: model_type is {kind}: give a name that transformers knows (llama, gpt2, bert, …)"
+            f"{cfg.model_config}: model_type is {kind}: give a name that transformers knows (llama, gpt2, bert, …)"
         )
     try:
         known = AutoConfig.for_model(kind)
@@ -103,12 +105,12 @@ def load_config(run: RunConfig, tokenizer):
         from transformers import CONFIG_MAPPING
 
         raise UsageError(
-            f"{run.model_config}: model_type: unknown value {kind!r}{nearest(str(kind), list(CONFIG_MAPPING))}"
+            f"{cfg.model_config}: model_type: unknown value {kind!r}{did_you_mean(str(kind), list(CONFIG_MAPPING))}"
         ) from None
     names = set(known.to_dict()) | set(getattr(known, "attribute_map", {}))
     wrong = [name for name in values if name not in names and not hasattr(known, name)]
     if wrong:
-        raise UsageError(f"{run.model_config}: {wrong[0]}: {kind} has no such field{nearest(wrong[0], names)}")
+        raise UsageError(f"{cfg.model_config}: {wrong[0]}: {kind} has no such field{did_you_mean(wrong[0], names)}")
     if tokenizer is not None:
         values.setdefault("vocab_size", len(tokenizer))
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -120,15 +122,15 @@ def load_config(run: RunConfig, tokenizer):
     try:
         config = AutoConfig.for_model(kind, **values)
     except Exception as error:
-        raise UsageError(f"{run.model_config}: not a valid {kind} configuration: {_reason(error)}") from error
-    if faults := _impossible(config, values):
-        raise UsageError(f"{run.model_config}: {'; '.join(faults)}")
+        raise UsageError(f"{cfg.model_config}: not a valid {kind} configuration: {_reason(error)}") from error
+    if faults := _config_errors(config, values):
+        raise UsageError(f"{cfg.model_config}: {'; '.join(faults)}")
     return config
 
 
-def _refuse_kernels(run: RunConfig, file: str, values: dict) -> None:
+def _refuse_kernels(cfg: RunConfig, file: str, values: dict) -> None:
     """Raise UsageError if a model's configuration names a kernel of the Hub, whose code transformers would download and run."""
-    if run.attn_implementation or run.trust_remote_code:  # the user has chosen
+    if cfg.attn_implementation or cfg.trust_remote_code:  # the user has chosen
         return
     parts = [values]
     while parts:
@@ -142,7 +144,7 @@ def _refuse_kernels(run: RunConfig, file: str, values: dict) -> None:
                 )
 
 
-def _impossible(config, values: dict) -> list[str]:
+def _config_errors(config, values: dict) -> list[str]:
     """Return the sizes and probabilities that transformers takes without a word, to fail in the first step or to train nonsense."""
     positive = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     positive += ("num_key_value_heads", "max_position_embeddings")
@@ -160,18 +162,18 @@ def _impossible(config, values: dict) -> list[str]:
     return faults
 
 
-def check_fit(run: RunConfig, config, tokenizer, max_length: int | None, auto_class) -> int:
+def check_fit(cfg: RunConfig, config, tokenizer, max_length: int | None, auto_class) -> int:
     """Return the rows' largest length; UsageError where task, tokenizer, model and max_length do not fit together."""
-    source = run.model_name_or_path or run.model_config
+    source = cfg.model_name_or_path or cfg.model_config
     if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
         raise UsageError(
             f"{source}: transformers has no {auto_class.__name__} of model_type {config.model_type}: give another model, "
-            f"or another --task than {run.task}"
+            f"or another --task than {cfg.task}"
         )
     size = getattr(config, "vocab_size", None)
     if tokenizer is not None and size is not None and len(tokenizer) > size:
         raise UsageError(
-            f"{source}: vocab_size is {size}, but the tokenizer {run.tokenizer_name or source} has {len(tokenizer)} tokens: "
+            f"{source}: vocab_size is {size}, but the tokenizer {cfg.tokenizer_name or source} has {len(tokenizer)} tokens: "
             "its ids would fall outside the embedding; use the model's own tokenizer or a larger vocab_size"
         )
     limit = getattr(config, "max_position_embeddings", None)
@@ -186,38 +188,38 @@ def check_fit(run: RunConfig, config, tokenizer, max_length: int | None, auto_cl
 
 
 def build_model(
-    run: RunConfig, config, auto_class, weights=None, new_weights: tuple[str, ...] = (), empty: bool = False
+    cfg: RunConfig, config, auto_class, weights=None, new_weights: tuple[str, ...] = (), empty: bool = False
 ):
     """Return the model on the CPU in `run.dtype`: from the folder `weights`, else pretrained, else random by the seed.
     Or, if `empty`, with weights in memory that is never touched.
 
     Weights that are read must all be there, except those whose name contains one of `new_weights` (a new head).
     """
-    dtype = getattr(torch, run.dtype)
+    dtype = getattr(torch, cfg.dtype)
     if dtype is torch.bfloat16:
         warn(
             "dtype is bfloat16: weights without a float32 copy. Updates smaller than 1/256 of a weight are lost; "
             "for speed use mixed_precision: bf16 in the accelerate file and keep dtype float32.",
         )
-    torch.manual_seed(run.seed)
-    extra = {"attn_implementation": run.attn_implementation} if run.attn_implementation else {}
-    name = str(weights or run.model_name_or_path or "")
+    torch.manual_seed(cfg.seed)
+    extra = {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+    name = str(weights or cfg.model_name_or_path or "")
     try:
         if empty:
-            return _untouched(auto_class, config, dtype, extra)
+            return _empty_model(auto_class, config, dtype, extra)
         if not name:
             return auto_class.from_config(config, dtype=dtype, **extra)
         model, info = auto_class.from_pretrained(
-            locate(name) if weights else _folder(run, name),
+            locate(name) if weights else _folder(cfg, name),
             config=config,
             dtype=dtype,
-            trust_remote_code=run.trust_remote_code,
+            trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # refused below, by name
             **extra,
         )
     except Exception as error:
-        raise UsageError(f"{name or run.model_config}: the model could not be built: {_reason(error)}") from error
+        raise UsageError(f"{name or cfg.model_config}: the model could not be built: {_reason(error)}") from error
     other = {key: f" (there it is {list(there)}, here {list(here)})" for key, there, here in info["mismatched_keys"]}
     wanted = dict.fromkeys(info["missing_keys"], "") | other
     missing = sorted(key for key in wanted if weights or not any(part in key for part in new_weights))
@@ -229,7 +231,7 @@ def build_model(
     return model
 
 
-def _untouched(auto_class, config, dtype: torch.dtype, extra: dict):
+def _empty_model(auto_class, config, dtype: torch.dtype, extra: dict):
     """Return a model whose weights nothing has written to: the system gives such memory only when it is touched.
 
     Not on torch's meta device, where accelerate could not tell one weight from another by its address."""
@@ -247,7 +249,7 @@ def _untouched(auto_class, config, dtype: torch.dtype, extra: dict):
 
 
 @torch.no_grad()
-def head_is_plain(model: torch.nn.Module) -> bool:
+def has_plain_lm_head(model: torch.nn.Module) -> bool:
     """Return whether the logits are the output embedding of the last hidden state, and nothing else.
 
     Some models scale or cap their logits; computing the loss from their hidden states would be wrong without a word.

@@ -51,9 +51,9 @@ class Strategy:
     flags: str = ""  # what it needs on the command line, besides the file
 
 
-def strategies(run: RunConfig, gpus: int) -> list[Strategy]:
+def strategies(cfg: RunConfig, gpus: int) -> list[Strategy]:
     """Return the ways of using `gpus` devices, the simplest first."""
-    low, again = run.dtype == "float32", run.gradient_checkpointing
+    low, again = cfg.dtype == "float32", cfg.gradient_checkpointing
     if gpus == 1:
         return [Strategy("one GPU", "gpu", low=low, recompute=again)]
     fsdp = Strategy("FSDP2", "fsdp2", "FSDP", gpus, low, recompute=again)
@@ -70,17 +70,17 @@ def strategies(run: RunConfig, gpus: int) -> list[Strategy]:
         replace(fsdp, name="FSDP2, offload", file="fsdp2_offload", offload=True, recompute=True),
         replace(three, name="ZeRO-3, offload", file="zero3_offload", offload=True),
     ]
-    return [way for way in found if run.dtype != "float64" or not way.kind.startswith("ZERO")]
+    return [way for way in found if cfg.dtype != "float64" or not way.kind.startswith("ZERO")]
 
 
-def strategy_here(run: RunConfig) -> Strategy:
+def strategy_here(cfg: RunConfig) -> Strategy:
     """Return the strategy that the launcher's environment asks for."""
 
     def env(name: str, default: str = "") -> str:
         return os.environ.get(name, default).lower()
 
-    world, low = int(env("WORLD_SIZE", "1")), env("ACCELERATE_MIXED_PRECISION") in LOW and run.dtype == "float32"
-    again = run.gradient_checkpointing
+    world, low = int(env("WORLD_SIZE", "1")), env("ACCELERATE_MIXED_PRECISION") in LOW and cfg.dtype == "float32"
+    again = cfg.gradient_checkpointing
     if env("ACCELERATE_USE_DEEPSPEED") == "true":
         stage = env("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         away = env("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
@@ -94,7 +94,7 @@ def strategy_here(run: RunConfig) -> Strategy:
             # An upper bound where layers are cut (TP).
             max(1, world // copies // int(env("PARALLELISM_CONFIG_TP_SIZE", "1"))),
             low,
-            run.sync_each_batch is not False,
+            cfg.sync_each_batch is not False,
             env("FSDP_RESHARD_AFTER_FORWARD", "true") == "true",
             env("FSDP_OFFLOAD_PARAMS") == "true",
             again or env("FSDP_ACTIVATION_CHECKPOINTING") == "true",
@@ -128,14 +128,14 @@ def count(model: torch.nn.Module) -> Counted:
     )
 
 
-def moments(run: RunConfig) -> int:
+def moments(cfg: RunConfig) -> int:
     """Return how many numbers the optimizer keeps for each that is trained."""
-    return 1 if run.optim == "sgd" else 2
+    return 1 if cfg.optim == "sgd" else 2
 
 
-def resting(n: Counted, run: RunConfig, way: Strategy) -> dict[str, float]:
+def resting(n: Counted, cfg: RunConfig, way: Strategy) -> dict[str, float]:
     """Return the bytes of weights, gradients and moments that a process keeps from step to step, on device or host."""
-    width, shards = torch.finfo(getattr(torch, run.dtype)).bits // 8, way.shards
+    width, shards = torch.finfo(getattr(torch, cfg.dtype)).bits // 8, way.shards
     weights, gradients = width * n.parameters, width * n.trained
     if way.kind.startswith("ZERO"):
         compute, stage = 2 if way.low else width, int(way.kind[-1])
@@ -144,13 +144,13 @@ def resting(n: Counted, run: RunConfig, way: Strategy) -> dict[str, float]:
         gradients = 4 * n.trained / (shards if stage > 1 else 1)
     elif way.kind == "FSDP":
         weights, gradients = weights / shards, gradients / shards
-    return {"weights": weights, "gradients": gradients, "optimizer": moments(run) * width * n.trained / shards}
+    return {"weights": weights, "gradients": gradients, "optimizer": moments(cfg) * width * n.trained / shards}
 
 
-def passing(n: Counted, run: RunConfig, way: Strategy) -> float:
+def passing(n: Counted, cfg: RunConfig, way: Strategy) -> float:
     """Return the bytes that a forward and backward pass needs for a while, besides activations: compute copies, gathered
     units, and gradients that are not reduced yet."""
-    width = torch.finfo(getattr(torch, run.dtype)).bits // 8
+    width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
     compute = 2 if way.low else width
     if way.kind == "FSDP":
         # The layer at work and the next one; embedding and head stay throughout. Reductions read a copy in full precision.
@@ -211,10 +211,10 @@ def _row(model: torch.nn.Module, length: int, dtype: torch.dtype, autocast: bool
     return two - one, hidden
 
 
-def activations(model: torch.nn.Module, n: Counted, length: int, run: RunConfig, way: Strategy) -> float | None:
+def activations(model: torch.nn.Module, n: Counted, length: int, cfg: RunConfig, way: Strategy) -> float | None:
     """Return the bytes that autograd keeps of a micro-batch of rows of this length, and one chunk of logits; None for a
     model that does not run on token ids alone."""
-    low, rows = torch.bfloat16 if way.low else getattr(torch, run.dtype), rows_at_once(run, length)
+    low, rows = torch.bfloat16 if way.low else getattr(torch, cfg.dtype), rows_at_once(cfg, length)
     try:
         each, hidden = _row(model, length, low, way.low and way.kind in ("NO", "DDP"))  # others cast whole weights
     except Exception:  # a fork's model may be anything
@@ -229,20 +229,20 @@ def activations(model: torch.nn.Module, n: Counted, length: int, run: RunConfig,
     return rows * each + chunk * vocabulary * (low.itemsize + 3 * max(4, low.itemsize))  # logits; softmax, its gradient
 
 
-def rows_at_once(run: RunConfig, length: int) -> int:
+def rows_at_once(cfg: RunConfig, length: int) -> int:
     """Return how many rows of this length a forward pass sees."""
-    if run.per_device_batch_tokens:
-        return max(1, run.per_device_batch_tokens // length)
-    return 1 if run.per_device_batch_size == "auto" else run.per_device_batch_size
+    if cfg.per_device_batch_tokens:
+        return max(1, cfg.per_device_batch_tokens // length)
+    return 1 if cfg.per_device_batch_size == "auto" else cfg.per_device_batch_size
 
 
-def in_words(run: RunConfig, model: torch.nn.Module, size, length: int | None) -> str:
+def in_words(cfg: RunConfig, model: torch.nn.Module, size, length: int | None) -> str:
     """Return the memory per device under the strategy of this launch, in one line; `size` writes bytes, and with a
     `length` of rows activations are counted, too."""
-    n, way = count(model), strategy_here(run)
-    rest, more = sum(resting(n, run, way).values()), passing(n, run, way)
+    n, way = count(model), strategy_here(cfg)
+    rest, more = sum(resting(n, cfg, way).values()), passing(n, cfg, way)
     where = f"rest in host memory ({way.name}, offload)" if way.offload else f"per device ({way.name})"
     text = f"{size(rest)} {where} for weights, gradients and optimizer"
     text += f"; {size(more)} for copies at work" if more else ""
-    kept = activations(model, n, length, run, way) if length else None
+    kept = activations(model, n, length, cfg, way) if length else None
     return text + (f"; about {size(kept)} for activations" if kept else "; activations come on top")

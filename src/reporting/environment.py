@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 
-from src.config.errors import REPOSITORY
+from src.config.paths import REPOSITORY
 from src.config.redact import redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed import strategies
-from src.distributed.launch import nodes
-from src.distributed.tensor_parallel import place
+from src.distributed.launch import num_nodes
+from src.distributed.tensor_parallel import data_parallel_rank_and_size
 from src.download import http_files
 from src.storage import atomic_folder
 
 LARGEST_DIFF = 5_000_000  # characters
 
 
-def environment(accelerator, run: RunConfig) -> dict:
+def environment(accelerator, cfg: RunConfig) -> dict:
     """Return versions, git commit, topology and batch arithmetic of this process group."""
     packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
     return {
@@ -33,8 +33,8 @@ def environment(accelerator, run: RunConfig) -> dict:
         "git_commit": git_commit(),
         "git_dirty": None if (diff := uncommitted()) is None else bool(diff),
         "command": redact_all(sys.argv),
-        "fetched": redact_all(http_files.record),
-        **topology(accelerator, run),
+        "fetched": redact_all(http_files.fetched),
+        **topology(accelerator, cfg),
     }
 
 
@@ -73,34 +73,34 @@ def save_diff(folder: Path) -> None:
         file.unlink(missing_ok=True)
 
 
-def topology(accelerator, run: RunConfig, training: bool = True) -> dict:
+def topology(accelerator, cfg: RunConfig, training: bool = True) -> dict:
     """Return where the run is computed, and, for training, how its global batch is made up there."""
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     threads = torch.get_num_threads()
     threads = f", {threads} thread{'s' * (threads > 1)} a rank" if device.type == "cpu" else ""
-    computing = run.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    computing = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     where = {
         "device": f"{device.type} ({name}{threads})",
-        "precision": f"weights {run.dtype}, computing in {computing}",
-        "strategy": strategies.named(accelerator),
+        "precision": f"weights {cfg.dtype}, computing in {computing}",
+        "strategy": strategies.strategy_name(accelerator),
         "world_size": accelerator.num_processes,
-        "nodes": nodes(),
+        "nodes": num_nodes(),
     }
-    return where | ({"global_batch": arithmetic(run, place(accelerator)[1])} if training else {})
+    return where | ({"global_batch": arithmetic(cfg, data_parallel_rank_and_size(accelerator)[1])} if training else {})
 
 
-def arithmetic(run: RunConfig, world: int) -> str:
+def arithmetic(cfg: RunConfig, world: int) -> str:
     """Return how the global batch is made up, as a sum that can be checked."""
-    if run.per_device_batch_tokens:
+    if cfg.per_device_batch_tokens:
         return (
-            f"{run.global_batch_size} examples = micro-batches of up to {run.per_device_batch_tokens:,} tokens, shared among "
+            f"{cfg.global_batch_size} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens, shared among "
             f"{world} rank{'s' * (world > 1)}: the sum stays exact"
         )
-    micro = -(-run.global_batch_size // run.per_device_batch_size)
+    micro = -(-cfg.global_batch_size // cfg.per_device_batch_size)
     each = -(-micro // world)
-    even = micro % world == 0 and run.global_batch_size % run.per_device_batch_size == 0
-    rows = f"{run.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{run.per_device_batch_size}"
+    even = micro % world == 0 and cfg.global_batch_size % cfg.per_device_batch_size == 0
+    rows = f"{cfg.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{cfg.per_device_batch_size}"
     share = f"{world} rank{'s' * (world > 1)} × {each} accumulated" + (
         "" if even else ", some fewer: the sum stays exact"
     )

@@ -15,13 +15,13 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import LOW, digest, plan, steps_per_epoch
+from src.data.batch_plan import LOW, hash_ids, plan, steps_per_epoch
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
 
 
-def word(low: float, high: float) -> str:
+def hash_text(low: float, high: float) -> str:
     """Return the sums of `digest` over a whole global batch as 16 hexadecimal digits."""
     return f"{int(high) & int(LOW):08x}{int(low) & int(LOW):08x}"
 
@@ -29,12 +29,12 @@ def word(low: float, high: float) -> str:
 class Ledger:
     """Appends a line per step to ledger.jsonl on the main process; its first line says what the steps are cut from."""
 
-    def __init__(self, run: RunConfig, examples, main: bool):
-        self.main, self.lines = main, jsonl.Lines(Path(run.output_dir, FILE))
+    def __init__(self, cfg: RunConfig, examples, main: bool):
+        self.main, self.lines = main, jsonl.JsonlWriter(Path(cfg.output_dir, FILE))
         self.plan = {
-            "examples": examples.facts["examples"],
-            "global_batch_size": run.global_batch_size,
-            "seed": run.seed,
+            "examples": examples.stats["examples"],
+            "global_batch_size": cfg.global_batch_size,
+            "seed": cfg.seed,
         }
         self.plan |= {"quotas": examples.quotas} if examples.quotas else {}
 
@@ -42,16 +42,16 @@ class Ledger:
         """Leave in the file the lines up to `step`."""
         if not self.main:
             return
-        jsonl.cut_back(self.lines.path, lambda line: line["step"] <= step)
+        jsonl.truncate_after(self.lines.path, lambda line: line["step"] <= step)
         if not self.lines.path.exists() or not self.lines.path.stat().st_size:
             self.lines.add({"step": 0, "after": step, "plan": self.plan})
 
     def add(self, step: int, examples: float, low: float, high: float) -> None:
         """Note a step; it reaches the file with 63 others, or when the run is saved."""
         if self.main:
-            self.lines.add({"step": step, "examples": int(examples), "ids": word(low, high)})
+            self.lines.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
             if len(self.lines.waiting) >= 64:
-                self.lines.offer()
+                self.lines.try_flush()
 
 
 def _lines(path: Path) -> list[dict]:
@@ -74,7 +74,7 @@ def read(folder: Path) -> tuple[dict, dict[int, tuple]]:
     return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
 
 
-def planned(settings: dict, step: int) -> tuple:
+def planned_step(settings: dict, step: int) -> tuple:
     """Return (examples, hash) of a step as the plan has it."""
     examples, batch = settings["examples"], settings["global_batch_size"]
     if examples is None:
@@ -82,7 +82,7 @@ def planned(settings: dict, step: int) -> tuple:
     epoch, within = divmod(step - 1, steps_per_epoch(examples, batch))
     whole = plan(examples, batch, batch, settings["seed"], epoch, within, quotas=settings.get("quotas"))
     ids = np.concatenate([micro.ids for micro in whole])
-    return len(ids), word(*digest(ids))
+    return len(ids), hash_text(*hash_ids(ids))
 
 
 def compare(folder: Path, other: Path | None = None) -> str | None:
@@ -91,7 +91,7 @@ def compare(folder: Path, other: Path | None = None) -> str | None:
     for found, step in zip(sorted(steps), count(first["after"] + 1), strict=False):
         if found != step:
             return f"{folder}: step {step} is missing"
-    theirs = read(other)[1] if other else {step: planned(first["plan"], step) for step in steps}
+    theirs = read(other)[1] if other else {step: planned_step(first["plan"], step) for step in steps}
     name = other or "the plan"
     for step in sorted(steps.keys() | theirs.keys()):
         one, two = steps.get(step), theirs.get(step)

@@ -26,32 +26,32 @@ OWN = {
 def main(argv: list[str]) -> None:
     """Print a line for each strategy, and the first that fits."""
     argv, gpus, memory = _own(argv)
-    run, options = parsing.parse(argv, OPTIONS, also=OWN)
-    if not (run.dataset_name or run.train_file or run.mixture):
-        run.train_file = ["-"]  # no data is opened
-    validation.check(run, options)
-    model, length = _model(run, options)
-    n, rows = count(model), rows_at_once(run, length)
+    cfg, options = parsing.parse(argv, OPTIONS, also=OWN)
+    if not (cfg.dataset_name or cfg.train_file or cfg.mixture):
+        cfg.train_file = ["-"]  # no data is opened
+    validation.check(cfg, options)
+    model, length = _model(cfg, options)
+    n, rows = count(model), rows_at_once(cfg, length)
 
     def needs(way: Strategy) -> list[float | None]:
         """Return GiB of a device for weights, gradients, moments, copies, activations, all of it; and of the host."""
-        still, kept = list(resting(n, run, way).values()), activations(model, n, length, run, way)
-        device = ([0.0] * 3 if way.offload else still) + [passing(n, run, way), kept or 0.0]
+        still, kept = list(resting(n, cfg, way).values()), activations(model, n, length, cfg, way)
+        device = ([0.0] * 3 if way.offload else still) + [passing(n, cfg, way), kept or 0.0]
         return [value / GIB for value in (*device, sum(device), sum(still) if way.offload else 0.0)]
 
-    def fitting(gpus: int, run: RunConfig = run) -> Strategy | None:
-        return next((way for way in strategies(run, gpus) if needs(way)[5] <= (1 - SPARE) * memory), None)
+    def fitting(gpus: int, cfg: RunConfig = cfg) -> Strategy | None:
+        return next((way for way in strategies(cfg, gpus) if needs(way)[5] <= (1 - SPARE) * memory), None)
 
-    trained = f"{n.parameters:,} parameters, {n.trained:,} of them trained, in {run.dtype}, {run.optim}"
+    trained = f"{n.parameters:,} parameters, {n.trained:,} of them trained, in {cfg.dtype}, {cfg.optim}"
     print(f"{trained}; a micro-batch is {rows:,} × {length:,}; {gpus:,} × {memory:.3g} GiB")
     heads = ("weights", "gradients", "optimizer", "at work", "activations", "together", "on the host")
     print(f"{'GiB per device':<22}" + "".join(f"{head:>13}" for head in heads))
-    for way in strategies(run, gpus):
+    for way in strategies(cfg, gpus):
         print(f"{way.name:<22}" + "".join(f"{value:>13,.2f}" for value in needs(way)))
-    if activations(model, n, length, run, strategies(run, gpus)[0]) is None:
+    if activations(model, n, length, cfg, strategies(cfg, gpus)[0]) is None:
         print("activations are unknown: this model does not run on token ids alone")
 
-    way, again = fitting(gpus), fitting(gpus, replace(run, gradient_checkpointing=True))
+    way, again = fitting(gpus), fitting(gpus, replace(cfg, gradient_checkpointing=True))
     spare = f"leaves {SPARE:.0%} of the memory free"
     if way:
         print(f"use accelerate_configs/{way.file}.yaml{way.flags}: the simplest that {spare}")
@@ -88,7 +88,7 @@ def _own(argv: list[str]) -> tuple[list[str], int, float]:
     return rest, gpus, memory
 
 
-def _model(run: RunConfig, options) -> tuple[torch.nn.Module, int]:
+def _model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
     """Return (the task's model without weights, the length of its rows)."""
     from datasets import ClassLabel, Features
 
@@ -96,17 +96,17 @@ def _model(run: RunConfig, options) -> tuple[torch.nn.Module, int]:
     from src.download.cache_folder import cache_root
     from src.tasks import make_task
 
-    if name := run.model_name_or_path:  # its weights are not fetched
+    if name := cfg.model_name_or_path:  # its weights are not fetched
         folder = hub.model_folder(
-            name, run.model_revision, "model_name_or_path", cache_root(run), False, run.trust_remote_code
+            name, cfg.model_revision, "model_name_or_path", cache_root(cfg), False, cfg.trust_remote_code
         )
-        run = replace(run, model_name_or_path=folder)
-    task = make_task(run, options)
+        cfg = replace(cfg, model_name_or_path=folder)
+    task = make_task(cfg, options)
     task.load()
-    task.opened(Features({"label": ClassLabel(num_classes=2)}))  # how many there are, only data would say
+    task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # how many there are, only data would say
     with torch.device("meta"):
         return task.build(empty=True).train(), getattr(task, "max_length", 1)
 
 
 if __name__ == "__main__":
-    launch.main(main)
+    launch.run_main(main)

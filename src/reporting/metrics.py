@@ -13,14 +13,14 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed.launch import owns
+from src.distributed.launch import record_exit_in
 from src.reporting import trackers
 from src.reporting.environment import environment, save_diff
 from src.runtime import console, run_status
 from src.runtime.console import Console, exact, table
 from src.storage import atomic_folder, jsonl
-from src.storage.jsonl import strict
-from src.training.state import Progress
+from src.storage.jsonl import strict_json
+from src.training.state import TrainState
 
 log = logging.getLogger("run")
 
@@ -28,41 +28,41 @@ log = logging.getLogger("run")
 class Tracker:
     """Writes metrics.jsonl, and shows its lines and sends them to the trackers, on the main process alone."""
 
-    def __init__(self, accelerator, run: RunConfig, total: int):
-        self.accelerator, self.run, self.main = accelerator, run, accelerator.is_main_process
-        self.folder, self.console = Path(run.output_dir), Console(self.main, total)
-        self.metrics = jsonl.Lines(self.folder / "metrics.jsonl")
+    def __init__(self, accelerator, cfg: RunConfig, total: int):
+        self.accelerator, self.cfg, self.main = accelerator, cfg, accelerator.is_main_process
+        self.folder, self.console = Path(cfg.output_dir), Console(self.main, total)
+        self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
         except OSError as error:
-            raise UsageError(f"output_dir: {run.output_dir} cannot be written: {error}") from error
+            raise UsageError(f"output_dir: {cfg.output_dir} cannot be written: {error}") from error
 
-    def begin(self, config: str, progress: Progress) -> None:
+    def begin(self, config: str, progress: TrainState) -> None:
         """Write what is known before the first step, cut metrics.jsonl back to `progress`, start trackers and the bar."""
-        owns(self.folder)
+        record_exit_in(self.folder)
         if not self.main:
             return
         try:
             self._open(config, progress.step, progress.evaluated)
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        lines = jsonl.objects(self.metrics.path)
-        trackers.start(self.accelerator, self.run, config, progress.step, lines)
+        lines = jsonl.read_lines(self.metrics.path)
+        trackers.start(self.accelerator, self.cfg, config, progress.step, lines)
         self.console.begin(progress.step)
 
     def _open(self, config: str, step: int, evaluated: int) -> None:
         atomic_folder.rewrite(self.folder / "config.yaml", config)
-        known = environment(self.accelerator, self.run)
+        known = environment(self.accelerator, self.cfg)
         known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
         atomic_folder.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
         save_diff(self.folder)
         # What came after the checkpoint is about to be computed again; so is an evaluation that it has not finished.
         done = evaluated == step
-        jsonl.cut_back(
+        jsonl.truncate_after(
             self.metrics.path, lambda x: x["step"] < step or (x["step"] == step and (done or x["kind"] != "eval"))
         )
-        run_status.write(self.folder, "running", step)
+        run_status.write_status(self.folder, "running", step)
 
     def _starts(self, step: int) -> list[dict]:
         """Return the starts of this run before, each with its step and number of processes."""
@@ -79,9 +79,9 @@ class Tracker:
         if not self.main:
             return
         plain = {k: float(v) if torch.is_tensor(v) else v for k, v in values.items()}
-        values = strict({"kind": kind, "step": step} | plain)
+        values = strict_json({"kind": kind, "step": step} | plain)
         self.metrics.add(values)
-        self.metrics.offer()
+        self.metrics.try_flush()
         trackers.add(values)
         log.info("%s", json.dumps(values))
         self.console.line(values)
@@ -98,14 +98,14 @@ class Tracker:
             return
         if sample:
             self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
-        self.metrics.offer()
-        last = {line["kind"]: line for line in jsonl.objects(self.metrics.path)}
+        self.metrics.try_flush()
+        last = {line["kind"]: line for line in jsonl.read_lines(self.metrics.path)}
         for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
             if kind in last:
                 chosen = {k: v for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table({k: exact(v) for k, v in chosen.items()})}")
         with suppress(OSError):
-            run_status.write(
+            run_status.write_status(
                 self.folder, "complete", max((line["step"] for line in last.values()), default=0), 0, **outcome
             )
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
@@ -139,15 +139,15 @@ class Meter:
         yield
         self.mark += time.perf_counter() - began
 
-    def settle(self, agree) -> None:
+    def settle(self, all_reduce) -> None:
         """Add up over the ranks what is pending: one wait for the device, one small vector."""
         if self.pending:
-            self.losses += agree(torch.stack(self.pending).cpu()).tolist()
+            self.losses += all_reduce(torch.stack(self.pending).cpu()).tolist()
             self.pending = []
 
-    def state(self, agree) -> dict:
+    def state(self, all_reduce) -> dict:
         """Return all of it as numbers, the same on every rank but for the times."""
-        self.settle(agree)
+        self.settle(all_reduce)
         sums = {name: getattr(self, name) for name in self.SUMS}
         return sums | {"losses": self.losses.copy(), "seconds": time.perf_counter() - self.mark}
 
@@ -158,9 +158,9 @@ class Meter:
         for name in self.SUMS:
             setattr(self, name, state[name])
 
-    def line(self, agree) -> dict:
+    def line(self, all_reduce) -> dict:
         """Return the numbers of a train line, the same on every rank but for the times, and start anew."""
-        self.settle(agree)
+        self.settle(all_reduce)
         seconds = time.perf_counter() - self.mark
         values = {
             "loss": sum(self.losses) / self.weight if self.weight else None,

@@ -7,55 +7,55 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import steps_per_epoch
-from src.data.data_stats import facts_in_words, notes_on_data
+from src.data.data_stats import data_notes, format_stats
 from src.models import memory_estimate
 from src.training.optimizers import total_steps, warmup_updates
-from src.training.state import Progress
-from src.training.step import Objective
+from src.training.state import TrainState
+from src.training.step import ModelWithLoss
 
 
-def describe(run: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
+def plan_table(cfg: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
     """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
     train = splits["train"]
-    model = model.model if isinstance(model, Objective) else model
+    model = model.model if isinstance(model, ModelWithLoss) else model
     counted = memory_estimate.count(model)
     parameters, trainable = counted.parameters, counted.trained
-    width = torch.finfo(getattr(torch, run.dtype)).bits // 8
+    width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
     disk = (
         width
-        * (parameters + memory_estimate.moments(run) * trainable)
-        * min(run.save_total_limit + 1 + bool(run.metric_for_best_model), saves(run, total) + 1)
+        * (parameters + memory_estimate.moments(cfg) * trainable)
+        * min(cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model), saves(cfg, total) + 1)
         + width * parameters
     )
-    warmup = warmup_updates(run, total)
+    warmup = warmup_updates(cfg, total)
     corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
-    rows = {"task": run.task, "training data": facts_in_words(train.facts)}
+    rows = {"task": cfg.task, "training data": format_stats(train.stats)}
     if train.quotas:
         drawn = zip(train.segments(), train.quotas, strict=True)
         rows["mixture"] = "; ".join(f"{name}: {draws:,} of {n:,} rows an epoch" for (name, *_), (n, draws) in drawn)
     rows["evaluation data"] = (
-        facts_in_words(splits["validation"].facts) if "validation" in splits else "none: no evaluation"
+        format_stats(splits["validation"].stats) if "validation" in splits else "none: no evaluation"
     )
-    rows |= _length(run, train, total)
-    rows["learning rate"] = f"{run.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
-    rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {run.dtype}"
+    rows |= _length(cfg, train, total)
+    rows["learning rate"] = f"{cfg.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
+    rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {cfg.dtype}"
     # Activations are counted on a model that nothing has wrapped.
-    rows["memory"] = memory_estimate.in_words(run, model, _size, train.facts.get("longest") if run.dry_run else None)
-    rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {run.output_dir}"
+    rows["memory"] = memory_estimate.in_words(cfg, model, _size, train.stats.get("longest") if cfg.dry_run else None)
+    rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 
 
-def _length(run: RunConfig, train, total: int) -> dict[str, str]:
+def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
     """Return how long the run is, in steps and tokens."""
-    batch = run.global_batch_size
-    if run.streaming:
+    batch = cfg.global_batch_size
+    if cfg.streaming:
         return {
             "steps": f"{total:,} of {batch} examples from a stream of {len(train.shards):,} shards in {train.lanes} lanes"
         }
     per_epoch = steps_per_epoch(len(train), batch)
     tail = len(train) - (per_epoch - 1) * batch
     epochs = f"{total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
-    tokens = train.facts["tokens"] * total / per_epoch
+    tokens = train.stats["tokens"] * total / per_epoch
     return {
         "steps": f"{total:,} of {batch} examples = {epochs}"
         + (f"; the last of an epoch has {tail}" if tail != batch else ""),
@@ -63,11 +63,11 @@ def _length(run: RunConfig, train, total: int) -> dict[str, str]:
     }
 
 
-def saves(run: RunConfig, total: int) -> int:
-    return max(1, total // run.save_steps)
+def saves(cfg: RunConfig, total: int) -> int:
+    return max(1, total // cfg.save_steps)
 
 
-def notes(run: RunConfig, splits: dict, start, progress: Progress, complete: bool) -> list[str]:
+def run_notes(cfg: RunConfig, splits: dict, start, progress: TrainState, complete: bool) -> list[str]:
     """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
     found = [f"going on from {start}, step {progress.step:,}"] if start else []
     if complete:
@@ -75,13 +75,13 @@ def notes(run: RunConfig, splits: dict, start, progress: Progress, complete: boo
             f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
             "--output_dir, or --resume never to start it anew"
         )
-    found += notes_on_data(splits)
-    if run.warmup_steps > (total := total_steps(run, splits["train"].facts["examples"])):
+    found += data_notes(splits)
+    if cfg.warmup_steps > (total := total_steps(cfg, splits["train"].stats["examples"])):
         found.append(
-            f"warning: warmup_steps {run.warmup_steps:g} is more than the {total} steps of the run (max_steps): {total} are used"
+            f"warning: warmup_steps {cfg.warmup_steps:g} is more than the {total} steps of the run (max_steps): {total} are used"
         )
-    if run.max_steps and run.num_train_epochs != RunConfig.num_train_epochs:
-        found.append(f"num_train_epochs {run.num_train_epochs:g} is ignored: max_steps {run.max_steps} wins")
+    if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
+        found.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored: max_steps {cfg.max_steps} wins")
     return found
 
 

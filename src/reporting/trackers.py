@@ -18,7 +18,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from src.config.errors import REPOSITORY, warn
+from src.config.errors import warn
+from src.config.paths import REPOSITORY
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime.exit_hooks import on_exit
@@ -94,17 +95,17 @@ class _Sender:
         return not alive
 
 
-def start(accelerator, run: RunConfig, config: str, step: int, lines: list[dict]) -> None:
+def start(accelerator, cfg: RunConfig, config: str, step: int, lines: list[dict]) -> None:
     """Start every tracker of `report_to` on this process, and send it the lines of this run that it may not have yet.
 
     `config` is the resolved YAML, `step` where the run continues. Returns when all have started, after START seconds
     at the latest: packages are imported by then, so that no loader process is forked in the middle of an import."""
     if not accelerator.log_with:
         return
-    folder = Path(run.output_dir).resolve()
+    folder = Path(cfg.output_dir).resolve()
     known = _identity(folder, config, step)
-    project = run.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
-    settings, lock = _settings(run, folder, known["run_id"]), threading.Lock()
+    project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
+    settings, lock = _settings(cfg, folder, known["run_id"]), threading.Lock()
 
     def closed(kind: str, last: int) -> None:
         with lock, suppress(OSError):
@@ -119,7 +120,7 @@ def start(accelerator, run: RunConfig, config: str, step: int, lines: list[dict]
     for kind in map(str, accelerator.log_with):
         complete = min(step, known["complete"].get(kind, 0))
         keywords = settings.get(kind, {}) | ({"purge_step": complete + 1} if kind == "tensorboard" else {})
-        arguments = (accelerator, kind, project, folder, keywords, _flat(run))
+        arguments = (accelerator, kind, project, folder, keywords, _flat(cfg))
         sender = _Sender(kind, lambda a=arguments: _make(*a), closed)
         for line in lines:
             if line["step"] > complete:
@@ -164,11 +165,11 @@ def _identity(folder: Path, config: str, step: int) -> dict:
     return known
 
 
-def _settings(run: RunConfig, folder: Path, run_id: str) -> dict[str, dict]:
+def _settings(cfg: RunConfig, folder: Path, run_id: str) -> dict[str, dict]:
     """Return what Accelerate passes on to each tracker; an environment variable of wandb's wins over a default of ours."""
-    name = run.run_name or folder.name
+    name = cfg.run_name or folder.name
     ours = {
-        "name": name if run.run_name or not os.environ.get("WANDB_NAME") else None,
+        "name": name if cfg.run_name or not os.environ.get("WANDB_NAME") else None,
         "id": None if os.environ.get("WANDB_RUN_ID") else run_id,
         "resume": None if os.environ.get("WANDB_RESUME") else "allow",
         "dir": None if os.environ.get("WANDB_DIR") else str(folder),
@@ -190,8 +191,8 @@ def _numbers(line: dict) -> tuple[dict, int]:
     return {f"{line['kind']}/{name}": line[name] for name in names}, line["step"]
 
 
-def _flat(run: RunConfig) -> dict:
-    values = redact_all(vars(run))
+def _flat(cfg: RunConfig) -> dict:
+    values = redact_all(vars(cfg))
     return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
 
 

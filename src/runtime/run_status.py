@@ -25,7 +25,7 @@ SETTLING = 0.5  # seconds after which a folder that is being deleted should be g
 SAVING = 120  # seconds that a run may take to save after its launcher is gone
 
 
-def write(
+def write_status(
     folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
 ) -> None:
     """Say in status.json how the run stands: running, complete, stopped or failed; `more` is added to it."""
@@ -39,7 +39,7 @@ def write(
     atomic_folder.rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
 
 
-def read(folder: Path) -> dict:
+def read_status(folder: Path) -> dict:
     """Return what status.json says, or nothing."""
     try:
         return json.loads((folder / "status.json").read_text())
@@ -57,7 +57,7 @@ def newest_run(parent: Path, weights: bool = True) -> Path | None:
     return max(active, key=active.get, default=None)
 
 
-def claim_failure(folder: Path, rank: int, message: str) -> bool:
+def report_failure(folder: Path, rank: int, message: str) -> bool:
     """Return whether this rank is the first of its run to fail; then its message stands in logs/ for the others to see."""
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
@@ -75,7 +75,7 @@ def claim_failure(folder: Path, rank: int, message: str) -> bool:
     return True
 
 
-def failure_of_another(folder: Path, rank: int) -> str | None:
+def failed_rank(folder: Path, rank: int) -> str | None:
     """Return the rank that failed first, if there is one and it is another than `rank`."""
     try:
         first = json.loads((folder / FAILED).read_text())["rank"]
@@ -84,21 +84,21 @@ def failure_of_another(folder: Path, rank: int) -> str | None:
     return str(first) if first != rank else None
 
 
-def forget_failure(folder: Path) -> None:
+def clear_failure(folder: Path) -> None:
     (folder / FAILED).unlink(missing_ok=True)
 
 
 _lock = []  # held open until the process ends
 
 
-def lock(folder: Path, patience: float = 60) -> None:
+def lock_run_folder(folder: Path, patience: float = 60) -> None:
     """Hold the run folder for this process; UsageError if another one trains in it and does not end in time.
 
     The operating system lets go when the process ends, however it ends."""
     import fcntl
 
     if _lock:
-        if reason := held_folder.lost(folder):
+        if reason := held_folder.lost_folder(folder):
             raise UsageError(f"output_dir: {reason} while this process started: give the command again")
         return
     check_links(folder)
@@ -110,7 +110,7 @@ def lock(folder: Path, patience: float = 60) -> None:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_at(file, folder):  # deleted while this process waited for it
                 file.close()
-                return lock(folder, patience)
+                return lock_run_folder(folder, patience)
             _lock.append(file)
             held_folder.hold(folder)
             return
@@ -143,10 +143,10 @@ def lost(folder: Path) -> str:
     process has locked it after the lock file was deleted. A lock file that is only deleted is made again."""
     import fcntl
 
-    if (reason := held_folder.lost()) or not _lock or _is_at(_lock[0], folder):
+    if (reason := held_folder.lost_folder()) or not _lock or _is_at(_lock[0], folder):
         return reason
     time.sleep(SETTLING)  # somebody may be deleting the whole folder
-    if reason := held_folder.lost():
+    if reason := held_folder.lost_folder():
         return reason
     try:
         file = _file(folder).open("a")
@@ -177,7 +177,7 @@ def _is_at(file, folder: Path) -> bool:
         return True
 
 
-def unlock() -> None:
+def unlock_run_folder() -> None:
     """Let go of the lock in this process, a child: the one that it was forked from keeps it."""
     while _lock:
         _lock.pop().close()
@@ -185,9 +185,9 @@ def unlock() -> None:
 
 def wait_for_end(folder: Path) -> None:
     """Return when no process trains in `folder`: a launcher may die before its child has saved."""
-    if read(folder).get("status") == "running":
+    if read_status(folder).get("status") == "running":
         with suppress(UsageError):
-            lock(folder, patience=SAVING)
+            lock_run_folder(folder, patience=SAVING)
 
 
 def main(argv: list[str]) -> int:
@@ -198,7 +198,7 @@ def main(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         print("error: give a run folder: python -m src.runtime.run_status RUN [CODE]", file=sys.stderr)
         return 2
-    status = read(Path(argv[0]))
+    status = read_status(Path(argv[0]))
     code = status.get("exit_code")
     if status:
         print(f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}", file=sys.stderr)

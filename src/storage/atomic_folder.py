@@ -40,18 +40,20 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **about) -> None
         known = write(temporary) or {}
         files = sorted(path for path in temporary.rglob("*") if path.is_file())
         _follow_umask(files, temporary)
-        found = {name: known.get(name) or entry(path) for path in files if (name := str(path.relative_to(temporary)))}
+        found = {
+            name: known.get(name) or hash_file(path) for path in files if (name := str(path.relative_to(temporary)))
+        }
         files = [path for path in files if path.name not in known]
         body = {"hash": "xxh3_128", "about": about, "files": found}
         (temporary / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
         for path in [*files, temporary / MANIFEST, *(p for p in temporary.rglob("*") if p.is_dir()), temporary]:
-            flush(path)
+            fsync(path)
         check_held(folder)
         if folder.exists():
             folder.rename(old)
         temporary.rename(folder)
         for parent in (folder.parent, *parents):
-            flush(parent)
+            fsync(parent)
     except BaseException:
         if old.exists() and not folder.exists():
             old.rename(folder)
@@ -70,7 +72,7 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
                 path.chmod(mode)
 
 
-def tidy(parent: Path) -> None:
+def remove_leftovers(parent: Path) -> None:
     """Put back what a kill left between the two renames of `publish`, and remove what it left unfinished.
 
     Only for who holds the run: nothing is being published in there."""
@@ -81,7 +83,7 @@ def tidy(parent: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def faults(folder: Path) -> list[str]:
+def verify(folder: Path) -> list[str]:
     """Return why the contents of `folder` are not what `publish` wrote, each naming its file; nothing if they are.
 
     Reads every byte once. Of files that the manifest does not list, tensors are a fault, since they might be read instead."""
@@ -94,12 +96,12 @@ def faults(folder: Path) -> list[str]:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
-    found = [fault for name, written in body["files"].items() if (fault := _fault(folder, name, written))]
+    found = [fault for name, written in body["files"].items() if (fault := _file_error(folder, name, written))]
     stray = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
     return found + [f"{name} is of no part of it: remove it" for name in stray]
 
 
-def about(folder: Path) -> dict:
+def read_metadata(folder: Path) -> dict:
     """Return what `publish` was told about a folder; nothing where there is no manifest."""
     try:
         return json.loads((folder / MANIFEST).read_bytes())["about"]
@@ -107,7 +109,7 @@ def about(folder: Path) -> dict:
         return {}
 
 
-def _fault(folder: Path, name: str, written: dict) -> str | None:
+def _file_error(folder: Path, name: str, written: dict) -> str | None:
     path = folder / name
     if Path(name).is_absolute() or ".." in Path(name).parts or (path.exists() and not path.is_file()):
         return f"{name} is not a file of this folder"
@@ -115,14 +117,14 @@ def _fault(folder: Path, name: str, written: dict) -> str | None:
         size = path.stat().st_size
         if size != written["size"]:
             return f"{name} has {size:,} bytes, {written['size']:,} were written"
-        return None if entry(path) == written else f"{name}: its hash is not the one that was written"
+        return None if hash_file(path) == written else f"{name}: its hash is not the one that was written"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
 
 
-def entry(path: Path) -> dict:
+def hash_file(path: Path) -> dict:
     """Return size and hash of a file. Not cryptographic: it finds damage at the speed of memory, not malice."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
@@ -136,7 +138,7 @@ def _digest(body: dict) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(body, sort_keys=True).encode())
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """Return when the disk has what was written to a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -151,5 +153,5 @@ def rewrite(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a symlink there would lead elsewhere
     temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
+    fsync(temporary)
     temporary.replace(path)

@@ -15,7 +15,7 @@ def hold(folder: Path) -> None:
             _held[folder.absolute()] = os.open(folder, os.O_RDONLY)
 
 
-def lost(path: Path | None = None) -> str:
+def lost_folder(path: Path | None = None) -> str:
     """Return why the folder that this process holds (one with `path` in it, if given) is not there any more, or nothing."""
     for folder, descriptor in _held.items():
         if path is not None and not path.absolute().is_relative_to(folder):
@@ -32,5 +32,5 @@ def lost(path: Path | None = None) -> str:
 
 def check_held(path: Path) -> None:
     """Raise OSError if `path` is in a folder that was deleted, moved or replaced since `hold`."""
-    if reason := lost(path):
+    if reason := lost_folder(path):
         raise OSError(errno.ESTALE, f"{reason}; nothing is written there")

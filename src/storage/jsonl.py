@@ -8,19 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from src.config.errors import warn
-from src.storage.held_folder import check_held, lost
+from src.storage.held_folder import check_held, lost_folder
 
 
-def strict(value):
+def strict_json(value):
     """Return `value` as strict JSON allows it: numbers that are not finite become None."""
     if isinstance(value, dict):
-        return {key: strict(v) for key, v in value.items()}
+        return {key: strict_json(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(v) for v in value]
+        return [strict_json(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class Lines:
+class JsonlWriter:
     """Appends whole lines to a file; what the disk does not take is kept, and tried again with the next."""
 
     def __init__(self, path: Path):
@@ -46,19 +46,19 @@ class Lines:
                 raise
         self.waiting = []
 
-    def offer(self) -> None:
+    def try_flush(self) -> None:
         """Write what is waiting; where that fails, warn and keep it."""
         try:
             self.flush()
         except OSError as error:
-            if error.errno == errno.ESTALE and lost(self.path):
+            if error.errno == errno.ESTALE and lost_folder(self.path):
                 return  # Watch ends this process at its next look, and says why
             warn(
                 f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
             )
 
 
-def objects(path: Path) -> list[dict]:
+def read_lines(path: Path) -> list[dict]:
     """Return the objects of a file of JSON lines that can be read: damage costs a line, not the run."""
     found = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
@@ -70,7 +70,7 @@ def objects(path: Path) -> list[dict]:
     return found
 
 
-def cut_back(path: Path, keeps: Callable[[dict], bool]) -> None:
+def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
     """Drop the last lines of a file of JSON objects, up to the last one that is whole and that `keeps` accepts.
 
     Truncates in place, which is one operation of the file system; reads only the lines that go."""

@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout
 
 from src.config.errors import Failure, UsageError
 from src.config.redact import redact
-from src.storage.atomic_folder import flush
+from src.storage.atomic_folder import fsync
 
 STARTED = time.time()
 POLL = 0.1  # seconds between two looks at work that others do
@@ -29,7 +29,7 @@ SAY = 10.0  # seconds between two lines about waiting
 SLACK = 20.0  # seconds before this process's start in which a word may have been left by its own launch
 
 
-class Crew:
+class SharedWork:
     """The processes of one launch that see `root`: who works at what, who failed and why."""
 
     def __init__(self, root: str | Path):
@@ -49,13 +49,13 @@ class Crew:
         self.lock = FileLock(self._mine(".lock"))
         with suppress(Timeout):  # held by a process of the same rank: a launcher that starts independent replicas
             self.lock.acquire(timeout=0)
-            self.locks = not _free(self._mine(".lock"))
+            self.locks = not _is_unlocked(self._mine(".lock"))
         self._mine(".failed").unlink(missing_ok=True)
         self._mine(".here").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         try:
             yield
         except BaseException as error:
-            self.leave_word(error)
+            self.report_failure(error)
             raise
         finally:
             self._mine(".here").unlink(missing_ok=True)  # before the lock is free: no end without this is a death
@@ -66,20 +66,20 @@ class Crew:
     def _mine(self, ending: str) -> Path:
         return self.folder / f"{self.host}_{self.parent}_{self.rank}{ending}"
 
-    def leave_word(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Tell the others of the launch what this process failed with, unless it was told so by one of them."""
-        if isinstance(error, KeyboardInterrupt) or getattr(error, "heard", False) or getattr(error, "told", False):
+        if isinstance(error, KeyboardInterrupt) or getattr(error, "reported_elsewhere", False) or getattr(error, "already_reported", False):
             return
         text = redact(str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}")
         word = {"kind": type(error).__name__, "text": text, "time": time.time()}
-        error.told = self._first_to_say(text)
-        error.heard = not error.told
+        error.already_reported = self._first_to_report(text)
+        error.reported_elsewhere = not error.already_reported
         with suppress(OSError):
             temporary = self._mine(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(word))
             temporary.replace(self._mine(".failed"))
 
-    def _first_to_say(self, text: str) -> bool:
+    def _first_to_report(self, text: str) -> bool:
         """Return whether no other process of this launch has met the same fault before."""
         claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.said"
         with suppress(OSError):
@@ -109,9 +109,15 @@ class Crew:
                 if path.suffix == ".failed":
                     kind = UsageError if word["kind"] == "UsageError" else Failure
                     error = kind(word["text"] if kind is UsageError else f"rank {rank}: {word['text']}")
-                    error.heard = not own  # who said it prints it, but for a helper process of this one
+                    error.reported_elsewhere = not own  # who said it prints it, but for a helper process of this one
                     raise error
-                if near and not own and _free(path.with_suffix(".lock")) and not _lives(word["pid"]) and path.exists():
+                if (
+                    near
+                    and not own
+                    and _is_unlocked(path.with_suffix(".lock"))
+                    and not _is_alive(word["pid"])
+                    and path.exists()
+                ):
                     raise Failure(f"rank {rank} ended without a word while data was made ready (killed?)")
 
     def recent(self, moment: float, near: bool = True) -> bool:
@@ -138,7 +144,7 @@ class Crew:
                         try:
                             make(i)
                         except BaseException as error:
-                            self.leave_word(error)  # before the lock is free: nobody is to try the same again
+                            self.report_failure(error)  # before the lock is free: nobody is to try the same again
                             raise
                         made = True
             if not made:
@@ -168,11 +174,11 @@ class Crew:
         self.share([target], lambda _: make(), what)
 
 
-def leave(target: Path, text: str) -> None:
+def write_atomic(target: Path, text: str) -> None:
     """Put a file in its place all at once, though another process may be doing the same: a lock is not kept everywhere."""
     temporary = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
-    flush(temporary)
+    fsync(temporary)
     temporary.replace(target)
 
 
@@ -191,13 +197,13 @@ def _try_lock(target: Path):
         lock.release()
 
 
-def _free(lock: Path) -> bool:
+def _is_unlocked(lock: Path) -> bool:
     """Return whether nobody holds a lock any more."""
     with _try_lock(lock.with_suffix("")) as free:
         return free
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     """Return whether a process of this machine has not ended: a lock alone may be none, on some file systems."""
     try:
         os.kill(pid, 0)

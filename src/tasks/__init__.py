@@ -21,9 +21,9 @@ OPTIONS = {  # task name -> its dataclass of options
 }
 
 
-def make_task(run, options) -> "Task":
+def make_task(cfg, options) -> "Task":
     """Return the task that `run.task` names."""
-    return import_module(f"src.tasks.{run.task}").Task(run, options)
+    return import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
 
 
 def width(lengths: list[int], multiple: int | None, most: int) -> int:
@@ -49,7 +49,7 @@ class Task(Protocol):
     def load(self) -> None:
         """Read tokenizer and configuration; refuse what does not fit together."""
 
-    def survey(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str, whole: bool = True):
         """Return (the raw columns that `encode` needs, the `datasets.Features` of what it returns); refuse columns that will
         not do. Called before any row is encoded, with all raw rows of a split, a `datasets.Dataset`; of a stream, where `whole`
         is false, with its first ones."""
@@ -61,13 +61,15 @@ class Task(Protocol):
         Called in any process, for any part of the data: what comes out depends on the batch alone. `places[i]` says in an
         error where raw row i can be found."""
 
-    def opened(self, features) -> None:
+    def on_prepared(self, features) -> None:
         """Take from the features of prepared data what `build` needs to know, such as the names of the labels."""
 
     def fingerprint(self) -> str:
         """Return what `encode` depends on besides the examples and this file."""
 
-    learnt: tuple[str, ...] = ()  # attributes that `build` finds out from the weights, for ranks that have none
+    attributes_from_weights: tuple[
+        str, ...
+    ] = ()  # attributes that `build` finds out from the weights, for ranks that have none
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         """Return the transformers model in `run.dtype` on the CPU, the same on every rank, with the weights of the

@@ -11,37 +11,45 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from src.config.errors import UsageError, locate, warn
-from src.config.schema import RunConfig, say
+from src.config.errors import UsageError, warn
+from src.config.paths import locate
+from src.config.schema import RunConfig, option
 from src.models.loading import (
     build_model,
     check_fit,
     check_packing,
-    head_is_plain,
+    has_plain_lm_head,
     load_config,
     load_tokenizer,
-    tokenizer_text,
+    tokenizer_fingerprint,
 )
 from src.models.losses import linear_cross_entropy, linear_scores, scores
 from src.tasks import Batch, width
 from src.text.encode_rows import IGNORED, Encoder
-from src.text.tokenization import masks_known, pack
+from src.text.packing import pack
+from src.text.tokenization import masks_known
 
 
 @dataclass
 class Options:
     _argument_group_name = "task causal_lm"
 
-    max_length: int | None = say(
+    max_length: int | None = option(
         "tokens per row; longer rows are cut (default: 1024, or what the model can)", from_checkpoint=True
     )
-    packing: bool = say("pack documents into full rows; attention never crosses documents", False, from_checkpoint=True)
-    text_column: str = say("column that holds the text", "text", from_checkpoint=True)
-    append_eos: bool = say("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
+    packing: bool = option(
+        "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
+    )
+    text_column: str = option("column that holds the text", "text", from_checkpoint=True)
+    append_eos: bool = option("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
     # A checkpoint's tokenizer has the template.
-    chat_template: str | None = say("file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False)
-    sample_prompt: str | None = say("after training, continue this text and print it", free=True, from_checkpoint=False)
-    sample_tokens: int = say("tokens of that sample", 120, free=True, from_checkpoint=False)
+    chat_template: str | None = option(
+        "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
+    )
+    sample_prompt: str | None = option(
+        "after training, continue this text and print it", free=True, from_checkpoint=False
+    )
+    sample_tokens: int = option("tokens of that sample", 120, free=True, from_checkpoint=False)
 
     def check(self) -> list[str]:
         short = self.max_length is not None and self.max_length < 2
@@ -52,21 +60,21 @@ class Options:
 
 
 class Task:
-    learnt = ("plain_head",)
+    attributes_from_weights = ("plain_head",)
 
-    def __init__(self, run: RunConfig, options: Options):
-        self.run, self.options = run, options
+    def __init__(self, cfg: RunConfig, options: Options):
+        self.cfg, self.options = cfg, options
 
     def load(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.tokenizer = load_tokenizer(self.run)
-        self.tokenizer_text = tokenizer_text(self.tokenizer)
-        self.config = load_config(self.run, self.tokenizer)
+        self.tokenizer = load_tokenizer(self.cfg)
+        self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
+        self.config = load_config(self.cfg, self.tokenizer)
         if getattr(self.config, "is_decoder", None) is False:
             self.config.is_decoder = True  # or BERT and its kin would look at the tokens that they are to predict
         self.max_length = check_fit(
-            self.run, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
+            self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
         )
         for name in ("chat_template", "sample_prompt"):
             if getattr(self.options, name) and self.tokenizer is None:
@@ -92,12 +100,12 @@ class Task:
             )
         )
 
-    def opened(self, features) -> None:
+    def on_prepared(self, features) -> None:
         pass
 
     # ---- rows ------------------------------------------------------------------------------------------------------
 
-    def survey(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str, whole: bool = True):
         from datasets import Features, List, Value
 
         self.encoder = Encoder(
@@ -122,17 +130,17 @@ class Task:
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
 
-        model = build_model(self.run, self.config, AutoModelForCausalLM, weights, empty=empty)
+        model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if empty:
             return model
-        self.plain_head = head_is_plain(model)
+        self.plain_head = has_plain_lm_head(model)
         if self.options.packing:
             check_packing(model)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        shape = (len(rows), width(lengths, self.run.pad_to_multiple_of, self.max_length))
+        shape = (len(rows), width(lengths, self.cfg.pad_to_multiple_of, self.max_length))
         ids, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions = np.zeros(shape, np.int64) if self.options.packing else None
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
@@ -184,7 +192,7 @@ class Task:
         if not self.options.sample_prompt or self.tokenizer is None:
             return None
         model.eval()  # without dropout
-        torch.manual_seed(self.run.seed)
+        torch.manual_seed(self.cfg.seed)
         ids = self._prompt()
         if not ids:
             return None

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from src.config.errors import REPOSITORY, UsageError
-from src.config.schema import RunConfig, say
-from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
+from src.config.errors import UsageError
+from src.config.paths import REPOSITORY
+from src.config.schema import RunConfig, option
+from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from src.models.losses import scores
 from src.tasks import Batch, width
 from src.text.tokenization import masks_known, require_text
@@ -34,13 +35,13 @@ def shipped() -> dict[str, Path]:
 class Options:
     _argument_group_name = "task text_classification"
 
-    max_length: int | None = say(
+    max_length: int | None = option(
         "tokens per row; longer texts are cut (default: what the model can, at most 1024)", from_checkpoint=True
     )
-    text_column: str = say("column of the text", "text", from_checkpoint=True)
-    text_pair_column: str | None = say("column of a second text", from_checkpoint=True)
-    label_column: str = say("column of the label", "label", from_checkpoint=True)
-    metrics: list[str] = say(
+    text_column: str = option("column of the text", "text", from_checkpoint=True)
+    text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
+    label_column: str = option("column of the label", "label", from_checkpoint=True)
+    metrics: list[str] = option(
         "metrics of `evaluate` besides accuracy: those of src/metrics/, such as f1; others, of the Hub or by the path of a script, "
         "are code and need trust_remote_code; or none",
         ["f1"],
@@ -54,20 +55,20 @@ class Options:
 
 
 class Task:
-    def __init__(self, run: RunConfig, options: Options):
-        self.run, self.options = run, options
+    def __init__(self, cfg: RunConfig, options: Options):
+        self.cfg, self.options = cfg, options
         self.labels: list[str] | None = None
 
     def load(self) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        self.tokenizer = load_tokenizer(self.run)
+        self.tokenizer = load_tokenizer(self.cfg)
         if self.tokenizer is None:
             raise UsageError("text_classification needs --tokenizer_name, or a model folder with a tokenizer")
-        self.tokenizer_text = tokenizer_text(self.tokenizer)
-        self.config = load_config(self.run, self.tokenizer)
+        self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
+        self.config = load_config(self.cfg, self.tokenizer)
         self.max_length = check_fit(
-            self.run, self.config, self.tokenizer, self.options.max_length, AutoModelForSequenceClassification
+            self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForSequenceClassification
         )
         if self.tokenizer.pad_token_id is None:
             raise UsageError(
@@ -77,14 +78,14 @@ class Task:
             self.config.pad_token_id = self.tokenizer.pad_token_id  # a decoder reads its answer at the last other token
         for name in self.options.metrics:
             if name != "none":
-                load_metric(name, self.run.trust_remote_code)  # refused now rather than at the first evaluation
+                load_metric(name, self.cfg.trust_remote_code)  # refused now rather than at the first evaluation
         # Which text of a pair a token belongs to, for a model that was made to know.
         typed = "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
         self.columns = ["input_ids", *(["token_type_ids"] if typed and self.options.text_pair_column else [])]
         known = self.config.id2label or {}
         headed = any("SequenceClassification" in name for name in self.config.architectures or [])
         named = not all(str(name).startswith("LABEL_") for name in known.values())
-        if self.run.model_name_or_path and (named or headed):
+        if self.cfg.model_name_or_path and (named or headed):
             self.labels = [known[i] for i in sorted(known)]  # a model that already knows its labels keeps them
 
     def fingerprint(self) -> str:
@@ -93,7 +94,7 @@ class Task:
             (self.tokenizer_text, self.max_length, self.columns, self._text_columns(), o.label_column, self.labels)
         )
 
-    def survey(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str, whole: bool = True):
         from datasets import ClassLabel, Features, List, Value
 
         columns = (*self._text_columns(), self.options.label_column)
@@ -160,7 +161,7 @@ class Task:
             "cut": cut,
         }
 
-    def opened(self, features) -> None:
+    def on_prepared(self, features) -> None:
         """Take the names of the labels from prepared data."""
         self.labels = self.labels or features["label"].names
 
@@ -171,11 +172,11 @@ class Task:
         self.config.id2label = dict(enumerate(self.labels))
         self.config.label2id = {label: i for i, label in enumerate(self.labels)}
         head = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
-        return build_model(self.run, self.config, AutoModelForSequenceClassification, weights, head, empty)
+        return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, head, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        shape = (len(rows), width(lengths, self.run.pad_to_multiple_of, self.max_length))
+        shape = (len(rows), width(lengths, self.cfg.pad_to_multiple_of, self.max_length))
         inputs = {name: np.zeros(shape, np.int64) for name in (*self.columns, "attention_mask")}
         inputs["input_ids"] += self.tokenizer.pad_token_id
         for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
@@ -208,7 +209,7 @@ class Task:
         for name in self.options.metrics:
             values = {"predictions": rows["prediction"].tolist(), "references": rows["label"].tolist()}
             averaged = {"average": "macro"} if name in ("f1", "precision", "recall") else {}
-            results |= load_metric(name, self.run.trust_remote_code).compute(**values, **averaged)
+            results |= load_metric(name, self.cfg.trust_remote_code).compute(**values, **averaged)
         return {name: float(value) for name, value in results.items()}
 
     def sample(self, model: torch.nn.Module) -> str | None:

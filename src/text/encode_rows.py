@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from src.config.errors import UsageError
+from src.text.chat import checked_chat, render_chat
 from src.text.ignored_columns import warn_of_ignored
 from src.text.long_text import encode_long
-from src.text.tokenization import CHARACTERS, batches, checked_chat, render_chat, require_text, token_bytes
+from src.text.tokenization import CHARACTERS, batches_by_size, require_text, token_bytes
 
 IGNORED = -100
 OPTIONAL = ("labels", "attention_mask")  # columns beside `input_ids`
@@ -83,7 +84,7 @@ class Encoder:
     def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int] | np.ndarray, np.ndarray | None]]:
         """Yield the token ids of each text (as an array where it is long), and the bytes that each token stands for where the tokenizer can tell."""
         fast = getattr(self.tokenizer, "is_fast", False)
-        for part in batches(texts):
+        for part in batches_by_size(texts):
             if (
                 fast
                 and len(part) == 1

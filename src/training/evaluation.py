@@ -11,9 +11,9 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, evaluation_order
-from src.data.data_loader import read, seed_everything
-from src.distributed.strategies import sharded
-from src.distributed.tensor_parallel import place
+from src.data.data_loader import read_batches, seed_everything
+from src.distributed.strategies import is_sharded
+from src.distributed.tensor_parallel import data_parallel_rank_and_size
 from src.runtime import console
 from src.tasks import Task
 
@@ -23,7 +23,7 @@ ASK = 8  # micro-batches between two questions to all ranks whether to stop
 
 @torch.no_grad()
 def evaluate(
-    accelerator, agree, module: torch.nn.Module, task: Task, split, run: RunConfig, stopping=None
+    accelerator, all_reduce, module: torch.nn.Module, task: Task, split, cfg: RunConfig, stopping=None
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
@@ -35,12 +35,12 @@ def evaluate(
     # The bare module: a replica's forward is no collective, and ranks may run different numbers of them. Where the model is
     # sharded, all run as many, and what a filler comes to is thrown away.
     module = accelerator.unwrap_model(module)
-    order, shift, parts = _order(split, run)
-    rank, world = place(accelerator)
+    order, shift, parts = _order(split, cfg)
+    rank, world = data_parallel_rank_and_size(accelerator)
     examples, rounds = sum(count for _, _, count in parts), -(-len(order) // world)
     mine = order[rank::world]
-    if sharded(accelerator):
-        mine += [replace(order[0], filler=True)] * (rounds - len(mine))
+    if is_sharded(accelerator):
+        mine += [replace(order[0], dummy=True)] * (rounds - len(mine))
     names, table, rows, pending = [], None, {}, []
 
     def flush():
@@ -57,12 +57,12 @@ def evaluate(
 
     training = module.training
     module.eval()
-    with _one_thread(accelerator.device), _uncompiled(run):
+    with _one_thread(accelerator.device), _uncompiled(cfg):
         pin = accelerator.device.type == "cuda"
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
-        batches = iter(read(split, task, iter(mine), run, pin))
+        batches = iter(read_batches(split, task, iter(mine), cfg, pin))
         for turn in range(rounds):
-            if stopping and turn % ASK == 0 and agree([stopping()])[0]:
+            if stopping and turn % ASK == 0 and all_reduce([stopping()])[0]:
                 module.train(training)
                 bar.close()
                 return None
@@ -72,7 +72,7 @@ def evaluate(
             seed_everything(micro.seed)
             inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
             out = module(inputs)
-            if not micro.filler:
+            if not micro.dummy:
                 pending.append((micro, batch, out))
             bar.update()
             if len(pending) == FLUSH:
@@ -80,17 +80,17 @@ def evaluate(
         flush()
     bar.close()
     module.train(training)
-    return _combine(accelerator, agree, task, names, table, rows, len(order), parts)
+    return _combine(accelerator, all_reduce, task, names, table, rows, len(order), parts)
 
 
-def _order(split, run: RunConfig) -> tuple[list[MicroBatch], list[int], list[tuple[str, slice, int]]]:
+def _order(split, cfg: RunConfig) -> tuple[list[MicroBatch], list[int], list[tuple[str, slice, int]]]:
     """Return the micro-batches of all sources; for each, how far its ids are from places among the evaluated examples; and
     (name, its micro-batches, examples) of each source."""
     order, shift, parts, place = [], [], [], 0
     for name, first, part in split.segments():
-        count = min(len(part), run.max_eval_examples or len(part))
+        count = min(len(part), cfg.max_eval_examples or len(part))
         begun = len(order)
-        for micro in evaluation_order(count, run.per_device_eval_batch_size, run.seed, part.lengths):
+        for micro in evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths):
             order.append(replace(micro, ids=micro.ids + first, index=len(order)))
             shift.append(first - place)
         parts.append((name, slice(begun, len(order)), count))
@@ -98,13 +98,13 @@ def _order(split, run: RunConfig) -> tuple[list[MicroBatch], list[int], list[tup
     return order, shift, parts
 
 
-def _combine(accelerator, agree, task, names, table, rows, micro_batches: int, parts) -> dict:
+def _combine(accelerator, all_reduce, task, names, table, rows, micro_batches: int, parts) -> dict:
     """Return the eval line from every rank's part of the table of sums; of a mixture, also the numbers of each source."""
     examples = sum(count for _, _, count in parts)
     names, kinds = _same_names(accelerator, names, sorted(rows))
     table = np.zeros((micro_batches, len(names))) if table is None else table
-    table = agree(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
-    rows = {name: agree(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
+    table = all_reduce(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
+    rows = {name: all_reduce(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
     seen = rows.pop("times seen")
     assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
     line = _numbers(task, names, table, examples)
@@ -146,9 +146,9 @@ def _same_names(accelerator, names: list[str], kinds: list[str]) -> tuple[list[s
     return max(gather_object([(names, kinds)]), key=lambda found: len(found[0]))
 
 
-def _uncompiled(run: RunConfig):
+def _uncompiled(cfg: RunConfig):
     """Run compiled layers as they are written: then eval.py finds the same number, and no graph is made for evaluation."""
-    return torch.compiler.set_stance("force_eager") if run.compile else nullcontext()
+    return torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext()
 
 
 @contextmanager

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 
 from src.config.schema import RunConfig
-from src.training.state import Progress
+from src.training.state import TrainState
 
 
-def begin(accelerator, agree, run: RunConfig, module, optimizer, progress: Progress) -> tuple:
+def begin(accelerator, all_reduce, cfg: RunConfig, module, optimizer, progress: TrainState) -> tuple:
     """Return (the module to train, a function that averages the ranks' states where they differ).
 
     Without local SGD these are the module as it was, and a function that does nothing."""
-    if not run.local_sgd_steps or accelerator.num_processes == 1:
+    if not cfg.local_sgd_steps or accelerator.num_processes == 1:
         return module, lambda: None
     # DDP has made the replicas the same; from here on its wrapper would only reduce, and hold as much as all gradients.
     bare = accelerator.unwrap_model(module)
@@ -23,7 +23,7 @@ def begin(accelerator, agree, run: RunConfig, module, optimizer, progress: Progr
     progress.alone = True
     if not optimizer.state:
         _moments_of_zero(optimizer)
-    return bare, Average(accelerator, agree, run, optimizer, progress)
+    return bare, Average(accelerator, all_reduce, cfg, optimizer, progress)
 
 
 def _moments_of_zero(optimizer) -> None:
@@ -42,9 +42,14 @@ def _moments_of_zero(optimizer) -> None:
 class Average:
     """Makes weights, moments and progress the same on all ranks; a checkpoint then holds the state of each."""
 
-    def __init__(self, accelerator, agree, run: RunConfig, optimizer, progress: Progress):
+    def __init__(self, accelerator, all_reduce, cfg: RunConfig, optimizer, progress: TrainState):
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
-        self.agree, self.most, self.optimizer, self.progress = agree, run.max_skipped_steps, optimizer, progress
+        self.all_reduce, self.most, self.optimizer, self.progress = (
+            all_reduce,
+            cfg.max_skipped_steps,
+            optimizer,
+            progress,
+        )
         self.step = progress.step  # of the last average: all ranks begin, or go on, with the same state
 
     def __call__(self) -> None:
@@ -56,9 +61,9 @@ class Average:
         if progress.step == self.step:
             return
         self.step = progress.step
-        progress.settle(self.most)
-        lost = self.agree([float(progress.left_out * (rank == self.rank)) for rank in range(self.world)])
-        progress.left_out = int(lost.max())
+        progress.finish_update(self.most)
+        lost = self.all_reduce([float(progress.skipped * (rank == self.rank)) for rank in range(self.world)])
+        progress.skipped = int(lost.max())
         progress.give_up(self.most, progress.step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         kinds: dict[str, list[torch.Tensor]] = {"weight": parameters}

@@ -6,15 +6,15 @@ Tests: tests/training/test_step.py and tests/conformance/.
 import numpy as np
 import torch
 
-from src.data.batch_plan import digest
+from src.data.batch_plan import hash_ids
 from src.data.data_loader import seed_everything
 from src.distributed import tensor_parallel
-from src.distributed.strategies import backward, reducing
+from src.distributed.strategies import backward, gradient_sync
 from src.tasks import Task
-from src.training.state import Flag, Window
+from src.training.state import DeviceFlag, Window
 
 
-class Objective(torch.nn.Module):
+class ModelWithLoss(torch.nn.Module):
     """The module that Accelerate wraps: a model and the task's loss in one forward pass.
 
     With the loss inside, no wrapper converts, gathers or keeps logits."""
@@ -33,7 +33,7 @@ class Objective(torch.nn.Module):
         return self.task.loss(self.model, inputs)
 
 
-def gradient(
+def compute_gradient(
     accelerator, module: torch.nn.Module, window: Window, total_weight: float, each: bool = False
 ) -> torch.Tensor:
     """Leave in `.grad` the gradient of (sum of losses) / (sum of weights) over the global batch; return this rank's losses.
@@ -43,22 +43,24 @@ def gradient(
     is not finite makes the gradient of every rank so. The losses are a float64 vector on the device, one a micro-batch, so
     nothing here waits for the device.
     """
-    scale = tensor_parallel.place(accelerator)[1] / total_weight
+    scale = tensor_parallel.data_parallel_rank_and_size(accelerator)[1] / total_weight
     device, losses = accelerator.device, []
     for micro, batch in window:
         inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
         seed_everything(micro.seed)
-        with reducing(accelerator, module, micro.last, each):
+        with gradient_sync(accelerator, module, micro.last, each):
             loss = module(inputs)["loss"]
             # The second factor is exactly the scale, or NaN where the loss is infinite with a finite gradient: what
             # one rank alone would see then travels to all of them in the reduction.
-            backward(accelerator, module, loss * (0.0 * loss.detach() + (0.0 if micro.filler else scale)))
-        losses.append(torch.zeros_like(loss) if micro.filler else loss.detach())
+            backward(accelerator, module, loss * (0.0 * loss.detach() + (0.0 if micro.dummy else scale)))
+        losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
     stacked = torch.stack(losses)
     return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
 
 
-def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: float) -> tuple[torch.Tensor, Flag]:
+def optimizer_step(
+    accelerator, module, optimizer, learning_rate: float, max_grad_norm: float
+) -> tuple[torch.Tensor, DeviceFlag]:
     """Clip, step and clear; return the gradient's norm before clipping and whether the step was left out, on the device.
 
     A step is left out, weights and moments untouched, when the norm is not finite. The norm is that of the reduced
@@ -66,11 +68,11 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     if accelerator.distributed_type.value == "DEEPSPEED":
-        from src.distributed import deepspeed_zero
+        from src.distributed import deepspeed
 
-        norm, skipped = deepspeed_zero.update(module)
-        return norm, Flag(skipped)
-    clip = tensor_parallel.clip if tensor_parallel.size(accelerator) > 1 else accelerator.clip_grad_norm_
+        norm, skipped = deepspeed.update(module)
+        return norm, DeviceFlag(skipped)
+    clip = tensor_parallel.clip if tensor_parallel.tp_size(accelerator) > 1 else accelerator.clip_grad_norm_
     norm = clip(module.parameters(), max_grad_norm or float("inf"))
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # of shards
     skipped = ~torch.isfinite(norm)
@@ -84,12 +86,12 @@ def update(accelerator, module, optimizer, learning_rate: float, max_grad_norm: 
     elif not skipped:
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return norm, Flag(skipped)
+    return norm, DeviceFlag(skipped)
 
 
-def counts(window: Window) -> list[float]:
+def window_counts(window: Window) -> list[float]:
     """Return weight, tokens, positions, examples and the two sums of their ids of this rank's window, before any forward."""
-    real = [(micro, batch) for micro, batch in window if not micro.filler]
+    real = [(micro, batch) for micro, batch in window if not micro.dummy]
     sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "positions")]
     ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
-    return [*sums, float(len(ids)), *digest(ids)]
+    return [*sums, float(len(ids)), *hash_ids(ids)]

@@ -21,7 +21,8 @@ from src.config.parsing import RunConfig
 from src.distributed import launch
 from src.reporting import ledger
 from src.storage import atomic_folder
-from src.training.state import Progress
+from src.training.state import TrainState
+from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
 STEPS = 12
@@ -59,8 +60,8 @@ def command(data, folder: Path, world: int = 1, **fields) -> tuple[list, list[st
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written beside them."""
-    found = format.checkpoints(folder)
-    assert [atomic_folder.faults(path) for path in found] == [[]] * len(found)
+    found = format.list_checkpoints(folder)
+    assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not list((folder / "checkpoints").glob(".*"))
     return [format.step_of(path) for path in found]
 
@@ -85,14 +86,14 @@ def same_state(one: Path, other: Path) -> bool:
 
 def fail_at(steps, error: Exception, monkeypatch):
     """Let the writing of these checkpoints fail when most of each is written."""
-    write = format.write
+    write = format.write_checkpoint
 
-    def failing(folder, objective, tensors, state):
-        write(folder, objective, tensors, state)
+    def failing(folder, model_with_loss, tensors, state):
+        write(folder, model_with_loss, tensors, state)
         if state["progress"]["step"] in steps:
             raise error
 
-    monkeypatch.setattr(format, "write", failing)
+    monkeypatch.setattr(format, "write_checkpoint", failing)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -157,7 +158,7 @@ def test_what_is_no_fault_of_the_disk_ends_all_ranks_with_its_traceback(data, tm
     assert outputs[0].rstrip().endswith("RuntimeError: a bug in the writing")
     assert "a bug in the writing" in (folder / "run" / "logs" / "rank_0.log").read_text()
     assert "Traceback" not in "".join(outputs[1:])
-    assert format.checkpoints(folder / "run") == []
+    assert format.list_checkpoints(folder / "run") == []
 
 
 def test_a_fault_in_the_last_save_is_not_lost(data, tmp_path, monkeypatch):
@@ -175,7 +176,7 @@ def test_a_final_model_that_cannot_be_written_fails_the_run_and_the_same_command
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format, "export", failing)
+        patch.setattr(format, "write_final", failing)
         codes, outputs = command(data, tmp_path / "here", world)
     assert codes == [1] * world, outputs
     assert "final could not be written: [Errno 28] No space left on device" in outputs[0].rstrip().splitlines()[-1]
@@ -260,7 +261,7 @@ def interrupted(data, straight, tmp_path, mounted):
 
 def die_at(step: int, monkeypatch):
     """Let every rank end without a word in its update of `step`, when what was to be saved before is saved."""
-    count, update, savers, create = [0], train.update, [], async_writer.Saver.__init__
+    count, update, savers, create = [0], train.optimizer_step, [], async_writer.CheckpointWriter.__init__
 
     def created(self, *args, **kwargs):
         savers.append(self)
@@ -273,13 +274,13 @@ def die_at(step: int, monkeypatch):
             os._exit(9)
         return update(*args)
 
-    monkeypatch.setattr(train, "update", dying)
-    monkeypatch.setattr(async_writer.Saver, "__init__", created)
+    monkeypatch.setattr(train, "optimizer_step", dying)
+    monkeypatch.setattr(async_writer.CheckpointWriter, "__init__", created)
 
 
 def test_on_a_full_disk_the_run_finishes_and_the_checkpoint_before_is_intact(data, straight, interrupted, monkeypatch):
     """ENOSPC in the middle of a real file, as when somebody else takes the room after it was looked at."""
-    monkeypatch.setattr(async_writer.Saver, "_room_for", lambda *_: None)
+    monkeypatch.setattr(async_writer.CheckpointWriter, "_room_for", lambda *_: None)
     folder, disk = interrupted
     size = sum(file.stat().st_size for file in (disk.folder / "step_00000004").iterdir())
     disk.leave(size // 2)
@@ -337,7 +338,7 @@ def _slow(argv, held: int, released: int, mutant: bool, seconds: float = 0.0):
     """Train on this rank while the save of step `held` waits for the update of step `released`, or for some seconds.
 
     Return how many updates were done before that save went on, on the rank that writes."""
-    count, seen, gate, update, publish = [0], [], threading.Event(), train.update, atomic_folder.publish
+    count, seen, gate, update, publish = [0], [], threading.Event(), train.optimizer_step, atomic_folder.publish
 
     def counted(*args):
         result = update(*args)
@@ -352,7 +353,7 @@ def _slow(argv, held: int, released: int, mutant: bool, seconds: float = 0.0):
             seen.append(gate.wait(30))
         return publish(folder, write, **about)
 
-    train.update, atomic_folder.publish = counted, slow
+    train.optimizer_step, atomic_folder.publish = counted, slow
     if seconds:
         gate.set()
     if mutant:
@@ -404,7 +405,7 @@ def test_the_end_of_the_run_waits_for_its_last_checkpoint(data, tmp_path, monkey
 
 def _stopped(argv, *args):
     """Train on this rank, and get a SIGTERM in the sixth update."""
-    count, update = [0], train.update
+    count, update = [0], train.optimizer_step
 
     def stopping(*rest):
         count[0] += 1
@@ -413,9 +414,9 @@ def _stopped(argv, *args):
             time.sleep(0.5)  # for the thread that hears it
         return update(*rest)
 
-    train.update = stopping
+    train.optimizer_step = stopping
     launch.sys.argv = ["train.py", *(str(word) for word in argv)]
-    launch.main(lambda argv: _slow(argv, *args))
+    launch.run_main(lambda argv: _slow(argv, *args))
 
 
 def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_path, monkeypatch):
@@ -443,13 +444,13 @@ def test_the_log_says_what_each_save_cost(straight):
 
 def kept(folder: Path, steps, values=None, **fields) -> list[int]:
     """Return which of the checkpoints of `steps`, evaluated to `values`, are kept."""
-    run, progress = RunConfig(output_dir=str(folder), **fields), Progress()
+    run, progress = RunConfig(output_dir=str(folder), **fields), TrainState()
     for number in steps:
         (folder / at_step(number)).mkdir(parents=True, exist_ok=True)
     for progress.step, value in sorted((values or {}).items()):
-        progress.judge({"loss": value, "f1": value}, run)
+        progress.update_best({"loss": value, "f1": value}, run)
     format.prune(run, progress.best_step)
-    return [format.step_of(path) for path in format.checkpoints(folder)]
+    return [format.step_of(path) for path in format.list_checkpoints(folder)]
 
 
 EVERY = range(1, 11)
@@ -494,7 +495,7 @@ def test_the_new_one_is_there_before_an_old_one_goes(data, straight, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
 
             def dying(run, best_step, name=name):
-                if doomed := format.expendable(run, best_step):
+                if doomed := format.checkpoints_to_delete(run, best_step):
                     if name != "before":
                         (doomed[0] / "model.safetensors").unlink()
                     os._exit(9)
@@ -502,9 +503,9 @@ def test_the_new_one_is_there_before_an_old_one_goes(data, straight, tmp_path):
             patch.setattr(format, "prune", dying)
             with pytest.raises(kit.RankFailed):
                 kit.run_training(1, folder, *recipe(data, save_total_limit=1))
-        assert [path.name for path in format.checkpoints(folder)] == ["step_00000004", "step_00000008"]
-        assert atomic_folder.faults(folder / at_step(8)) == []
-        assert bool(atomic_folder.faults(folder / at_step(4))) == (name != "before")
+        assert [path.name for path in format.list_checkpoints(folder)] == ["step_00000004", "step_00000008"]
+        assert atomic_folder.verify(folder / at_step(8)) == []
+        assert bool(atomic_folder.verify(folder / at_step(4))) == (name != "before")
         run = kit.run_training(1, folder, *recipe(data, save_total_limit=1))
         assert kit.same(run.weights, straight[1].weights)
         assert saved(folder) == [12]
@@ -578,11 +579,9 @@ def test_the_host_copy_holds_tied_tensors_once_and_uses_its_memory_again():
 def objective_of(tied: bool):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from src.training.step import Objective
-
     torch.manual_seed(1)
     config = AutoConfig.for_model(**kit.TINY, tie_word_embeddings=tied)
-    return Objective(AutoModelForCausalLM.from_config(config), task=None)
+    return ModelWithLoss(AutoModelForCausalLM.from_config(config), task=None)
 
 
 class Meter:
@@ -596,28 +595,33 @@ def test_a_further_part_is_saved_and_comes_back(tmp_path, tied):
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     def made():
-        objective = objective_of(tied)
-        average = AveragedModel(objective.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-        return objective, {"optimizer": torch.optim.AdamW(objective.model.parameters(), lr=0.1), "average": average}
+        model_with_loss = objective_of(tied)
+        average = AveragedModel(model_with_loss.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        return model_with_loss, {
+            "optimizer": torch.optim.AdamW(model_with_loss.model.parameters(), lr=0.1),
+            "average": average,
+        }
 
-    objective, parts = made()
+    model_with_loss, parts = made()
     for n in range(3):
         ids = torch.arange(8)[None] + n
-        objective.model(input_ids=ids, labels=ids).loss.backward()
+        model_with_loss.model(input_ids=ids, labels=ids).loss.backward()
         parts["optimizer"].step()
         parts["optimizer"].zero_grad()
-        parts["average"].update_parameters(objective.model)
-    tensors, numbers = format.tensors_of(objective, parts)
+        parts["average"].update_parameters(model_with_loss.model)
+    tensors, numbers = format.collect_tensors(model_with_loss, parts)
     assert tensors.keys() == {"model", "optimizer", "average"}
     host = format.HostCopy().take(tensors)
-    state = {"progress": asdict(Progress(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
-    atomic_folder.publish(tmp_path / "step", lambda folder: format.write(folder, objective, host, state))
-    assert atomic_folder.faults(tmp_path / "step") == []
+    state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
+    atomic_folder.publish(
+        tmp_path / "step", lambda folder: format.write_checkpoint(folder, model_with_loss, host, state)
+    )
+    assert atomic_folder.verify(tmp_path / "step") == []
     assert (tmp_path / "step" / "average.safetensors").exists()
 
     other, fresh = made()
     assert not kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
-    format.load(tmp_path / "step", other, fresh, None, Meter())
+    format.load_checkpoint(tmp_path / "step", other, fresh, None, Meter())
     assert kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
     assert fresh["average"].n_averaged == 3
     average = fresh["average"].module
@@ -634,7 +638,7 @@ def _fp16(argv):
     """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only.
 
     It begins so high that the first updates overflow, and doubles every third update that does not."""
-    start = launch.start
+    start = launch.init_accelerator
 
     def scaled(run):
         accelerator = start(run)
@@ -643,7 +647,7 @@ def _fp16(argv):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
         return accelerator
 
-    launch.start = scaled
+    launch.init_accelerator = scaled
     train.main([str(word) for word in argv])
 
 
@@ -671,8 +675,8 @@ def test_the_scaler_survives_a_kill(fp16, tmp_path, monkeypatch, mutant):
             kit.spawn(1, _fp16, argv, out=tmp_path / "out")
     assert saved(tmp_path / "run") == [5, 10]
     if mutant:
-        load = format.load
-        monkeypatch.setattr(format, "load", lambda a, b, c, scaler, meter: load(a, b, c, None, meter))
+        load = format.load_checkpoint
+        monkeypatch.setattr(format, "load_checkpoint", lambda a, b, c, scaler, meter: load(a, b, c, None, meter))
     kit.spawn(1, _fp16, argv, out=tmp_path / "out")
     run = kit.Run(tmp_path / "run")
     assert kit.same(run.weights, straight.weights) == (not mutant)

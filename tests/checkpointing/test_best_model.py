@@ -39,14 +39,14 @@ def copy(done, tmp_path):
 
 def check_best(run: kit.Run, step: int = 3) -> dict:
     """Assert that final/ is the model of `step`, the best one, without training state; return status.json."""
-    assert [format.step_of(path) for path in format.checkpoints(run.folder)] == [step, STEPS["max_steps"]]
+    assert [format.step_of(path) for path in format.list_checkpoints(run.folder)] == [step, STEPS["max_steps"]]
     best = run.folder / "checkpoints" / f"step_{step:08d}"
     assert kit.same(run.weights, kit.load_weights(best))
     assert not kit.same(run.weights, kit.load_weights(run.folder / f"checkpoints/step_{STEPS['max_steps']:08d}"))
     names = {path.name for path in (run.folder / "final").iterdir()}
     assert "config.json" in names
     assert not [name for name in names if name.startswith(("optimizer", "state"))]
-    told = run_status.read(run.folder)
+    told = run_status.read_status(run.folder)
     assert told["final_step"] == step
     return told
 
@@ -83,14 +83,14 @@ def test_final_of_shards_is_the_best_checkpoint(tiny, tmp_path):
 
 @pytest.mark.parametrize("lost", ["metrics.jsonl", "nothing"])
 def test_best_checkpoint_survives_a_kill_and_lost_metrics(tiny, done, tmp_path, monkeypatch, lost):
-    update, count = train.update, [0]
+    update, count = train.optimizer_step, [0]
 
     def dies(*args):
         count[0] += 1
         return os._exit(9) if count[0] == 8 else update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "update", dies)
+        patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe(tiny, save_steps=5))
     (tmp_path / "run" / lost).unlink(missing_ok=True)
@@ -111,7 +111,7 @@ def test_final_is_the_last_step_without_the_best(tiny, copy, how):
     printed = (copy.with_suffix(".out") / "rank0.txt").read_text()
     assert "best: step 3" in printed
     assert "final/ holds step 10" in printed
-    assert run_status.read(copy)["final_step"] == 10
+    assert run_status.read_status(copy)["final_step"] == 10
 
 
 def test_best_checkpoint_may_have_another_name(tiny, copy):
@@ -124,7 +124,7 @@ def test_best_checkpoint_may_have_another_name(tiny, copy):
 def test_early_stop_is_reported(tiny, tmp_path):
     run = kit.run_training(1, tmp_path / "run", *recipe(tiny, early_stopping_patience=1))
     assert run.lines[-1]["step"] == 6
-    said = run_status.read(run.folder)
+    said = run_status.read_status(run.folder)
     assert (said["stopped_early"], said["best_step"], said["step"], said["status"]) == (True, 3, 6, "complete")
     printed = (run.folder.with_suffix(".out") / "rank0.txt").read_text()
     assert "stopped early at step 6 of 10: loss has not improved for 1 evaluation" in printed
@@ -137,7 +137,7 @@ def test_unknown_metric_loses_no_step(tiny, tmp_path):
     codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [2, 2], texts
     assert "metric_for_best_model: an evaluation has no 'f1'" in texts[0].rstrip().splitlines()[-1]
-    [saved] = format.checkpoints(tmp_path / "run")
+    [saved] = format.list_checkpoints(tmp_path / "run")
     progress = json.loads((saved / "state.json").read_text())["progress"]
     assert (progress["step"], progress["evaluated"]) == (3, 0)
     check_best(kit.run_training(1, tmp_path / "run", *recipe(tiny)))

@@ -36,7 +36,7 @@ def straight(files, tmp_path_factory):
 
 def kill_at(step: int, monkeypatch):
     """Make every rank die without a word in its update of `step`, as SIGKILL would have it."""
-    original, count = train.update, [0]
+    original, count = train.optimizer_step, [0]
 
     def update(*args):
         count[0] += 1
@@ -44,7 +44,7 @@ def kill_at(step: int, monkeypatch):
             os._exit(9)
         return original(*args)
 
-    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "optimizer_step", update)
 
 
 def killed_and_resumed(files, folder, worlds, at, monkeypatch) -> kit.Run:
@@ -125,7 +125,7 @@ def test_a_torn_checkpoint_is_not_taken_for_one(files, straight, tmp_path, monke
             kit.run_training(1, tmp_path / "run", *recipe(files))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert left == [".step_00000020.tmp", "step_00000010", "step_00000015"]
-    assert checkpoint.newest(tmp_path / "run").name == "step_00000015"
+    assert checkpoint.newest_intact(tmp_path / "run").name == "step_00000015"
     run = kit.run_training(1, tmp_path / "run", *recipe(files))
     assert kit.same(run.weights, straight[1].weights)
 
@@ -173,10 +173,10 @@ def test_resume_takes_a_folder_or_refuses_it(files, straight, tmp_path):
 
 def test_state_is_a_few_integers(straight):
     state = json.loads((straight[1].folder / "checkpoints" / "step_00000040" / "state.json").read_text())
-    assert {k: state["progress"][k] for k in ("step", "updates", "left_out")} == {
+    assert {k: state["progress"][k] for k in ("step", "updates", "skipped")} == {
         "step": 40,
         "updates": 40,
-        "left_out": 0,
+        "skipped": 0,
     }
     moments = load_file(straight[1].folder / "checkpoints" / "step_00000040" / "optimizer.safetensors")
     assert {name.split("/")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}

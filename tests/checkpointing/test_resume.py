@@ -39,7 +39,7 @@ def recipe(files, **fields) -> list[str]:
 
 def kill_at(step: int, monkeypatch):
     """Make every rank die without a word in its update of `step`, when the save before it is done."""
-    original, count, savers, create = train.update, [0], [], train.Saver.__init__
+    original, count, savers, create = train.optimizer_step, [0], [], train.CheckpointWriter.__init__
 
     def created(self, *args, **kwargs):
         savers.append(self)
@@ -52,8 +52,8 @@ def kill_at(step: int, monkeypatch):
             os._exit(9)
         return original(*args)
 
-    monkeypatch.setattr(train, "update", update)
-    monkeypatch.setattr(train.Saver, "__init__", created)
+    monkeypatch.setattr(train, "optimizer_step", update)
+    monkeypatch.setattr(train.CheckpointWriter, "__init__", created)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def killed(files, tmp_path_factory):
         kill_at(11, patch)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, folder / "run", *recipe(files))
-    assert [path.name for path in format.checkpoints(folder / "run")] == ["step_00000004", "step_00000008"]
+    assert [path.name for path in format.list_checkpoints(folder / "run")] == ["step_00000004", "step_00000008"]
     return folder / "run"
 
 
@@ -82,27 +82,27 @@ def run(killed, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def facts(files):
+def stats(files):
     """What the data of `recipe` holds."""
-    return kit.open_data(**fields_of(recipe(files)))[1]["train"].facts
+    return kit.open_data(**fields_of(recipe(files)))[1]["train"].stats
 
 
 def fields_of(argv: list[str]) -> dict[str, str]:
     return {name[2:]: value for name, value in zip(argv[::2], argv[1::2], strict=True)}
 
 
-def find(folder: Path, facts: dict, argv: list[str]) -> resume.Start:
+def find(folder: Path, stats: dict, argv: list[str]) -> resume.ResumePoint:
     """Return what the main process would go on from."""
     asked, options = parsing.parse([*argv, "--output_dir", str(folder)], OPTIONS)
-    return resume.find(asked, facts, yaml.safe_load(to_yaml(asked, options)), type(options))
+    return resume.find(asked, stats, yaml.safe_load(to_yaml(asked, options)), type(options))
 
 
 @pytest.mark.parametrize("name", ["nowhere", "."])
-def test_resume_from_what_is_no_checkpoint(files, killed, facts, tmp_path, monkeypatch, name):
+def test_resume_from_what_is_no_checkpoint(files, killed, stats, tmp_path, monkeypatch, name):
     """In the folder of a run, too, where it is not called a checkpoint of another run."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=f"resume: {name} is neither a checkpoint nor a run with one"):
-        find(killed, facts, recipe(files, resume=name))
+        find(killed, stats, recipe(files, resume=name))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -131,7 +131,7 @@ DAMAGE = {
 }
 
 
-def silent(folder: Path, facts: dict, argv: list[str]) -> list[str]:
+def silent(folder: Path, stats: dict, argv: list[str]) -> list[str]:
     """Damage every file of the newest checkpoint in every way; return where the run would not go on from the older one
     with a note that names the file."""
     newest, missed = folder / "checkpoints" / "step_00000008", []
@@ -140,7 +140,7 @@ def silent(folder: Path, facts: dict, argv: list[str]) -> list[str]:
             data = path.read_bytes()
             damage(path)
             try:
-                start = find(folder, facts, argv)
+                start = find(folder, stats, argv)
                 if start.folder.name != "step_00000004" or not any(
                     f"{newest} is damaged and not used: {path.name}" in note for note in start.notes
                 ):
@@ -151,40 +151,40 @@ def silent(folder: Path, facts: dict, argv: list[str]) -> list[str]:
     return missed
 
 
-def test_every_damage_to_every_file_is_found_and_named_and_the_older_one_is_used(files, run, facts):
+def test_every_damage_to_every_file_is_found_and_named_and_the_older_one_is_used(files, run, stats):
     assert sorted(path.name for path in (run / "checkpoints" / "step_00000008").iterdir()) == FILES
-    assert find(run, facts, recipe(files)).folder.name == "step_00000008"
-    assert silent(run, facts, recipe(files)) == []
-    assert find(run, facts, recipe(files)) == (run / "checkpoints" / "step_00000008", [])
+    assert find(run, stats, recipe(files)).folder.name == "step_00000008"
+    assert silent(run, stats, recipe(files)) == []
+    assert find(run, stats, recipe(files)) == (run / "checkpoints" / "step_00000008", [])
 
 
-def test_mutant_that_does_not_verify_resumes_silently(files, run, facts, monkeypatch):
-    monkeypatch.setattr(atomic_folder, "faults", lambda folder: [])
-    missed = silent(run, facts, recipe(files))
+def test_mutant_that_does_not_verify_resumes_silently(files, run, stats, monkeypatch):
+    monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
+    missed = silent(run, stats, recipe(files))
     assert len(missed) == len(FILES) * len(DAMAGE)
     assert "model.safetensors a bit in the middle flipped" in missed
 
 
-def test_every_damage_to_a_checkpoint_that_is_asked_for_is_refused_by_name(files, run, facts, tmp_path):
+def test_every_damage_to_a_checkpoint_that_is_asked_for_is_refused_by_name(files, run, stats, tmp_path):
     asked = run / "checkpoints" / "step_00000008"
     for path in sorted(asked.iterdir()):
         for damage in DAMAGE.values():
             data = path.read_bytes()
             damage(path)
             with pytest.raises(UsageError) as refused:
-                find(tmp_path / "other", facts, [*recipe(files), "--resume", str(asked)])
+                find(tmp_path / "other", stats, [*recipe(files), "--resume", str(asked)])
             assert str(refused.value).startswith(f"resume: {asked}")
             # Without state.json it does not look like a checkpoint at all.
             assert path.name in str(refused.value) or not (asked / "state.json").exists()
             path.write_bytes(data)
-    assert find(tmp_path / "other", facts, [*recipe(files), "--resume", str(asked)]).folder == asked
+    assert find(tmp_path / "other", stats, [*recipe(files), "--resume", str(asked)]).folder == asked
 
 
-def test_all_damaged_is_a_refusal_that_names_every_one(files, run, facts):
+def test_all_damaged_is_a_refusal_that_names_every_one(files, run, stats):
     for number, name in ((4, "model.safetensors"), (8, "state.json")):
         flipped(run / f"checkpoints/step_{number:08d}/{name}", 99)
     with pytest.raises(UsageError) as refused:
-        find(run, facts, recipe(files))
+        find(run, stats, recipe(files))
     assert "none of the checkpoints is intact" in str(refused.value)
     assert "step_00000004 is damaged and not used: model.safetensors: its hash" in str(refused.value)
     assert "step_00000008 is damaged and not used: state.json: its hash" in str(refused.value)
@@ -258,7 +258,7 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused_with_2(files, run, tm
 def test_mutant_run_that_does_not_verify_ends_with_other_weights(files, straight, run, monkeypatch):
     path = run / "checkpoints" / "step_00000008" / "model.safetensors"
     flipped(path, 8 * (path.stat().st_size - 1) + 6)  # an exponent bit of the last weight
-    monkeypatch.setattr(atomic_folder, "faults", lambda folder: [])
+    monkeypatch.setattr(atomic_folder, "verify", lambda folder: [])
     assert not kit.same(kit.run_training(1, run, *recipe(files)).weights, straight[1].weights)
 
 
@@ -360,7 +360,7 @@ def test_every_field_is_known_here_as_free_or_as_mathematics():
     assert not FREE.keys() & MATHEMATICS.keys()
 
 
-def changed(killed, facts, argv, name: str, value) -> list[str]:
+def changed(killed, stats, argv, name: str, value) -> list[str]:
     """Return the remarks about a run that goes on with another value of one field; UsageError if it is refused."""
     asked, options = parsing.parse([*argv, "--output_dir", str(killed)], OPTIONS)
     before = yaml.safe_load(to_yaml(asked, options))
@@ -374,18 +374,20 @@ def changed(killed, facts, argv, name: str, value) -> list[str]:
         after = before | {name: [value] if isinstance(defaults[name], list) else value}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resume, "read_state", lambda folder: state | {"config": before | defaults})
-            return resume.same_run(killed / "checkpoints/step_00000008", asked, facts, before | defaults | after, kind)
+            return resume.check_same_run(
+                killed / "checkpoints/step_00000008", asked, stats, before | defaults | after, kind
+            )
     asked, options = parsing.parse([*argv, "--output_dir", str(killed), *kit.flags(**{name: value})], OPTIONS)
     if name == "task":
         options = OPTIONS["causal_lm"]()()
     after = yaml.safe_load(to_yaml(asked, options))
-    return resume.same_run(killed / "checkpoints/step_00000008", asked, facts, after, type(options))
+    return resume.check_same_run(killed / "checkpoints/step_00000008", asked, stats, after, type(options))
 
 
 @pytest.mark.parametrize("name", MATHEMATICS)
-def test_a_change_of_the_mathematics_is_refused_old_and_new(files, killed, facts, name):
+def test_a_change_of_the_mathematics_is_refused_old_and_new(files, killed, stats, name):
     with pytest.raises(UsageError, match=rf"holds another run \({name}: .* → .*\)") as refused:
-        changed(killed, facts, recipe(files), name, MATHEMATICS[name])
+        changed(killed, stats, recipe(files), name, MATHEMATICS[name])
     value = str(MATHEMATICS[name]).replace('"', "'")
     assert f"→ {value}" in str(refused.value)
     assert "--init_from" in str(refused.value)
@@ -393,20 +395,20 @@ def test_a_change_of_the_mathematics_is_refused_old_and_new(files, killed, facts
 
 
 @pytest.mark.parametrize("name", [name for name, value in FREE.items() if value is not None and name != "dry_run"])
-def test_a_harmless_change_is_accepted_and_said(files, killed, facts, name):
-    [remark] = changed(killed, facts, recipe(files), name, FREE[name])
+def test_a_harmless_change_is_accepted_and_said(files, killed, stats, name):
+    [remark] = changed(killed, stats, recipe(files), name, FREE[name])
     assert remark.startswith(f"changed since step_00000008: {name}: ")
     assert "→" in remark
 
 
-def test_nothing_changed_says_nothing(files, killed, facts):
-    assert find(killed, facts, recipe(files)) == (killed / "checkpoints" / "step_00000008", [])
+def test_nothing_changed_says_nothing(files, killed, stats):
+    assert find(killed, stats, recipe(files)) == (killed / "checkpoints" / "step_00000008", [])
 
 
-def test_mutant_that_compares_nothing_is_caught(files, killed, facts, monkeypatch):
-    monkeypatch.setattr(resume, "free_fields", lambda options: names_of(RunConfig) | names_of(options))
+def test_mutant_that_compares_nothing_is_caught(files, killed, stats, monkeypatch):
+    monkeypatch.setattr(resume, "changeable_fields", lambda options: names_of(RunConfig) | names_of(options))
     for name in ("seed", "learning_rate", "packing"):
-        assert changed(killed, facts, recipe(files), name, MATHEMATICS[name])  # said, but not refused
+        assert changed(killed, stats, recipe(files), name, MATHEMATICS[name])  # said, but not refused
 
 
 def test_all_that_differs_is_listed_and_all_ranks_end_with_2(files, run, tmp_path):
@@ -444,7 +446,7 @@ def moved(files, folder: Path) -> dict[str, Path]:
 
 
 def opened(files, **fields) -> dict:
-    return kit.open_data(**fields_of(recipe(files, **fields)))[1]["train"].facts
+    return kit.open_data(**fields_of(recipe(files, **fields)))[1]["train"].stats
 
 
 def test_data_and_model_may_move(files, straight, run, tmp_path):
@@ -541,10 +543,10 @@ CANNOT = ("linear", "cosine")
 
 
 @pytest.fixture
-def with_schedule(killed, files, facts, tmp_path):
+def with_schedule(killed, files, stats, tmp_path):
     """Return a function: what becomes of a run of 12 steps with a schedule, 8 of them done, that is to have others."""
 
-    def go_on(schedule: str, **length) -> resume.Start:
+    def go_on(schedule: str, **length) -> resume.ResumePoint:
         shutil.copytree(killed, tmp_path / "run", dirs_exist_ok=True)
         path = tmp_path / "run/checkpoints/step_00000008"
         fields = {"lr_scheduler_type": schedule, "warmup_steps": 3}
@@ -552,8 +554,8 @@ def with_schedule(killed, files, facts, tmp_path):
         state = format.read_state(path) | {"config": yaml.safe_load(to_yaml(asked, options))}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resume, "read_state", lambda folder: state)
-            patch.setattr(atomic_folder, "faults", lambda folder: [])
-            return find(tmp_path / "run", facts, recipe(files, **fields | length))
+            patch.setattr(atomic_folder, "verify", lambda folder: [])
+            return find(tmp_path / "run", stats, recipe(files, **fields | length))
 
     return go_on
 
@@ -605,9 +607,9 @@ def _weights_at_the_start(argv):
     """Train on this rank; return the model's weights before the first step, and the step it begins with."""
     seen, prepare = {}, train.prepare_model.prepare
 
-    def spy(accelerator, objective, optimizer):
-        seen["weights"] = {name: value.clone() for name, value in objective.model.state_dict().items()}
-        return prepare(accelerator, objective, optimizer)
+    def spy(accelerator, model_with_loss, optimizer):
+        seen["weights"] = {name: value.clone() for name, value in model_with_loss.model.state_dict().items()}
+        return prepare(accelerator, model_with_loss, optimizer)
 
     train.prepare_model.prepare = spy
     train.main([str(word) for word in argv])
@@ -635,12 +637,12 @@ def test_init_from_begins_a_new_run_with_the_weights_of_another(files, straight,
 
 def test_init_from_a_run_that_is_not_finished_takes_its_newest_intact_checkpoint(run):
     asked = RunConfig(init_from=str(run))
-    assert weights.begin_with(asked) == run / "checkpoints" / "step_00000008"
+    assert weights.init_weights(asked) == run / "checkpoints" / "step_00000008"
     damage(run, "model.safetensors", "its last bit flipped")
-    assert weights.begin_with(asked) == run / "checkpoints" / "step_00000004"
+    assert weights.init_weights(asked) == run / "checkpoints" / "step_00000004"
     damage(run, "config.json", "removed", step=4)
     with pytest.raises(UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact one \(of 2\)"):
-        weights.begin_with(asked)
+        weights.init_weights(asked)
 
 
 @pytest.mark.parametrize("what", ["checkpoints/step_00000008", "final", ""])
@@ -648,7 +650,7 @@ def test_init_from_finds_every_damage(straight, tmp_path, what):
     shutil.copytree(straight[1].folder, tmp_path / "run")
     source = tmp_path / "run" / what
     folder = source if what else source / "final"
-    assert weights.begin_with(RunConfig(init_from=str(source))) == folder
+    assert weights.init_weights(RunConfig(init_from=str(source))) == folder
     missed = []
     for path in sorted(folder.iterdir()):
         for how, hurt in DAMAGE.items():
@@ -656,7 +658,7 @@ def test_init_from_finds_every_damage(straight, tmp_path, what):
             hurt(path)
             try:
                 # A run whose final model has lost its configuration has checkpoints still.
-                if atomic_folder.faults(weights.begin_with(RunConfig(init_from=str(source)))):
+                if atomic_folder.verify(weights.init_weights(RunConfig(init_from=str(source)))):
                     missed.append(f"{path.name} {how}")
             except UsageError as error:
                 if not str(error).startswith("init_from: "):
@@ -688,7 +690,7 @@ def _rows_read(argv, replay: bool = False):
     """Train on this rank; return the ids of all rows that were read, in order, and those trained on."""
     from src.data.dataset import Split
 
-    read, trained, rows, gradient, order = [], [], Split.rows, train.gradient, train.training_order
+    read, trained, rows, gradient, order = [], [], Split.rows, train.compute_gradient, train.training_order
 
     def spy(self, ids):
         read.extend(np.asarray(ids).tolist())
@@ -698,7 +700,7 @@ def _rows_read(argv, replay: bool = False):
         trained.extend(i for micro, _ in window for i in micro.ids.tolist())
         return gradient(accelerator, module, window, *rest)
 
-    Split.rows, train.gradient = spy, seen
+    Split.rows, train.compute_gradient = spy, seen
     if replay:  # as skip_first_batches does: from the start, and thrown away
 
         def windows(batches, original=train.windows):

@@ -42,14 +42,14 @@ def done(tiny, tmp_path_factory) -> kit.Run:
     return kit.run_training(1, tmp_path_factory.mktemp("done") / "run", *recipe(tiny))
 
 
-def find(folder: Path, argv: list[str], also=None, **fields) -> resume.Start:
+def find(folder: Path, argv: list[str], also=None, **fields) -> resume.ResumePoint:
     """Return what the main process would resume from."""
     run, options = parsing.parse([*argv, "--output_dir", str(folder), *kit.flags(**fields)], OPTIONS)
     names = dict(zip([word[2:] for word in argv[::2]], argv[1::2], strict=True))
     splits = kit.open_data(**names)[1]
-    known = {"validation": splits["validation"].facts, "mixed_precision": "no"} | (also or {})
+    known = {"validation": splits["validation"].stats, "mixed_precision": "no"} | (also or {})
     values = yaml.safe_load(parsing.to_yaml(run, options))
-    return resume.find(run, splits["train"].facts, values, type(options), known)
+    return resume.find(run, splits["train"].stats, values, type(options), known)
 
 
 # ---- contents that a folder or the launch decides -----------------------------------------------------------------------
@@ -180,11 +180,11 @@ def test_labels_and_tokenizer_of_a_task_are_recorded(tmp_path):
     fields = {"task": "text_classification", "tokenizer_name": tokenizer, "output_dir": tmp_path / "run"}
     fields |= {"model_config": kit.write_yaml(tmp_path / "m.yaml", kit.GPT2)}
     fields["train_file"] = kit.write_jsonl(tmp_path / "train.jsonl", rows)
-    known = kit.open_data(**fields)[1]["train"].facts
+    known = kit.open_data(**fields)[1]["train"].stats
     assert known["labels"] == ["a", "b"]
     settings = json.loads((tokenizer / "tokenizer_config.json").read_text())
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": "<|endoftext|>"}))
-    changed = kit.open_data(**fields)[1]["train"].facts
+    changed = kit.open_data(**fields)[1]["train"].stats
     assert changed["rows"] == known["rows"]
     assert changed["tokenizer_files"] != known["tokenizer_files"]
 
@@ -194,14 +194,14 @@ def test_changed_rows_of_a_stream_are_refused(tiny, tmp_path, size):
     """Of a file of the same size; of a large one, some places are looked at."""
     path = tmp_path / "train.jsonl"
     text = Path(tiny["train_file"]).read_text() * size
-    facts = []
+    stats = []
     for i in (0, 0, 1):
         path.write_text(text[:-5] + text[-5:].replace(text[-4], str((int(text[-4]) + i) % 10)))
         flags = {"train_file": path, "model_config": None, "streaming": True, "max_steps": 3, "output_dir": tmp_path}
         fields = {name: value for name, value in (tiny | flags).items() if value is not None}
-        facts.append(kit.open_data(**fields)[1]["train"].facts)
+        stats.append(kit.open_data(**fields)[1]["train"].stats)
     assert (size > 1) == (len(text) > 1 << 20)
-    known = [{"data": run_identity._contents(one), "model": None} for one in facts]
+    known = [{"data": run_identity._contents(one), "model": None} for one in stats]
     assert run_identity.differences(*known[:2]) == ([], [])
     [fault], _ = run_identity.differences(known[1], known[2])
     assert "training data" in fault
@@ -262,17 +262,17 @@ def test_a_run_that_began_from_a_checkpoint_is_resumed_by_the_same_command(tiny,
     link, run = tmp_path / "link", tmp_path / "run"
     link.symlink_to(source)
     flags = recipe(tiny, resume=f"{link}/", save_steps=1)
-    update, count = train.update, [0]
+    update, count = train.optimizer_step, [0]
 
     def dies(*args):
         count[0] += 1
         return os._exit(9) if count[0] == at else update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "update", dies)
+        patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, run, *flags)
-    assert len(format.checkpoints(run)) == at // 2
+    assert len(format.list_checkpoints(run)) == at // 2
     if at == 3:
         shutil.rmtree(source)
     again = kit.run_training(1, run, *flags)
@@ -309,7 +309,7 @@ def test_a_link_or_copy_that_the_user_made_stays(tiny, done, tmp_path, monkeypat
     shutil.copytree(run / "checkpoints" / "step_00000004", mine) if how == "copy" else mine.symlink_to("step_00000004")
     words = ["--resume", f"{mine}/" if how == "link/" else mine] if how.startswith("link") else []
     with monkeypatch.context() as patch:
-        patch.setattr(train, "update", lambda *args: os._exit(9))
+        patch.setattr(train, "optimizer_step", lambda *args: os._exit(9))
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, run, *recipe(tiny), *words)
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
@@ -322,12 +322,12 @@ def test_a_link_or_copy_that_the_user_made_stays(tiny, done, tmp_path, monkeypat
 def test_a_fork_takes_the_best_checkpoint_along(tiny, tmp_path):
     fields = {"metric_for_best_model": "loss", "greater_is_better": False, "eval_steps": 2}
     first = kit.run_training(1, tmp_path / "first", *recipe(tiny, **fields))
-    best = run_status.read(first.folder)["best_step"]
+    best = run_status.read_status(first.folder)["best_step"]
     assert best in (2, 4)
     fork = kit.run_training(
         1, tmp_path / "fork", *recipe(tiny, **fields, resume=first.folder / "checkpoints" / "step_00000004")
     )
-    assert run_status.read(fork.folder)["best_step"] == best
+    assert run_status.read_status(fork.folder)["best_step"] == best
     shutil.rmtree(first.folder)
     assert kit.same(fork.weights, kit.load_weights(fork.folder / "checkpoints" / f"step_{best:08d}"))
     assert kit.same(fork.weights, first.weights)
@@ -345,19 +345,19 @@ def test_a_fork_that_is_killed_early_does_not_become_the_other_run(tiny, tmp_pat
     words = recipe(tiny, **fields)
     first, fork = kit.run_training(1, tmp_path / "first", *words), tmp_path / "fork"
     folder, before = first.folder / "checkpoints", contents(first.folder)
-    best, update = run_status.read(first.folder)["best_step"], train.update
+    best, update = run_status.read_status(first.folder)["best_step"], train.optimizer_step
     assert best in (2, 4)
     for at, newest in ((1, best), (3, 5)):  # a save waits for the one before it
         count = iter(range(at))
         with monkeypatch.context() as patch:
             patch.setattr(
-                train, "update", lambda *args, c=count, n=at: os._exit(9) if next(c) == n - 1 else update(*args)
+                train, "optimizer_step", lambda *args, c=count, n=at: os._exit(9) if next(c) == n - 1 else update(*args)
             )
             with pytest.raises(kit.RankFailed):
                 kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
-        assert format.step_of(format.checkpoints(fork)[-1]) == newest
-    [own] = {run_identity._id(path) for path in format.checkpoints(fork)}
-    assert own not in {run_identity._id(path) for path in format.checkpoints(first.folder)}
+        assert format.step_of(format.list_checkpoints(fork)[-1]) == newest
+    [own] = {run_identity._id(path) for path in format.list_checkpoints(fork)}
+    assert own not in {run_identity._id(path) for path in format.list_checkpoints(first.folder)}
     with pytest.raises(UsageError, match=r"of another run"):
         find(fork, words, resume=folder / "step_00000005")
     again = kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from src.checkpointing import sharded
 from src.checkpointing.format import write_index
-from src.checkpointing.sharded import Reader, Team, file_name, owners
+from src.checkpointing.sharded import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
 from src.config.errors import UsageError
 from src.distributed import launch
-from src.distributed.sharded_tensors import Piece, partial, plain_name, whole
+from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial, plain_name
 from src.storage import atomic_folder
 from tests.helpers import kit
 
@@ -46,7 +46,7 @@ def layer_of(name: str) -> str:
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_tensor_has_one_owner_and_a_layer_stays_together_with_its_moments(world, tied):
     tensors = held(tied=tied)
-    owner = owners(tensors, world)
+    owner = assign_tensors_to_ranks(tensors, world)
     assert set(owner) == {(part, name) for part, named in tensors.items() for name in named}
     assert set(owner.values()) <= set(range(world))
     if tied:
@@ -62,7 +62,7 @@ def test_every_tensor_has_one_owner_and_a_layer_stays_together_with_its_moments(
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_no_rank_writes_more_than_its_share_and_a_layer(world):
     tensors, loads, layers = held(layers=20), [0] * world, {}
-    for (part, name), rank in owners(tensors, world).items():
+    for (part, name), rank in assign_tensors_to_ranks(tensors, world).items():
         loads[rank] += tensors[part][name].nbytes
         layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
     assert max(loads) <= sum(loads) / world + max(layers.values())
@@ -74,8 +74,10 @@ def test_no_rank_writes_more_than_its_share_and_a_layer(world):
 
 def test_the_owners_do_not_depend_on_where_tensors_lie():
     """Each rank asks for itself, and must come to the same answer."""
-    assert owners(held(), 3) == owners(held(), 3)
-    assert owners({part: dict(reversed(named.items())) for part, named in held().items()}, 3) == owners(held(), 3)
+    assert assign_tensors_to_ranks(held(), 3) == assign_tensors_to_ranks(held(), 3)
+    assert assign_tensors_to_ranks(
+        {part: dict(reversed(named.items())) for part, named in held().items()}, 3
+    ) == assign_tensors_to_ranks(held(), 3)
 
 
 def test_files_are_named_as_transformers_names_them():
@@ -104,18 +106,18 @@ def test_what_others_wrote_is_collected_when_it_is_complete(tmp_path):
     parts, folder = tmp_path / ".step.1.parts", tmp_path / "folder"
     folder.mkdir()
     threads = [
-        threading.Thread(target=Team(rank, 3, 20).deliver, args=(parts, writes(rank, pause)))
+        threading.Thread(target=ShardWriters(rank, 3, 20).write_shard, args=(parts, writes(rank, pause)))
         for rank, pause in ((1, 0.5), (2, 0.0))
     ]
     for thread in threads:
         thread.start()
     kit.until((parts / "1" / "part1").exists)
     assert (parts / "1" / "part1").stat().st_size <= 1000  # what the mutant would take that looks for the file
-    entries = Team(0, 3, 20).collect(parts, folder)
+    entries = ShardWriters(0, 3, 20).collect_shards(parts, folder)
     for thread in threads:
         thread.join()
     assert sorted(path.name for path in folder.iterdir()) == ["part1", "part2"]
-    assert entries == {name: atomic_folder.entry(folder / name) for name in ("part1", "part2")}
+    assert entries == {name: atomic_folder.hash_file(folder / name) for name in ("part1", "part2")}
     assert (folder / "part1").read_bytes() == bytes([1]) * 1000 + bytes([101]) * 1000
     assert not parts.exists()
 
@@ -125,9 +127,9 @@ def test_a_rank_that_cannot_write_says_why(tmp_path):
         writes(1)(folder)
         raise OSError(28, "No space left on device")
 
-    Team(1, 2, 5).deliver(tmp_path / "parts", failing)
+    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", failing)
     with pytest.raises(OSError, match="No space left on device, on rank 1"):
-        Team(0, 2, 5).collect(tmp_path / "parts", tmp_path)
+        ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
 
@@ -138,31 +140,31 @@ def test_a_rank_that_says_nothing_is_not_waited_for_longer_than_patience(tmp_pat
         writes(1)(tmp_path / "parts" / "1")
     began = time.monotonic()
     with pytest.raises(OSError, match="rank 1 has not written its part: do all nodes see this folder"):
-        Team(0, 2, 0.3).collect(tmp_path / "parts", tmp_path)
+        ShardWriters(0, 2, 0.3).collect_shards(tmp_path / "parts", tmp_path)
     assert 0.3 <= time.monotonic() - began < 5
     assert not (tmp_path / "part1").exists()
 
 
 def test_a_rank_with_nothing_to_write_has_delivered_all_the_same(tmp_path):
-    Team(1, 2, 5).deliver(tmp_path / "parts", lambda folder: None)
-    assert Team(0, 2, 5).collect(tmp_path / "parts", tmp_path) == {}
+    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", lambda folder: None)
+    assert ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path) == {}
 
 
 def test_a_folder_of_all_writers_is_published_and_verifies(tmp_path):
     parts = tmp_path / ".step.1.parts"
     for rank in (1, 2):
-        Team(rank, 3, 5).deliver(parts, writes(rank))
+        ShardWriters(rank, 3, 5).write_shard(parts, writes(rank))
 
     def gathered(temporary):
         writes(0)(temporary)
-        return Team(0, 3, 5).collect(parts, temporary)
+        return ShardWriters(0, 3, 5).collect_shards(parts, temporary)
 
     atomic_folder.publish(tmp_path / "step", gathered, step=1)
     listed = json.loads((tmp_path / "step" / atomic_folder.MANIFEST).read_text())["files"]
     assert sorted(listed) == ["part0", "part1", "part2"]
-    assert atomic_folder.faults(tmp_path / "step") == []
+    assert atomic_folder.verify(tmp_path / "step") == []
     (tmp_path / "step" / "part2").write_bytes(bytes(2000))
-    assert atomic_folder.faults(tmp_path / "step") == ["part2: its hash is not the one that was written"]
+    assert atomic_folder.verify(tmp_path / "step") == ["part2: its hash is not the one that was written"]
 
 
 @pytest.mark.parametrize("error, ends", [(OSError(28, "full"), False), (TypeError("a slip"), True)])
@@ -171,7 +173,7 @@ def test_a_fault_of_the_disk_is_left_as_word_and_any_other_is_raised_besides(tmp
         raise error
 
     with pytest.raises(TypeError) if ends else nullcontext():
-        Team(1, 2, 5).deliver(tmp_path / "parts", write)
+        ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", write)
     assert str(error) in json.loads((tmp_path / "parts" / "1.json").read_text())["fault"]
 
 
@@ -180,7 +182,7 @@ def _disk(folders: list[Path]) -> str:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=world)
     try:
-        sharded.check_disk(accelerator, launch.Agreement(accelerator, 20), folders[rank])
+        sharded.check_shared_folder(accelerator, launch.HostAllReduce(accelerator, 20), folders[rank])
     except UsageError as error:
         return str(error)
     return ""
@@ -215,9 +217,9 @@ def written(folder: Path, world: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_a_reader_finds_every_tensor_in_however_many_files(tmp_path, world):
     tensors = written(tmp_path / "step", world)
-    reader = Reader(tmp_path / "step", "model")
+    reader = TensorReader(tmp_path / "step", "model")
     assert kit.same({name: reader.whole(name) for name in reader.where}, tensors)
-    assert Reader(tmp_path / "step", "optimizer").where == {}
+    assert TensorReader(tmp_path / "step", "optimizer").where == {}
     index = tmp_path / "step" / "model.safetensors.index.json"
     assert index.exists() == (world > 1)
     if world > 1:
@@ -227,7 +229,7 @@ def test_a_reader_finds_every_tensor_in_however_many_files(tmp_path, world):
 
 def test_what_was_read_does_not_change_with_the_file(tmp_path):
     tensors = written(tmp_path / "step", 1)
-    reader = Reader(tmp_path / "step", "model")
+    reader = TensorReader(tmp_path / "step", "model")
     read = {name: reader.whole(name) for name in reader.where}
     file = tmp_path / "step" / "model.safetensors"
     with file.open("r+b") as open_file:
@@ -243,7 +245,7 @@ def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
     mesh = init_device_mesh("cpu", mesh_shape)
     placements = [Replicate()] * (len(mesh_shape) - 1) + [Shard(0)]
     tensors = load_file(folder / "model.safetensors")
-    reader, right = Reader(folder, "model"), []
+    reader, right = TensorReader(folder, "model"), []
     for name in SHAPES:
         parameter = distribute_tensor(tensors[name], mesh, placements)
         empty = torch.nn.Parameter(torch.zeros_like(parameter))
@@ -251,10 +253,10 @@ def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
         assert isinstance(found, DTensor)
         assert (found.placements, found.device_mesh) == (parameter.placements, mesh)
         right.append(torch.equal(found.to_local(), parameter.to_local()))
-        assert partial(found)
-        assert torch.equal(whole(found), tensors[name])
+        assert is_partial(found)
+        assert torch.equal(gather_full(found), tensors[name])
     other = reader.like("step/a", empty)  # of another shape than the parameter, so each process has it
-    assert not partial(other)
+    assert not is_partial(other)
     assert torch.equal(other, tensors["step/a"])
     return right
 
@@ -282,17 +284,17 @@ def test_mutant_that_cuts_into_equal_parts_is_caught(tmp_path, monkeypatch):
 
 def test_a_piece_is_asked_for_the_whole():
     value = torch.arange(6.0)
-    piece = Piece(value.nbytes, lambda: value)
-    assert partial(piece)
-    assert whole(piece) is value
-    assert not partial(value)
-    assert whole(value) is value
+    piece = ShardedTensorRef(value.nbytes, lambda: value)
+    assert is_partial(piece)
+    assert gather_full(piece) is value
+    assert not is_partial(value)
+    assert gather_full(value) is value
 
 
 def _grown(folder: Path, mutant: bool) -> float:
     """Return by how many MB this process has grown at most while it read every tensor and kept none."""
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
-    reader, before, most = Reader(folder, "model"), resident(), 0
+    reader, before, most = TensorReader(folder, "model"), resident(), 0
     for name in sorted(reader.where):
         reader.whole(name)
         reader.mapped *= not mutant  # the mutant keeps the file open

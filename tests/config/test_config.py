@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import yaml
 
-from src.config import errors, parsing, validation
+from src.config import parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
@@ -201,14 +201,14 @@ def test_the_config_of_a_run_holds_whole_paths_of_what_it_read(here):
 
 def test_files_are_looked_up_here_and_then_in_the_repository(here):
     name = "configs/stdlib_lm.yaml"
-    assert errors.locate(name) == str(kit.REPOSITORY / name)
+    assert paths.locate(name) == str(kit.REPOSITORY / name)
     assert parsing.parse(["--config", name], OPTIONS)[0].dataset_name == "stdlib_code"
     (here / "configs").mkdir()
     kit.write_yaml(name, {"seed": 7})
-    assert errors.locate(name) == str(here / name)
+    assert paths.locate(name) == str(here / name)
     run, _ = parsing.parse(["--config", name], OPTIONS)
     assert (run.seed, run.dataset_name) == (7, None)
-    assert errors.locate("org/model") == "org/model"
+    assert paths.locate("org/model") == "org/model"
 
 
 def test_a_run_is_named_after_its_file(here):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from src.checkpointing.locate_weights import to_evaluate
+from src.checkpointing.locate_weights import evaluation_args
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
@@ -62,7 +62,7 @@ def code(marker: Path) -> str:
 
 def parsed(*argv):
     """Return what eval.py has to evaluate."""
-    rest, base, step = to_evaluate([str(word) for word in argv])
+    rest, base, step = evaluation_args([str(word) for word in argv])
     return *parsing.parse(rest, OPTIONS, base), step
 
 
@@ -78,7 +78,7 @@ def claim(checkpoint: Path, **fields) -> None:
         (folder / "state.json").write_text(json.dumps(state))
 
     atomic_folder.publish(checkpoint, write, step=3)
-    assert atomic_folder.faults(checkpoint) == []
+    assert atomic_folder.verify(checkpoint) == []
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def test_final_model_is_evaluated_wherever_it_lies(trained, run, tmp_path):
     assert codes == [0], texts
     assert json.loads((moved / "eval.json").read_text()) == trained.kind("eval")[-1]
     assert not (tmp_path / "outside").exists()  # a link is replaced, not followed
-    assert atomic_folder.faults(moved) == []
+    assert atomic_folder.verify(moved) == []
 
 
 def test_final_model_without_its_configuration_is_refused(run):

@@ -62,7 +62,7 @@ def _naive_gradient(accelerator, module, window, total_weight, each):
         with nullcontext() if micro.last else accelerator.no_sync(module):
             loss = module(batch.inputs)["loss"]
             accelerator.backward(loss / max(batch.weight, 1) / len(window))
-        if not micro.filler:
+        if not micro.dummy:
             total += loss.detach()
     return total
 
@@ -70,7 +70,7 @@ def _naive_gradient(accelerator, module, window, total_weight, each):
 def test_mutant_mean_of_means_is_caught(files, whole, tmp_path, monkeypatch):
     import train
 
-    monkeypatch.setattr(train, "gradient", _naive_gradient)
+    monkeypatch.setattr(train, "compute_gradient", _naive_gradient)
     run = kit.run_training(2, tmp_path / "run", *recipe(files, per_device_batch_size=4))
     assert kit.distance(whole.weights, run.weights) > 1e-4
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from src.config import parsing
-from src.data.dataset import load
+from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
 from tests.conformance.recipes import RECIPES
 from tests.helpers import kit
@@ -43,7 +43,7 @@ def test_loss_is_a_sum_and_weight_its_divisor(flags):
     """The sums of a batch are those of its rows alone, added; a mean would not be."""
     run, options = parsing.parse([str(word) for word in flags], OPTIONS)
     task = make_task(run, options)
-    split = load(run, task)["train"]
+    split = prepare_datasets(run, task)["train"]
     model = task.build().train()
 
     def sums(ids):

@@ -16,7 +16,7 @@ from src.config.errors import UsageError
 from src.data import arrow_cache as raw
 from src.data import file_errors, preprocessing, row_location, sources
 from src.data import streaming as stream
-from src.data.data_stats import notes_on_data, repeated
+from src.data.data_stats import data_notes, repeated
 from src.tasks import causal_lm
 from tests.helpers import kit
 
@@ -359,7 +359,7 @@ def test_mutants_that_name_another_line_are_caught(tools, tmp_path, monkeypatch)
         check(text, code, said, 2, odd_line(files))
     files = write(tmp_path, case.files)
     for module in ("arrow_cache", "sources"):
-        monkeypatch.setattr(f"src.data.{module}.fault", lambda *_: None)
+        monkeypatch.setattr(f"src.data.{module}.describe_file_error", lambda *_: None)
     code, text = start(tools, tmp_path, files)
     with pytest.raises(AssertionError):
         check(text, code, case.said, 2, odd_line(files))
@@ -414,9 +414,9 @@ def test_a_fault_among_objects_over_several_lines_is_named(tmp_path):
         ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
-        assert file_errors.fault(str(file)) == f"{file}, {said}"
+        assert file_errors.describe_file_error(str(file)) == f"{file}, {said}"
     file.write_text("\n".join(rows))
-    assert file_errors.fault(str(file)) is None
+    assert file_errors.describe_file_error(str(file)) is None
 
 
 # ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
@@ -440,7 +440,7 @@ def opened(tools, folder, rows, **fields):
 LONG = [*GOOD, {"text": "def f return self " * 40}, {"text": "return " * 90}]
 
 
-def counted(facts, task) -> tuple[int, int]:
+def counted(stats, task) -> tuple[int, int]:
     """Return how many rows and tokens are to be cut, found by encoding texts one by one."""
     lengths = [len(task.tokenizer(row["text"])["input_ids"]) + 1 for row in LONG]
     return sum(n > MAX_LENGTH for n in lengths), sum(max(0, n - MAX_LENGTH) for n in lengths)
@@ -449,13 +449,13 @@ def counted(facts, task) -> tuple[int, int]:
 def test_a_row_that_is_too_long_is_cut_and_counted(tools, tmp_path):
     task, splits = opened(tools, tmp_path, LONG)
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
-    facts = splits["train"].facts
-    assert counted(facts, task)[0] == 2
-    assert (facts["rows_cut"], facts["tokens_cut"]) == counted(facts, task)
+    stats = splits["train"].stats
+    assert counted(stats, task)[0] == 2
+    assert (stats["rows_cut"], stats["tokens_cut"]) == counted(stats, task)
     assert documents(task, splits["train"]) == [ids[:MAX_LENGTH] for ids in whole]
-    share = facts["tokens_cut"] / sum(map(len, whole))
+    share = stats["tokens_cut"] / sum(map(len, whole))
     expected = f"train data: 2 rows were longer than max_length and cut: {share:.1%} of the tokens"
-    assert notes_on_data(splits) == [expected]
+    assert data_notes(splits) == [expected]
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
     assert (code, expected in text) == (0, True)
 
@@ -466,7 +466,7 @@ def test_mutant_that_does_not_count_is_caught(tools, tmp_path, monkeypatch):
     original = rows.Encoder._rows
     monkeypatch.setattr(rows.Encoder, "_rows", lambda *args: [row | {"cut": 0} for row in original(*args)])
     task, splits = opened(tools, tmp_path, LONG)
-    assert (splits["train"].facts["rows_cut"], splits["train"].facts["tokens_cut"]) != counted(None, task)
+    assert (splits["train"].stats["rows_cut"], splits["train"].stats["tokens_cut"]) != counted(None, task)
 
 
 def nothing_lost(task, split) -> bool:
@@ -478,8 +478,8 @@ def nothing_lost(task, split) -> bool:
 def test_packing_splits_a_row_that_is_too_long_and_loses_nothing(tools, tmp_path, monkeypatch):
     task, splits = opened(tools, tmp_path, LONG, packing=True)
     assert nothing_lost(task, splits["train"])
-    assert splits["train"].facts["rows_cut"] == splits["train"].facts["tokens_cut"] == 0
-    assert notes_on_data(splits) == []
+    assert splits["train"].stats["rows_cut"] == splits["train"].stats["tokens_cut"] == 0
+    assert data_notes(splits) == []
     original = causal_lm.pack  # the mutant: what packers do that keep the first part of a document only
 
     def first_parts(max_length, batch):
@@ -506,14 +506,14 @@ def test_a_stream_cuts_alike(tools, tmp_path):
 @pytest.mark.parametrize("packing", [False, True])
 def test_rows_of_nothing_are_counted_and_have_no_target(tools, tmp_path, packing):
     task, splits = opened(tools, tmp_path, [*GOOD, {"text": ""}, *GOOD, {"text": ""}], packing=packing)
-    facts, split = splits["train"].facts, splits["train"]
-    assert facts["source_rows"] == 20
+    stats, split = splits["train"].stats, splits["train"]
+    assert stats["source_rows"] == 20
     if packing:  # they would fill a place and teach nothing
         assert sum(len(ids) > 1 for ids in documents(task, split)) == len(documents(task, split)) == 18
         return
-    assert (len(split), facts["without_target"]) == (20, 2)
+    assert (len(split), stats["without_target"]) == (20, 2)
     expected = "train data: 2 of 20 rows have no target and count for nothing"
-    assert notes_on_data(splits) == [expected]
+    assert data_notes(splits) == [expected]
     batch = task.collate(split.rows(np.array([8, 9])))
     assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl")
@@ -532,7 +532,7 @@ def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkey
     _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
     assert repeated(splits) == (3, 8)
     note = "validation data: 3 of 8 examples that were looked for are in the training data, too"
-    assert notes_on_data(splits) == [note]
+    assert data_notes(splits) == [note]
     code, text = start(tools, tmp_path, tmp_path / "rows.jsonl", validation_file=other, packing=packing)
     assert code == 0
     assert note in text
@@ -565,8 +565,10 @@ def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, monkeypatch):
     said = "a.jsonl, row 11: train data: `text` holds nothing"
     code, text = start(tools, tmp_path, file, streaming=True)
     check(text, code, said, 1, None)
-    original = stream.ShardPlaces.__init__
-    monkeypatch.setattr(stream.ShardPlaces, "__init__", lambda self, name, first, count: original(self, name, 0, count))
+    original = stream.ShardRowLocations.__init__
+    monkeypatch.setattr(
+        stream.ShardRowLocations, "__init__", lambda self, name, first, count: original(self, name, 0, count)
+    )
     code, text = start(tools, tmp_path, file, streaming=True, output_dir="mutant")
     with pytest.raises(AssertionError):
         check(text, code, said, 1, None)

@@ -9,12 +9,12 @@ import pytest
 
 from src.data.batch_plan import (
     BLOCK,
-    assign,
-    cut,
+    assign_to_ranks,
+    epoch_order,
     evaluation_order,
-    order,
     permute,
     plan,
+    split_into_micro_batches,
     steps_per_epoch,
     training_order,
 )
@@ -32,7 +32,7 @@ def test_the_order_of_an_epoch_is_a_bijection(n):
     "start, stop", [(0, 7), (BLOCK - 3, BLOCK + 5), (BLOCK, 2 * BLOCK), (10_000, 10_001), (5, 3 * BLOCK)]
 )
 def test_the_order_read_in_blocks_is_the_permutation(start, stop):
-    assert np.array_equal(order(start, stop, 70_001, 3, 1), permute(np.arange(start, stop), 70_001, 3, 1))
+    assert np.array_equal(epoch_order(start, stop, 70_001, 3, 1), permute(np.arange(start, stop), 70_001, 3, 1))
 
 
 def test_the_order_is_a_function_of_seed_and_epoch():
@@ -77,16 +77,16 @@ def test_which_examples_a_step_has_does_not_depend_on_the_micro_batch():
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 def test_ranks_share_the_micro_batches_and_change_none(world):
     micro_batches = plan(1003, 32, 4, 0, 0, 31, LENGTHS)  # the tail: 11 examples, 3 micro-batches
-    windows = assign(micro_batches, world)
-    real = [m for window in windows for m in window if not m.filler]
+    windows = assign_to_ranks(micro_batches, world)
+    real = [m for window in windows for m in window if not m.dummy]
     assert sorted(m.index for m in real) == list(range(len(micro_batches)))
     for m in real:
         assert np.array_equal(m.ids, micro_batches[m.index].ids)
         assert m.seed == micro_batches[m.index].seed
     for window in windows:
         assert [m.last for m in window] == [False] * (len(window) - 1) + [True]
-        assert len(window) == 1 or not any(m.filler for m in window)
-    counts = [sum(not m.filler for m in window) for window in windows]
+        assert len(window) == 1 or not any(m.dummy for m in window)
+    counts = [sum(not m.dummy for m in window) for window in windows]
     assert max(counts) - min(counts) <= 1
 
 
@@ -120,7 +120,7 @@ def test_cutting_by_length_leaves_little_padding(micro, batch, bar, naive):
         real = rectangle = 0
         for step in range(steps_per_epoch(n, batch)):
             ids = np.concatenate([m.ids for m in plan(n, batch, micro, 0, 0, step)])
-            for part, _ in cut(ids, micro, step_lengths):
+            for part, _ in split_into_micro_batches(ids, micro, step_lengths):
                 real += lengths[part].sum()
                 rectangle += lengths[part].max() * len(part)
         return 1 - real / rectangle
@@ -135,7 +135,7 @@ def test_token_balanced_assignment():
     for step in range(30):
         micro_batches = plan(1003, 64, 4, 0, 0, step % 15, LENGTHS)
         mean = sum(m.cost for m in micro_batches) / 4
-        worst = max(worst, max(sum(m.cost for m in w) for w in assign(micro_batches, 4)) / mean)
+        worst = max(worst, max(sum(m.cost for m in w) for w in assign_to_ranks(micro_batches, 4)) / mean)
         naive = max(naive, max(sum(m.cost for m in micro_batches[4 * r : 4 * r + 4]) for r in range(4)) / mean)
     assert worst < 1.1
     assert naive > 1.5
@@ -187,5 +187,5 @@ def test_an_epoch_is_the_data_set_for_any_processes_micro_batches_budgets_and_re
         tokens = int(rng.integers(60, 400)) if rng.random() < 0.5 else None
         for rank in range(world):
             order = training_order(n, batch, micro, case, rank, world, begin, end, lengths, tokens)
-            seen += [i for m in order if not m.filler for i in m.ids.tolist()]
+            seen += [i for m in order if not m.dummy for i in m.ids.tolist()]
     assert sorted(seen) == list(range(n))

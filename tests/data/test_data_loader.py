@@ -94,7 +94,7 @@ def failure(data, folder: Path, monkeypatch, blow, workers: int = 2, timeout: in
         run = RunConfig(dataloader_num_workers=workers, dataloader_timeout=timeout)
         order, began = plan(split), time.monotonic()
         with pytest.raises(RuntimeError) as error:
-            list(data_loader.read(split, task, iter(order), run, False))
+            list(data_loader.read_batches(split, task, iter(order), run, False))
         seconds = time.monotonic() - began
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with suppress(ProcessLookupError):
@@ -215,7 +215,7 @@ def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[s
     def reading():
         seen = []
         with pytest.raises(ValueError, match="a cosmic ray") as error:
-            for micro, _ in data_loader.read(
+            for micro, _ in data_loader.read_batches(
                 split, task, iter(plan(split)), RunConfig(dataloader_num_workers=workers), False
             ):
                 seen.append((micro.step, micro.index))
@@ -267,7 +267,7 @@ def threads(data_of, folder: Path) -> tuple[int, list[int]]:
 
     causal_lm.Task.collate = collate
     order = plan(splits["train"])
-    list(data_loader.read(splits["train"], task, iter(order), RunConfig(dataloader_num_workers=2), False))
+    list(data_loader.read_batches(splits["train"], task, iter(order), RunConfig(dataloader_num_workers=2), False))
     return torch.get_num_threads(), [pool["num_threads"] for pool in threadpool_info()]
 
 
@@ -303,7 +303,7 @@ def test_mutant_that_leaves_threads_alone_is_caught(tiny, tmp_path, monkeypatch)
 
 def batches(data, workers: int) -> list:
     task, split = data
-    got = data_loader.read(split, task, iter(plan(split, 23)), RunConfig(dataloader_num_workers=workers), False)
+    got = data_loader.read_batches(split, task, iter(plan(split, 23)), RunConfig(dataloader_num_workers=workers), False)
     return [
         (m.step, m.index, m.ids.tolist(), m.seed, m.last, {k: v.tolist() for k, v in b.inputs.items()}, *b[1:])
         for m, b in got

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from src.config import errors
+from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, dataset_spec, preprocessing
@@ -80,7 +80,7 @@ def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
     task, splits = open_data(tools, tmp_path, train_file=file)
     assert texts(task, splits["train"]) == TEXTS
     assert splits.keys() == {"train"}
-    assert len(splits["train"]) == splits["train"].facts["source_rows"] == len(TEXTS)
+    assert len(splits["train"]) == splits["train"].stats["source_rows"] == len(TEXTS)
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet", ".txt"])
@@ -104,7 +104,7 @@ def test_a_glob_is_sorted_and_deep(tools, tmp_path, monkeypatch):
 
 def test_a_glob_inside_the_repository_works_from_anywhere(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(errors, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
     task, splits = open_data(tools, tmp_path, train_file="*.jsonl")
     assert texts(task, splits["train"]) == TEXTS
 
@@ -225,11 +225,11 @@ def test_a_rank_reads_only_the_rows_of_its_own_micro_batches(ragged, tmp_path):
         rank, seen = int(os.environ["RANK"]), []
         order = list(training_order(len(rows), 32, 4, 1, rank, 2, 0, 32, split.lengths))
         spy = _Spy(split, seen)
-        for micro, batch in data_loader.read(spy, task, iter(order), RunConfig(), False):
+        for micro, batch in data_loader.read_batches(spy, task, iter(order), RunConfig(), False):
             lengths = [len(rows[i]) for i in micro.ids]
             assert (batch.tokens, batch.weight) == (sum(lengths), sum(lengths) - len(lengths))
         assert seen == [i for micro in order for i in micro.ids]
-        return seen, [i for micro in order if not micro.filler for i in micro.ids]
+        return seen, [i for micro in order if not micro.dummy for i in micro.ids]
 
     one, two = kit.spawn(2, work, out=tmp_path)
     assert sorted(one[1] + two[1]) == list(range(1003))  # 32 steps are an epoch: every row once, by one rank
@@ -248,7 +248,7 @@ class _Spy:
 def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
     task, split, rows = ragged
     order = list(training_order(len(rows), 32, 4, 1, 0, 1, 29, 35, split.lengths))
-    windows = list(data_loader.windows(data_loader.read(split, task, iter(order), RunConfig(), False)))
+    windows = list(data_loader.windows(data_loader.read_batches(split, task, iter(order), RunConfig(), False)))
     assert [len(window) for window, _ in windows] == [8, 8, 3, 8, 8, 8]  # 1003 = 31 × 32 + 11
     assert [[micro.step for micro, _ in window] for window, _ in windows] == [
         [s] * n for s, n in zip(range(29, 35), (8, 8, 3, 8, 8, 8), strict=True)
@@ -273,8 +273,8 @@ def draws(split, workers, rank=0, world=1):
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
     order = training_order(len(split), 32, 4, 1, rank, world, 0, 3, split.lengths)
     task = Drawing(None, causal_lm.Options())
-    read = data_loader.read(split, task, order, RunConfig(dataloader_num_workers=workers), False)
-    return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.filler}
+    read = data_loader.read_batches(split, task, order, RunConfig(dataloader_num_workers=workers), False)
+    return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.dummy}
 
 
 def test_draws_do_not_depend_on_workers_or_processes(ragged, tmp_path):
@@ -296,7 +296,7 @@ def test_mutant_draws_without_a_key_are_caught(ragged, monkeypatch):
 def test_batches_come_in_order_from_workers(ragged):
     task, split, rows = ragged
     order = list(evaluation_order(len(rows), 7, 1, split.lengths))
-    got = list(data_loader.read(split, task, iter(order), RunConfig(dataloader_num_workers=2), False))
+    got = list(data_loader.read_batches(split, task, iter(order), RunConfig(dataloader_num_workers=2), False))
     assert [micro.index for micro, _ in got] == list(range(len(order)))
     for micro, batch in got:
         ids = batch.inputs["input_ids"]
@@ -309,7 +309,7 @@ def test_batches_come_in_order_from_workers(ragged):
 def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", TEXTS)
     task, splits = open_data(tools, tmp_path, train_file=file)
-    (facts,) = prepared(tmp_path)
+    (stats,) = prepared(tmp_path)
 
     def forbidden(*_):
         raise AssertionError("prepared again")
@@ -317,8 +317,8 @@ def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
     monkeypatch.setattr(preprocessing, "_make", forbidden)
     _, again = open_data(tools, tmp_path, train_file=file)
     assert texts(task, again["train"]) == texts(task, splits["train"]) == TEXTS
-    assert again["train"].facts == splits["train"].facts
-    assert again["train"].facts.items() >= json.loads(facts.read_text()).items()
+    assert again["train"].stats == splits["train"].stats
+    assert again["train"].stats.items() >= json.loads(stats.read_text()).items()
     with pytest.raises(AssertionError, match="prepared again"):
         open_data(tools, tmp_path, train_file=file, append_eos=False)
 
@@ -357,17 +357,17 @@ def test_what_changes_the_rows_makes_new_ones(tools, tmp_path, name):
     assert len(prepared(tmp_path)) == 2
     fresh = open_data(tools, tmp_path / "elsewhere", train_file=file, **fields)[1]["train"]
     assert texts(task, after["train"]) == texts(task, fresh)  # not the old ones under a new name
-    assert before["train"].facts["rows"] != after["train"].facts["rows"]
-    assert after["train"].facts["rows"] == fresh.facts["rows"]
+    assert before["train"].stats["rows"] != after["train"].stats["rows"]
+    assert after["train"].stats["rows"] == fresh.stats["rows"]
 
 
 EDITS = {  # file, old text, new text -> does it make other rows?
     "encode": ("src/tasks/causal_lm.py", "rows = self.encoder.encode_batch(batch, places)", "rows = dict(self.encoder.encode_batch(batch, places))", True),
-    "a helper of encode": ("src/text/tokenization.py", "n > 1", "n > 2", True),
+    "a helper of encode": ("src/text/packing.py", "n > 1", "n > 2", True),
     "a method of a helper": ("src/text/encode_rows.py", "eos = self.tokenizer.eos_token_id", "eos = 0", True),
     "a constant of a helper": ("src/text/encode_rows.py", "IGNORED = -100", "IGNORED = -101", True),
     "a loss": ("src/tasks/causal_lm.py", 'reduction="sum")', 'reduction="sum") * 2', False),
-    "a comment and a docstring": ("src/text/tokenization.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
+    "a comment and a docstring": ("src/text/packing.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
 }  # fmt: skip
 FINGERPRINTS = """
 import importlib, json, linecache, sys
@@ -435,7 +435,7 @@ def test_processes_that_start_together_prepare_once(tools, tmp_path):
 def test_mutant_without_a_lock_is_caught(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
     monkeypatch.setattr(shared_work, "_try_lock", lambda path: nullcontext(True))
-    monkeypatch.setattr(shared_work.Crew, "check", lambda self: None)
+    monkeypatch.setattr(shared_work.SharedWork, "check", lambda self: None)
     with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1
@@ -501,7 +501,7 @@ def test_ranks_with_other_data_do_not_train(tools, tmp_path, mutant, monkeypatch
     fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": "rows.jsonl"}
     fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run", "ddp_timeout": 30}
     if mutant:
-        monkeypatch.setattr(train, "same_everywhere", lambda *_: None)
+        monkeypatch.setattr(train, "check_same_data", lambda *_: None)
         kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains, without a word
         return
     with pytest.raises(kit.RankFailed, match="train data: rank 1 has other rows than rank 0") as failed:

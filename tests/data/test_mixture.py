@@ -8,7 +8,7 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data import batch_plan
-from src.data.batch_plan import draw, quotas_of, steps_per_epoch, training_order
+from src.data.batch_plan import example_ids, mixture_quotas, steps_per_epoch, training_order
 from tests.helpers import kit
 
 ROWS = [100, 37, 5]
@@ -17,13 +17,13 @@ WEIGHTS = [None, [1, 1, 2], [0.2, 0.7, 0.1]]
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_an_epoch_holds_the_quota_of_each_source(weights):
-    quotas = quotas_of(ROWS, weights)
+    quotas = mixture_quotas(ROWS, weights)
     assert sum(draws for _, draws in quotas) == sum(ROWS)
     share = [n / sum(ROWS) for n in ROWS] if weights is None else [w / sum(weights) for w in weights]
     assert all(abs(draws - s * sum(ROWS)) < 1 for (_, draws), s in zip(quotas, share, strict=True))
     bounds = np.cumsum([0, *ROWS])
     for epoch in range(4):
-        ids = draw(0, 142, 142, 7, epoch, quotas)
+        ids = example_ids(0, 142, 142, 7, epoch, quotas)
         assert np.histogram(ids, bounds)[0].tolist() == [draws for _, draws in quotas]
 
 
@@ -36,8 +36,8 @@ def spread(drawn: np.ndarray) -> int:
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_no_row_is_drawn_twice_before_all_of_its_source_are_drawn_once(weights):
-    quotas = quotas_of(ROWS, weights)
-    drawn = np.concatenate([draw(0, 142, 142, 7, epoch, quotas) for epoch in range(7)])
+    quotas = mixture_quotas(ROWS, weights)
+    drawn = np.concatenate([example_ids(0, 142, 142, 7, epoch, quotas) for epoch in range(7)])
     assert spread(drawn) <= 1
     if weights is None:
         assert np.bincount(drawn).tolist() == [7] * 142
@@ -51,8 +51,8 @@ def test_mutant_that_draws_with_replacement_is_caught():
 
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_any_slice_of_any_split_of_the_work_holds_the_same_ids(weights):
-    quotas = quotas_of(ROWS, weights)
-    whole = [draw(s * 10, min(142, s * 10 + 10), 142, 3, 1, quotas).tolist() for s in range(15)]
+    quotas = mixture_quotas(ROWS, weights)
+    whole = [example_ids(s * 10, min(142, s * 10 + 10), 142, 3, 1, quotas).tolist() for s in range(15)]
     first = steps_per_epoch(142, 10)
     for world, micro, tokens in ((1, 10, None), (2, 3, None), (3, 4, 60)):
         lengths = np.arange(142) % 50 + 1
@@ -60,13 +60,13 @@ def test_any_slice_of_any_split_of_the_work_holds_the_same_ids(weights):
         for rank in range(world):
             order = training_order(142, 10, micro, 3, rank, world, first, first + 15, lengths, tokens, quotas)
             for item in order:
-                seen[item.step - first] += [] if item.filler else item.ids.tolist()
+                seen[item.step - first] += [] if item.dummy else item.ids.tolist()
         assert [sorted(ids) for ids in seen] == [sorted(ids) for ids in whole]
 
 
 def test_orders_of_epochs_sources_and_seeds_differ():
-    quotas = quotas_of([50, 50], None)
-    orders = [draw(0, 100, 100, seed, epoch, quotas) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    quotas = mixture_quotas([50, 50], None)
+    orders = [example_ids(0, 100, 100, seed, epoch, quotas) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
     orders += [orders[0][orders[0] < 50], orders[0][orders[0] >= 50] - 50]
     assert len({tuple(one.tolist()) for one in orders}) == 5
 
@@ -232,7 +232,9 @@ def waste(batch: int, micro: int, tokens: int | None = None) -> tuple[float, flo
     """Return (share of padding, micro-batches per step)."""
     positions = count = 0
     for step in range(len(LENGTHS) // batch):
-        parts = batch_plan.cut(np.arange(step * batch, step * batch + batch), micro, LENGTHS, tokens)
+        parts = batch_plan.split_into_micro_batches(
+            np.arange(step * batch, step * batch + batch), micro, LENGTHS, tokens
+        )
         assert sorted(i for ids, _ in parts for i in ids) == list(range(step * batch, step * batch + batch))
         assert all(cost == len(ids) * LENGTHS[ids].max() for ids, cost in parts)
         assert not tokens or all(cost <= tokens for _, cost in parts)
@@ -266,7 +268,7 @@ def test_the_cut_is_optimal():
             return sum(areas) + overhead * len(areas) if max(areas) <= tokens else float("inf")
 
         every = [[0, *inner, 10] for k in range(10) for inner in combinations(range(1, 10), k)]
-        assert cost(batch_plan.fill(long, tokens)) == min(map(cost, every))
+        assert cost(batch_plan.split_by_tokens(long, tokens)) == min(map(cost, every))
 
 
 def test_a_row_longer_than_the_budget_is_refused_and_numbers_do_not_depend_on_it(sources, one, tmp_path):

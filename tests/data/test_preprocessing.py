@@ -66,10 +66,10 @@ def opened(fields: dict, cache: Path) -> int:
 def digest(cache: Path) -> dict[str, str]:
     """Return hashes of the files of what counts as complete, by name."""
     found = {}
-    for facts in cache.glob("prepared/*/facts.json"):
-        files = sorted(path for path in facts.parent.iterdir() if path.suffix in (".arrow", ".npy") or path == facts)
+    for stats in cache.glob("prepared/*/facts.json"):
+        files = sorted(path for path in stats.parent.iterdir() if path.suffix in (".arrow", ".npy") or path == stats)
         for path in files:
-            found[f"{facts.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            found[f"{stats.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
 
@@ -207,12 +207,12 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
     """A cache that says it is complete before it is: half of it is opened, or it is found damaged, but never whole."""
     fields = fields_of(tools, "rows")
     opened(fields, tmp_path / "straight")
-    (facts,) = (tmp_path / "straight").glob("prepared/*/facts.json")
+    (stats,) = (tmp_path / "straight").glob("prepared/*/facts.json")
     original = preprocessing._with_helpers
 
     def marked(run, crew, targets, *rest):
         targets[0].parent.mkdir(parents=True)
-        shutil.copy(facts, targets[0].parent)
+        shutil.copy(stats, targets[0].parent)
         original(run, crew, targets, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -262,7 +262,7 @@ def test_mutant_that_waits_in_a_collective_is_caught(tmp_path):
 
 
 def fill(split, max_length: int) -> float:
-    return split.facts["tokens"] / (len(split) * max_length)
+    return split.stats["tokens"] / (len(split) * max_length)
 
 
 def test_packed_rows_are_full(tools, tmp_path):

@@ -15,6 +15,7 @@ from src.config.errors import UsageError
 from src.data.streaming import BLOCK
 from src.reporting import ledger
 from src.tasks import OPTIONS
+from src.training.state import TrainState
 from tests.helpers import kit
 
 
@@ -66,32 +67,31 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
     from src.data import dataset as data
     from src.distributed import launch
     from src.tasks import make_task
-    from src.training.state import Progress
 
     run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)], OPTIONS)
     validation.check(run, options)
-    stream = data.load(run, make_task(run, options), wanted=("train",))["train"]
-    accelerator = launch.start(run)
-    agree = launch.Agreement(accelerator, run.ddp_timeout)
-    progress = Progress(step=start[0] if start else 0, stream=start[1] if start else None)
+    stream = data.prepare_datasets(run, make_task(run, options), wanted=("train",))["train"]
+    accelerator = launch.init_accelerator(run)
+    all_reduce = launch.HostAllReduce(accelerator, run.ddp_timeout)
+    progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
     for window, _ in stream.windows(rank, world, progress, pin=False):
         rows = [
             int(a) * 50 + int(b)
             for micro, batch in window
-            if not micro.filler
+            if not micro.dummy
             for a, b in batch.inputs["input_ids"][:, :2].tolist()
         ]
         assert all(micro.last == (i == len(window) - 1) for i, (micro, _) in enumerate(window))
         if progress.step == steps:
             break
-        if not agree([len(rows)])[0]:
+        if not all_reduce([len(rows)])[0]:
             stream.turn()
             turns.append(progress.step)
             continue
         progress.step += 1
         found.append(rows)
-    place = stream.position(progress.step, agree)
+    place = stream.position(progress.step, all_reduce)
     if dist.is_initialized():
         dist.barrier()
     return found, turns, (progress.step, place)

@@ -122,7 +122,7 @@ def test_deepspeed_is_told_where_and_not_what(name):
     assert made["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[4]
     assert (
         "ACCELERATE_GRADIENT_CLIPPING" not in made
-    )  # left out: "auto" inside accelerate, which src/distributed/deepspeed_zero.py replaces
+    )  # left out: "auto" inside accelerate, which src/distributed/deepspeed.py replaces
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in made
     assert made.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false") == "false"
     offload = "cpu" if name.endswith("offload") else None

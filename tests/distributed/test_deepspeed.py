@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import train
-from src.distributed import deepspeed_zero
+from src.distributed import deepspeed
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -64,12 +64,12 @@ def test_gradient_norms_are_those_of_one_process(sharded, one):
 
 def test_mutant_that_divides_by_the_world_once_more_is_caught(files, one, tmp_path, monkeypatch):
     """A loss that is already the mean over all ranks, which DeepSpeed averages again."""
-    original = train.gradient
+    original = train.compute_gradient
 
     def gradient(accelerator, module, window, weight, *rest):
         return original(accelerator, module, window, weight * accelerator.num_processes, *rest)
 
-    monkeypatch.setattr(train, "gradient", gradient)
+    monkeypatch.setattr(train, "compute_gradient", gradient)
     flags = recipe(files, max_grad_norm=0, optim="sgd", learning_rate=0.5, max_steps=6, eval_steps=6, save_steps=99)
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("zero2", 2))
     monkeypatch.undo()
@@ -102,7 +102,7 @@ def test_what_is_saved_is_a_folder_of_safetensors_that_transformers_reads(sharde
 
 def _poisoned(argv):
     """Train with a loss that is not a number on rank 1, in step 3."""
-    original = train.gradient
+    original = train.compute_gradient
 
     def gradient(accelerator, module, window, *rest):
         task, loss = module.module.task, module.module.task.loss
@@ -112,7 +112,7 @@ def _poisoned(argv):
         task.loss = loss
         return losses
 
-    train.gradient = gradient
+    train.compute_gradient = gradient
     train.main([str(word) for word in argv])
 
 
@@ -159,9 +159,9 @@ def test_its_own_clipping_is_said_to_be_ignored_and_its_optimizer_refused(capsys
 
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 5.0})
     Accelerator.state = SimpleNamespace(deepspeed_plugin=plugin)
-    deepspeed_zero.configure(Accelerator, RunConfig(max_grad_norm=0.5))
+    deepspeed.configure(Accelerator, RunConfig(max_grad_norm=0.5))
     assert plugin.deepspeed_config["gradient_clipping"] == 0.5
     assert "gradient_clipping of 5.0 is set for DeepSpeed and ignored" in capsys.readouterr().err
     plugin.deepspeed_config["optimizer"] = {}
     with pytest.raises(UsageError, match="has a field optimizer"):
-        deepspeed_zero.configure(Accelerator, RunConfig())
+        deepspeed.configure(Accelerator, RunConfig())

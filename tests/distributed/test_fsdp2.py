@@ -22,7 +22,7 @@ from src.models import loading
 from src.storage import atomic_folder
 from src.tasks import causal_lm
 from src.training import evaluation, step
-from src.training.state import Flag
+from src.training.state import DeviceFlag
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -63,8 +63,8 @@ def at_step(run: kit.Run | Path, number: int) -> Path:
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written anywhere."""
-    found = format.checkpoints(folder)
-    assert [atomic_folder.faults(path) for path in found] == [[]] * len(found)
+    found = format.list_checkpoints(folder)
+    assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".parts", ".old")]
     return [format.step_of(path) for path in found]
 
@@ -100,7 +100,7 @@ def begun(run: kit.Run, folder: Path, step: int) -> Path:
     """Return a copy of a run as it was after some step, as a kill leaves it: lines and steps beyond its last checkpoint."""
     shutil.copytree(run.folder, folder)
     shutil.rmtree(folder / "final")
-    for path in format.checkpoints(folder):
+    for path in format.list_checkpoints(folder):
         if format.step_of(path) > step:
             shutil.rmtree(path)
     return folder
@@ -190,7 +190,7 @@ def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path,
 
 def test_weights_that_would_be_trained_apart_are_refused(dropped, tmp_path, monkeypatch):
     """As accelerate leaves them whose module has no method to tie them again: it trains, and ends somewhere else."""
-    monkeypatch.setattr(train.Objective, "tie_weights", lambda self: None)
+    monkeypatch.setattr(train.ModelWithLoss, "tie_weights", lambda self: None)
     codes, outputs = command(dropped[0], tmp_path / "here", 2, where("fsdp2", 2))
     assert codes == [1, 1], outputs
     assert "failed: weights that the model ties would be trained apart" in outputs[0]
@@ -216,9 +216,9 @@ def test_ranks_with_fewer_micro_batches_run_fillers_without_which_nobody_ends_we
     files, tmp_path, monkeypatch, mutant
 ):
     if mutant == "training":
-        monkeypatch.setattr(strategies, "even", lambda window, turns: window)
+        monkeypatch.setattr(strategies, "pad_with_dummy_batches", lambda window, turns: window)
     if mutant == "evaluation":  # gloo may crash where collectives do not fit together, which would be a page of text
-        monkeypatch.setattr(evaluation, "sharded", lambda accelerator: (faulthandler.disable(), False)[1])
+        monkeypatch.setattr(evaluation, "is_sharded", lambda accelerator: (faulthandler.disable(), False)[1])
     codes, outputs = command(uneven(files, ddp_timeout=10 if mutant else 120), tmp_path / "here", 2, where("fsdp2", 2))
     assert (codes == [0, 0]) == (not mutant), outputs
     assert not mutant or 0 not in codes
@@ -259,7 +259,7 @@ class Collectives(TorchDispatchMode):
 def _count_collectives(argv, mutant: bool):
     """Train on this rank; return the collectives of each step's gradient, and the sizes of the vectors agreed on."""
     steps, vectors = [], []
-    gradient, call, reducing = train.gradient, launch.Agreement.__call__, step.reducing
+    gradient, call, reducing = train.compute_gradient, launch.HostAllReduce.__call__, step.reducing
 
     def counted(*args):
         with Collectives() as collectives:
@@ -267,8 +267,8 @@ def _count_collectives(argv, mutant: bool):
         steps.append(dict(collectives.counts))
         return result
 
-    train.gradient = counted
-    launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    train.compute_gradient = counted
+    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     if mutant:  # as accelerate does whose gradient accumulation is not used
         step.reducing = lambda accelerator, module, last, each: reducing(accelerator, module, True, True)
     train.main([str(word) for word in argv])
@@ -406,16 +406,16 @@ def test_a_flipped_bit_in_the_file_of_another_rank_is_noticed(files, two, tmp_pa
 
 def at_write(monkeypatch, numbers, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of these checkpoints (20: and of the final model)."""
-    write, export = format.write, format.export
+    write, export = format.write_checkpoint, format.write_final
 
-    def wrote(folder, objective, tensors, state, mine=0, world=1):
-        write(folder, objective, tensors, state, mine, world)
+    def wrote(folder, model_with_loss, tensors, state, mine=0, world=1):
+        write(folder, model_with_loss, tensors, state, mine, world)
         if mine == rank and state["progress"]["step"] in numbers:
             act()
 
-    monkeypatch.setattr(format, "write", wrote)
+    monkeypatch.setattr(format, "write_checkpoint", wrote)
     if numbers == ["final"]:
-        monkeypatch.setattr(format, "export", lambda *args: (export(*args), act() if args[4] == rank else None))
+        monkeypatch.setattr(format, "write_final", lambda *args: (export(*args), act() if args[4] == rank else None))
 
 
 def disk_full():
@@ -437,7 +437,7 @@ def test_a_disk_that_fails_on_one_rank_costs_a_checkpoint_and_not_the_run(files,
 
 def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, monkeypatch):
     """Its disk takes nothing at all at steps 12 and 16; the success in between begins the count anew on all ranks."""
-    deliver, calls = sharded.Team.deliver, [0]
+    deliver, calls = sharded.ShardWriters.write_shard, [0]
 
     def failing(self, parts, write):
         calls[0] += 1
@@ -445,7 +445,7 @@ def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, 
             disk_full()
         return deliver(self, parts, write)
 
-    monkeypatch.setattr(sharded.Team, "deliver", failing)
+    monkeypatch.setattr(sharded.ShardWriters, "write_shard", failing)
     monkeypatch.setattr(async_writer, "SHARES", 3.0)
     folder = begun(two, tmp_path / "here" / "run", 10)
     flags = recipe(files, save_steps=2, max_failed_saves=2)
@@ -484,7 +484,7 @@ def test_killed_while_parts_are_written_it_goes_on_from_the_checkpoint_before(
         ranks.signal(signal.SIGKILL)
         assert ranks.wait() == [-signal.SIGKILL] * 2
     assert list(folder.rglob(".*.parts"))
-    assert format.newest(folder) == at_step(folder, 15 if number == 20 else 20)
+    assert format.newest_intact(folder) == at_step(folder, 15 if number == 20 else 20)
     assert not (folder / "final").exists()
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, two.weights)
@@ -493,14 +493,14 @@ def test_killed_while_parts_are_written_it_goes_on_from_the_checkpoint_before(
 
 def poison(monkeypatch, number: int) -> None:
     """Let the loss of the second of two ranks be no number in one step."""
-    gradient, loss = train.gradient, causal_lm.Task.loss
+    gradient, loss = train.compute_gradient, causal_lm.Task.loss
 
     def spoiled(accelerator, module, window, *rest):
         wrong = window[-1][0].step + 1 == number and accelerator.process_index == 1
         module.task.factor = float("nan") if wrong else 1.0
         return gradient(accelerator, module, window, *rest)
 
-    monkeypatch.setattr(train, "gradient", spoiled)
+    monkeypatch.setattr(train, "compute_gradient", spoiled)
     monkeypatch.setattr(
         causal_lm.Task, "loss", lambda self, *args: (r := loss(self, *args)) | {"loss": r["loss"] * self.factor}
     )
@@ -510,14 +510,14 @@ def naive_update(accelerator, module, optimizer, learning_rate, max_grad_norm):
     norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return norm.full_tensor(), Flag(torch.tensor(False))
+    return norm.full_tensor(), DeviceFlag(torch.tensor(False))
 
 
 @pytest.mark.parametrize("mutant", [False, True])
 def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_any(files, two, tmp_path, monkeypatch, mutant):
     poison(monkeypatch, 7)
     if mutant:
-        monkeypatch.setattr(train, "update", naive_update)
+        monkeypatch.setattr(train, "optimizer_step", naive_update)
     folder = begun(two, tmp_path / "run", 5)
     flags = recipe(files, max_steps=8, save_steps=1, eval_steps=99)
     run = kit.run_training(2, folder, *flags, env=where("fsdp2", 2))

@@ -137,12 +137,12 @@ def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path):
 def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, monkeypatch):
     from src.distributed import launch
 
-    def start(run, original=launch.start):
+    def start(run, original=launch.init_accelerator):
         accelerator = original(run)
         accelerator.gradient_accumulation_steps = 8  # as accelerate has it, from the environment
         return accelerator
 
-    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(launch, "init_accelerator", start)
     run = kit.run_training(1, tmp_path / "run", *recipe(files, optim="sgd"), env=EIGHT)
     assert not kit.same(run.weights, plain.weights)
 
@@ -155,11 +155,11 @@ def _prepared(mutant: bool) -> tuple[str, bool, int]:
     from src.config.schema import RunConfig
     from src.distributed import launch, prepare_model
 
-    accelerator = launch.start(RunConfig(output_dir="unused"))
-    objective = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(objective.parameters(), lr=0.1)
+    accelerator = launch.init_accelerator(RunConfig(output_dir="unused"))
+    model_with_loss = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model_with_loss.parameters(), lr=0.1)
     module = (accelerator.prepare if mutant else lambda *both: prepare_model.prepare(accelerator, *both))(
-        objective, optimizer
+        model_with_loss, optimizer
     )[0]
     count, wrapped = [0], isinstance(module, torch.nn.parallel.DistributedDataParallel)
     if wrapped:
@@ -196,12 +196,12 @@ def test_a_group_of_two_reduces_once_a_window(tmp_path):
 def test_a_failure_on_one_rank_ends_all_at_once_with_its_traceback(files, tmp_path, monkeypatch):
     import train
 
-    def gradient(accelerator, module, window, *rest, original=train.gradient):
+    def gradient(accelerator, module, window, *rest, original=train.compute_gradient):
         if accelerator.process_index == 1 and window[0][0].step == 1:
             raise RuntimeError("a cosmic ray")
         return original(accelerator, module, window, *rest)
 
-    monkeypatch.setattr(train, "gradient", gradient)
+    monkeypatch.setattr(train, "compute_gradient", gradient)
     folder = tmp_path / "here"
     folder.mkdir()
     started = time.monotonic()

@@ -44,7 +44,7 @@ def strike(monkeypatch, where: str, rank: int, error: BaseException) -> None:
     holder, name, at = {
         "collator": (causal_lm.Task, "collate", 9),
         "forward": (causal_lm.Task, "loss", 9),
-        "update": (train, "update", 5),
+        "update": (train, "optimizer_step", 5),
         "evaluation": (evaluation, "seed_everything", 5),
         "saving": (format, "save_file", 1),
         "building": (causal_lm.Task, "build", 1),
@@ -87,7 +87,7 @@ def check_failed(folder: Path, flags: list[str], rank: int, message: str) -> str
     kept = json.loads((folder / "run" / "logs" / "failed.json").read_text())
     assert kept["rank"] == rank
     assert message in kept["message"].strip().splitlines()[-1]
-    told = run_status.read(folder / "run")
+    told = run_status.read_status(folder / "run")
     assert (told["status"], told["exit_code"]) == ("failed", 1)
     assert message in told["reason"]
     return last
@@ -112,7 +112,7 @@ def test_an_exception_while_saving_ends_all_with_its_traceback(tiny, tmp_path, m
     """What is no fault of the disk is one of the code: it is raised where training goes on, and nothing is published."""
     strike(monkeypatch, "saving", 0, ValueError("a cosmic ray in the saver"))
     check_failed(tmp_path, recipe(tiny), 0, "ValueError: a cosmic ray in the saver")
-    assert format.checkpoints(tmp_path / "run") == []
+    assert format.list_checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -147,7 +147,7 @@ def test_after_a_failure_the_same_command_goes_on(tiny, tmp_path, monkeypatch):
     assert kit.same(kit.Run(tmp_path / "run").weights, undisturbed.weights)
     assert kit.timeless(tmp_path / "run") == kit.timeless(undisturbed.folder)
     assert not (tmp_path / "run" / "logs" / "failed.json").exists()
-    assert run_status.read(tmp_path / "run")["status"] == "complete"
+    assert run_status.read_status(tmp_path / "run")["status"] == "complete"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -161,8 +161,8 @@ def test_the_mark_of_an_earlier_failure_does_not_end_a_new_start(tiny, tmp_path,
 
 def test_mutant_ranks_that_do_not_know_of_each_other_are_caught(tiny, tmp_path, monkeypatch):
     """Then both print a traceback, and that of the lost connection is the last."""
-    monkeypatch.setattr(run_status, "claim_failure", lambda *args: True)
-    monkeypatch.setattr(run_status, "failure_of_another", lambda *args: None)
+    monkeypatch.setattr(run_status, "report_failure", lambda *args: True)
+    monkeypatch.setattr(run_status, "failed_rank", lambda *args: None)
     monkeypatch.setattr("src.distributed.stop_signals.failure_of_another", lambda *args: None)
     strike(monkeypatch, "forward", 1, ValueError("a cosmic ray"))
     with pytest.raises(AssertionError):

@@ -10,6 +10,7 @@ import train
 from src.checkpointing import format
 from src.config.errors import Failure
 from src.distributed import replica_check
+from src.distributed.launch import HostAllReduce, init_accelerator
 from tests.helpers import kit
 
 PARAMETER = "transformer.h.1.mlp.c_fc.weight"
@@ -37,7 +38,7 @@ def flip(parameter: torch.Tensor, bit: int = 0, element: int = -1) -> None:
 
 def flip_at(step: int, rank: int, monkeypatch, change=flip, names=(PARAMETER,)):
     """Let faulty memory change parameters on one rank after its update of `step`."""
-    count, update = [0], train.update
+    count, update = [0], train.optimizer_step
 
     def faulty(accelerator, module, *args):
         result = update(accelerator, module, *args)
@@ -47,11 +48,11 @@ def flip_at(step: int, rank: int, monkeypatch, change=flip, names=(PARAMETER,)):
                 change(accelerator.unwrap_model(module).model.get_parameter(name))
         return result
 
-    monkeypatch.setattr(train, "update", faulty)
+    monkeypatch.setattr(train, "optimizer_step", faulty)
 
 
 def saved(folder) -> list[int]:
-    return [format.step_of(path) for path in format.checkpoints(folder / "run")]
+    return [format.step_of(path) for path in format.list_checkpoints(folder / "run")]
 
 
 def trained(files, folder, world: int, **fields):
@@ -105,7 +106,7 @@ def test_after_it_the_same_command_goes_on_and_ends_as_if_undisturbed(files, tmp
 def test_mutant_without_the_check_saves_what_has_drifted(files, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     flip_at(5, 1, monkeypatch)
-    monkeypatch.setattr(replica_check, "check", lambda *args: None)
+    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
     codes, _ = trained(files, tmp_path / "here", 2)
     assert codes == [0, 0]
     assert saved(tmp_path / "here") == [2, 4, 6, 8]
@@ -116,17 +117,17 @@ def test_mutant_without_the_check_saves_what_has_drifted(files, tmp_path, monkey
 
 def _checks(argv):
     """Train on this rank; return the steps at which replicas were compared, and those that were saved."""
-    steps, saves, check, save = [], [], replica_check.check, train.Saver.save
+    steps, saves, check, save = [], [], replica_check.check_replicas, train.CheckpointWriter.save
 
-    def checked(accelerator, agree, objective, step):
+    def checked(accelerator, all_reduce, model_with_loss, step):
         steps.append(step)
-        return check(accelerator, agree, objective, step)
+        return check(accelerator, all_reduce, model_with_loss, step)
 
     def saving(self, progress, *rest):
         saves.append(progress.step)
         return save(self, progress, *rest)
 
-    replica_check.check, train.Saver.save = checked, saving
+    replica_check.check_replicas, train.CheckpointWriter.save = checked, saving
     train.main([str(word) for word in argv])
     return steps, saves
 
@@ -208,10 +209,9 @@ def test_the_digest_of_an_empty_or_frozen_or_strided_parameter_is_no_trouble():
 def _compare(changed: dict[int, str], mutant: bool):
     """Compare replicas of which some are changed; return what the failure says, or None."""
     from src.config.parsing import RunConfig
-    from src.distributed.launch import Agreement, start
 
     rank = int(os.environ["RANK"])
-    accelerator, model = start(RunConfig(output_dir="unused")), _model()
+    accelerator, model = init_accelerator(RunConfig(output_dir="unused")), _model()
     if rank in changed:
         flip(model.get_parameter(changed[rank]), 0)
     if mutant:  # sums in the tensors' own precision
@@ -219,7 +219,7 @@ def _compare(changed: dict[int, str], mutant: bool):
             torch.int32
         )
     try:
-        replica_check.check(accelerator, Agreement(accelerator, 60), model, 7)
+        replica_check.check_replicas(accelerator, HostAllReduce(accelerator, 60), model, 7)
     except Failure as failure:
         return str(failure)
     return None

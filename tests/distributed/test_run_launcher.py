@@ -127,7 +127,7 @@ def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
     run.until(lambda: kit.last_step(folder) > 3)
     run.press(b"\x03")
     lines = run.lines()
-    step = format.step_of(format.newest(folder))
+    step = format.step_of(format.newest_intact(folder))
     assert step == kit.last_step(folder)
     assert lines[-1] == f"Stopped by Ctrl-C at step {step}. Saved to {folder}; run the same command to resume."
     assert lines[0].startswith("accelerate launch ")
@@ -292,7 +292,7 @@ def test_only_the_status_of_this_launch_counts(tmp_path):
     which keeps its status.json."""
     launched = run_launcher.Launched.__new__(run_launcher.Launched)
     launched.folder, launched.child, launched.began = tmp_path, Namespace(pid=os.getppid()), time.time() + 60
-    run_status.write(tmp_path, "complete", 3, 0)
+    run_status.write_status(tmp_path, "complete", 3, 0)
     assert launched.status() == {}
     launched.began -= 120
     assert launched.status()["exit_code"] == 0
@@ -303,11 +303,11 @@ def test_only_the_status_of_this_launch_counts(tmp_path):
 def test_a_mistake_does_not_touch_the_run_that_is_there(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
-    run_status.write(folder, "running", 3)
+    run_status.write_status(folder, "running", 3)
     words = ["make", "-s", "-o", ".venv/done", "train", f"OUT={folder}", "ARGS=--max_step 5"]
     done = subprocess.run(words, cwd=kit.REPOSITORY, env=PLAIN, capture_output=True, text=True, timeout=90, check=False)
     assert "Error 2" in done.stderr
-    assert run_status.read(folder)["status"] == "running"
+    assert run_status.read_status(folder)["status"] == "running"
 
 
 def test_mistyped_flag_on_two_processes(tmp_path):

@@ -16,7 +16,7 @@ import pytest
 
 import train
 from src.checkpointing import format
-from src.checkpointing.async_writer import Saver
+from src.checkpointing.async_writer import CheckpointWriter
 from src.config.errors import Stopped
 from src.distributed import stop_signals
 from src.runtime import run_status
@@ -60,11 +60,11 @@ def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
     """Assert that all ranks ended with 75 in time, and that every step whose line was written is saved; return the step."""
     codes = ranks.wait(15)
     assert codes == [75] * len(codes), ranks.text()
-    newest = format.checkpoints(folder)[-1]
-    assert atomic_folder.faults(newest) == []
+    newest = format.list_checkpoints(folder)[-1]
+    assert atomic_folder.verify(newest) == []
     step = format.step_of(newest)
     assert step == kit.last_step(folder)
-    told = run_status.read(folder)
+    told = run_status.read_status(folder)
     assert (told["status"], told["step"], told["exit_code"]) == ("stopped", step, 75)
     assert f"at step {step:,}. Saved to run" in ranks.text()
     return step
@@ -76,7 +76,7 @@ def finish(folder: Path, flags: list[str], world: int, undisturbed: kit.Run) -> 
     assert ranks.wait(60) == [0] * world, ranks.text()
     assert kit.timeless(folder / "run") == kit.timeless(undisturbed.folder)
     assert kit.same(kit.Run(folder / "run").weights, undisturbed.weights)
-    assert run_status.read(folder / "run")["status"] == "complete"
+    assert run_status.read_status(folder / "run")["status"] == "complete"
 
 
 # ---- signals at random moments ------------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_mutant_a_signal_that_one_rank_obeys_alone_is_caught(tiny, tmp_path, mon
             raise Stopped(f"{self.reason}; everything is saved")
         return [0.0, 0.0]
 
-    monkeypatch.setattr(stop_signals.Watch, "requests", requests)
+    monkeypatch.setattr(stop_signals.StopSignals, "requests", requests)
     ranks = begin(tmp_path, recipe(tiny))
     ranks.signal(signal.SIGTERM, 1)
     with pytest.raises(AssertionError):
@@ -125,13 +125,13 @@ def test_mutant_a_signal_that_one_rank_obeys_alone_is_caught(tiny, tmp_path, mon
 
 
 def test_mutant_a_stop_that_does_not_save_is_caught(tiny, tmp_path, monkeypatch):
-    def leave(self, agree, save, reason):
+    def leave(self, all_reduce, save, reason):
         raise Stopped(f"{reason}; everything is saved")
 
     flags = recipe(tiny, save_steps=10)
-    monkeypatch.setattr(Saver, "leave", leave)
+    monkeypatch.setattr(CheckpointWriter, "leave", leave)
     ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
-    kit.until(lambda: kit.last_step(tmp_path / "run") % 10 in (3, 4, 5) and format.checkpoints(tmp_path / "run"))
+    kit.until(lambda: kit.last_step(tmp_path / "run") % 10 in (3, 4, 5) and format.list_checkpoints(tmp_path / "run"))
     ranks.signal(signal.SIGTERM)
     with pytest.raises(AssertionError):
         check_stopped(ranks, tmp_path / "run")
@@ -199,7 +199,7 @@ def test_the_file_save_counts_during_an_evaluation_too(tiny, tmp_path, monkeypat
     (tmp_path / "run" / "save").touch()
     assert ranks.wait() == [0, 0], ranks.text()
     assert not (tmp_path / "run" / "save").exists()
-    saved = [format.step_of(path) for path in format.checkpoints(tmp_path / "run")]
+    saved = [format.step_of(path) for path in format.list_checkpoints(tmp_path / "run")]
     assert saved[0] in (10, 11)
     assert saved[1:] == [20]
 
@@ -209,7 +209,7 @@ def test_the_file_save_counts_during_an_evaluation_too(tiny, tmp_path, monkeypat
 
 def held_up(monkeypatch, seconds: float, where=lambda rank: True) -> None:
     """Make step 5 wait in a blocking call for so long, on the ranks of `where`; all others then wait in a collective."""
-    original, count = train.update, [0]
+    original, count = train.optimizer_step, [0]
 
     def update(*args):
         count[0] += 1
@@ -219,7 +219,7 @@ def held_up(monkeypatch, seconds: float, where=lambda rank: True) -> None:
                 subprocess.run(["sleep", str(seconds)], check=False)
         return original(*args)
 
-    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(train, "optimizer_step", update)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
@@ -269,7 +269,7 @@ def test_a_signal_before_training_begins_ends_with_75(tiny, tmp_path, monkeypatc
     ranks.signal(signal.SIGTERM)
     assert ranks.wait(10) == [75, 75], ranks.text()
     assert not (tmp_path / "run" / "checkpoints").exists()
-    told = run_status.read(tmp_path / "run")
+    told = run_status.read_status(tmp_path / "run")
     assert not told or (told["status"], told["exit_code"]) == ("stopped", 75)
 
 
@@ -277,18 +277,18 @@ def test_a_signal_before_training_begins_ends_with_75(tiny, tmp_path, monkeypatc
 
 
 def test_the_files_save_and_stop_do_what_they_say(tiny, straight, tmp_path, monkeypatch):
-    update = train.update
+    update = train.optimizer_step
     # Files are looked at twice a second: the run must last longer than that.
-    monkeypatch.setattr(train, "update", lambda *args: (time.sleep(0.03), update(*args))[1])
+    monkeypatch.setattr(train, "optimizer_step", lambda *args: (time.sleep(0.03), update(*args))[1])
     flags, folder = recipe(tiny), tmp_path / "run"
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
-    saved = kit.until(lambda: format.newest(folder))
-    assert atomic_folder.faults(saved) == []
+    saved = kit.until(lambda: format.newest_intact(folder))
+    assert atomic_folder.verify(saved) == []
     kit.until(lambda: kit.last_step(folder) > format.step_of(saved) + 3)  # it goes on
     (folder / "stop").touch()
     assert check_stopped(ranks, folder) > format.step_of(saved)
-    assert "the file stop" in run_status.read(folder)["reason"]
+    assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not (folder / "save").exists()
     assert not (folder / "stop").exists()
     finish(tmp_path, flags, 2, straight)
@@ -299,7 +299,7 @@ def test_the_time_limit_saves_and_stops_in_time(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(stop_signals, "STARTED", time.monotonic())
     ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=limit / 60), folder=tmp_path, world=2)
     check_stopped(ranks, tmp_path / "run")
-    told = run_status.read(tmp_path / "run")
+    told = run_status.read_status(tmp_path / "run")
     assert "the time limit" in told["reason"]
     assert told["time"] <= started + limit
 
@@ -317,7 +317,7 @@ def test_status_says_how_a_run_stands(tiny, tmp_path, monkeypatch):
     flags, folder = recipe(tiny), tmp_path / "run"
     assert code_of(folder, launcher=143) == 143
     ranks = begin(tmp_path, flags, world=1)
-    assert run_status.read(folder) | {"time": 0} == {
+    assert run_status.read_status(folder) | {"time": 0} == {
         "status": "running",
         "step": 0,
         "exit_code": None,
@@ -327,24 +327,24 @@ def test_status_says_how_a_run_stands(tiny, tmp_path, monkeypatch):
     }
     ranks.signal(signal.SIGTERM)
     step = check_stopped(ranks, folder)
-    assert run_status.read(folder)["reason"].startswith(f"Stopped by SIGTERM at step {step}")
+    assert run_status.read_status(folder)["reason"].startswith(f"Stopped by SIGTERM at step {step}")
     assert code_of(folder) == 75
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "gradient", lambda *args: 1 / 0)
+        patch.setattr(train, "compute_gradient", lambda *args: 1 / 0)
         assert kit.Ranks("train.py", *flags, folder=tmp_path).wait() == [1]
-    told = run_status.read(folder)
+    told = run_status.read_status(folder)
     assert (told["status"], told["step"], told["exit_code"]) == ("failed", step, 1)
     assert told["reason"] == "ZeroDivisionError: division by zero"
 
     assert kit.Ranks("train.py", *flags, folder=tmp_path).wait() == [0]
-    told = run_status.read(folder)
+    told = run_status.read_status(folder)
     assert (told["status"], told["step"], told["exit_code"]) == ("complete", SHORT, 0)
     assert code_of(folder, launcher=1) == 0
 
 
 def test_a_second_process_on_the_same_folder_is_refused(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_status, "lock", partial(run_status.lock, patience=0.5))
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
     flags = recipe(tiny, max_steps=100_000)
     first = begin(tmp_path, flags, world=1)
     copy = tmp_path / "elsewhere"
@@ -361,7 +361,7 @@ def test_a_second_process_on_the_same_folder_is_refused(tiny, tmp_path, monkeypa
 
 def test_the_lock_outlives_no_process(tiny, straight, tmp_path, monkeypatch):
     """After SIGKILL of a whole run the same command trains at once."""
-    monkeypatch.setattr(run_status, "lock", partial(run_status.lock, patience=0.5))
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
     ranks = begin(tmp_path, recipe(tiny, save_steps=10))
     ranks.signal(signal.SIGKILL)
     assert ranks.wait() == [-9, -9]
@@ -415,7 +415,7 @@ def test_a_new_run_in_the_place_of_one_with_an_orphan(tiny, straight, tmp_path):
 
 
 def test_a_deleted_lock_file_is_made_and_locked_again(tiny, straight, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_status, "lock", partial(run_status.lock, patience=0.5))
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
     ranks = begin(tmp_path, recipe(tiny, max_steps=100_000), world=1)
     lock = tmp_path / "run" / "logs" / "rank_0.log"
     lock.unlink()
@@ -483,22 +483,22 @@ def test_torchrun_is_told_to_stop_then_loses_a_worker_and_then_heals(slow, undis
     one = Launched(tmp_path, *TORCHRUN, *command).trained(30)
     one.process.terminate()
     assert one.process.wait(60) != 0
-    told = run_status.read(folder)
+    told = run_status.read_status(folder)
     assert (told["status"], told["exit_code"]) == ("stopped", 75), one.output.read_text()
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest(folder))
+    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
     assert code_of(folder) == 75
 
     two = Launched(tmp_path, *TORCHRUN, *command).trained(told["step"] + 30)
     os.kill(two.workers()[1], signal.SIGKILL)
     assert two.process.wait(60) != 0
-    assert run_status.read(folder)["status"] == "failed"
+    assert run_status.read_status(folder)["status"] == "failed"
 
     three = Launched(tmp_path, *TORCHRUN, "--max_restarts", "2", *command).trained(kit.last_step(folder) + 30)
     os.kill(three.workers()[0], signal.SIGKILL)
     assert three.process.wait(120) == 0, three.output.read_text()
     assert kit.same(kit.Run(folder).weights, undisturbed.weights)
     assert kit.timeless(folder) == kit.timeless(undisturbed.folder)
-    assert run_status.read(folder)["status"] == "complete"
+    assert run_status.read_status(folder)["status"] == "complete"
 
 
 def test_a_worker_that_was_told_to_stop_is_not_started_again(slow, tmp_path):
@@ -508,9 +508,9 @@ def test_a_worker_that_was_told_to_stop_is_not_started_again(slow, tmp_path):
     run = Launched(tmp_path, *TORCHRUN, "--max_restarts", "1", *command).trained(30)
     os.kill(run.workers()[1], signal.SIGUSR1)
     assert run.process.wait(60) != 0
-    told = run_status.read(folder)
+    told = run_status.read_status(folder)
     assert (told["status"], told["exit_code"]) == ("stopped", 75), run.output.read_text()
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest(folder))
+    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
     assert run.output.read_text().count("saving after this step") == 1
 
 
@@ -522,10 +522,10 @@ def test_accelerate_launch_leaves_its_child_which_saves_and_ends(slow, tmp_path)
     run = Launched(tmp_path, *ACCELERATE, where, *command).trained(30)
     run.process.terminate()
     assert run.process.wait(10) == -signal.SIGTERM
-    kit.until(lambda: run_status.read(folder)["status"] == "stopped", 15)
-    told = run_status.read(folder)
+    kit.until(lambda: run_status.read_status(folder)["status"] == "stopped", 15)
+    told = run_status.read_status(folder)
     assert told["reason"].startswith("Stopped by the end of the launcher")
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest(folder))
+    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
     kit.until(lambda: not run.workers(), 15)
 
 

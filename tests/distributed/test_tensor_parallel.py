@@ -111,7 +111,7 @@ def test_mutants_that_take_a_group_for_several_are_caught(files, one, tmp_path, 
         place = lambda accelerator: (accelerator.process_index, accelerator.num_processes)  # noqa: E731
         monkeypatch.setattr(step, "tensor_parallel", SimpleNamespace(**vars(tensor_parallel) | {"place": place}))
     elif mutant == "each process counts":
-        monkeypatch.setattr(launch.Agreement, "__call__", _uncounted)
+        monkeypatch.setattr(launch.HostAllReduce, "__call__", _uncounted)
     else:
         monkeypatch.setattr(tensor_parallel, "math", SimpleNamespace(prod=lambda sizes: 1))
     argv = recipe(files, max_steps=2, validation_file=None)

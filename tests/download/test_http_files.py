@@ -65,13 +65,13 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
     def work(argv):
         run, options = parsing.parse(argv, OPTIONS)
         validation.check(run, options)
-        found.append(dataset.load(run, make_task(run, options))["train"])
+        found.append(dataset.prepare_datasets(run, make_task(run, options))["train"])
 
     adopt(environment)
     shared_work.STARTED, http_files.TRIES = time.time(), 2  # as in a new process, but for its patience
     before()
     sys.argv = ["train.py", *argv]
-    launch.main(work)
+    launch.run_main(work)
     return [row["input_ids"].tolist() for row in found[0].rows(np.arange(len(found[0])))]
 
 
@@ -139,14 +139,14 @@ def test_three_processes_download_each_file_once_and_the_next_start_nothing(hub,
 
 
 def _ask_alone(key, root, crew, find, what):
-    http_files.record[key] = found = find()
+    http_files.fetched[key] = found = find()
     return found
 
 
 def test_mutant_every_rank_asks_is_caught(hub, tmp_path):
     put(hub, "multiplied.jsonl", note=100_000)
     argv = recipe(hub, tmp_path / "cache", "multiplied.jsonl")
-    start(hub, tmp_path, argv, world=3, before=lambda: setattr(http_files, "ask", _ask_alone))
+    start(hub, tmp_path, argv, world=3, before=lambda: setattr(http_files, "ask_once", _ask_alone))
     assert len(asked(hub, "multiplied.jsonl")) > 1
 
 
@@ -526,7 +526,7 @@ def test_who_waits_for_a_process_that_is_killed_says_so_and_stops(hub, tmp_path)
 
 def test_mutant_without_a_look_at_the_others_is_caught(hub, tmp_path):
     codes, _ = _killed_while_two_wait(
-        hub, tmp_path, "alone.jsonl", lambda: setattr(shared_work.Crew, "check", _nothing)
+        hub, tmp_path, "alone.jsonl", lambda: setattr(shared_work.SharedWork, "check", _nothing)
     )
     assert codes != [1, 1]
 

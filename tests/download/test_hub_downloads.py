@@ -142,10 +142,10 @@ def test_three_ranks_ask_and_fetch_once(served, trained, tmp_path):
 
 def _every_rank_asks():
     def ask(key, root, crew, find, what):
-        http_files.record[key] = found = find()
+        http_files.fetched[key] = found = find()
         return found
 
-    hub_module.ask = ask
+    hub_module.ask_once = ask
 
 
 def test_one_process_asks_once(hub, tmp_path):
@@ -335,7 +335,7 @@ def _no_training_rows():
 
     class Empty:
         def __init__(self, *_):
-            self.facts = {}
+            self.stats = {}
 
     def end(run, splits):
         assert len(splits["validation"]) == 4

@@ -37,7 +37,7 @@ def rows_of(stream: Stream) -> list[int]:
 
 
 def facts_of(stream: Stream) -> dict:
-    return stream.facts
+    return stream.stats
 
 
 def opened(hub, folder, files, then=facts_of, before=lambda: None, streaming=True, **more):
@@ -175,7 +175,7 @@ def test_patience_passes_over_what_has_come_and_ends(monkeypatch):
                 raise ConnectionError("reset by peer")
             yield n
 
-    assert list(remote_files.patiently(rows, "x")) == list(range(6))
+    assert list(remote_files.retry_reads(rows, "x")) == list(range(6))
     assert begun == [0, 1, 2]
 
     def never():
@@ -185,7 +185,7 @@ def test_patience_passes_over_what_has_come_and_ends(monkeypatch):
     monkeypatch.setattr(remote_files, "PATIENCE", 1.0)
     began = time.monotonic()
     with pytest.raises(FileNotFoundError):
-        list(remote_files.patiently(never, "x"))
+        list(remote_files.retry_reads(never, "x"))
     assert 0.4 < time.monotonic() - began < 5
     with pytest.raises(ValueError, match="bad row"):  # is not tried again
 
@@ -194,7 +194,7 @@ def test_patience_passes_over_what_has_come_and_ends(monkeypatch):
             raise ValueError("bad row")
             yield
 
-        list(remote_files.patiently(bad, "x"))
+        list(remote_files.retry_reads(bad, "x"))
     assert len(begun) == 4
 
 

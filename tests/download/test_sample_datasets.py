@@ -21,14 +21,14 @@ def few():
     """A few packages of the standard library, so that tests are fast; some files have characters of several bytes."""
     return [
         (path, text)
-        for path, text in sample_datasets.sources()
+        for path, text in sample_datasets.stdlib_sources()
         if path.split("/")[0] in ("json", "http", "email", "html")
     ]
 
 
 @pytest.fixture
 def root(few, tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_datasets, "sources", lambda: few)
+    monkeypatch.setattr(sample_datasets, "stdlib_sources", lambda: few)
     return tmp_path
 
 
@@ -41,7 +41,7 @@ def rows(root, name, split):
 
 
 def test_sources_are_the_modules_of_the_standard_library():
-    found = dict(sample_datasets.sources())
+    found = dict(sample_datasets.stdlib_sources())
     assert list(found) == sorted(found)
     assert "json/decoder.py" in found
     assert "class JSONDecoder" in found["json/decoder.py"]
@@ -49,7 +49,7 @@ def test_sources_are_the_modules_of_the_standard_library():
 
 
 def test_code_is_split_by_file_without_overlap(root, few):
-    assert sample_datasets.folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
+    assert sample_datasets.sample_folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
     train, validation = rows(root, "stdlib_code", "train"), rows(root, "stdlib_code", "validation")
     assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
     assert not {row["path"] for row in train} & {row["path"] for row in validation}
@@ -57,7 +57,7 @@ def test_code_is_split_by_file_without_overlap(root, few):
 
 
 def test_functions_are_split_without_overlap(root, few):
-    sample_datasets.folder("stdlib_functions", root)
+    sample_datasets.sample_folder("stdlib_functions", root)
     train, validation = rows(root, "stdlib_functions", "train"), rows(root, "stdlib_functions", "validation")
     assert not {row["text"] for row in train} & {row["text"] for row in validation}  # nor the same function twice
     assert len(train) > 5 * len(validation) > 0
@@ -72,7 +72,7 @@ def test_functions_are_split_without_overlap(root, few):
 
 @pytest.mark.parametrize("name", sample_datasets.SAMPLES)
 def test_the_tokenizer_gives_every_text_back(root, name):
-    tokenizer = AutoTokenizer.from_pretrained(sample_datasets.tokenizer(name, root))
+    tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
     texts = [row["text"] for row in rows(root, name, "validation")]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     strange = "für 漢字 🙂\t\r\n\x00"
@@ -87,13 +87,16 @@ def test_the_name_is_a_dataset_and_a_tokenizer(root):
     fields = {"dataset_name": "stdlib_code", "tokenizer_name": "stdlib_code", "model_config": root / "llama.yaml"}
     task, splits = kit.open_data(**fields, cache_dir=root, max_length=64)
     assert task.config.vocab_size == len(task.tokenizer)
-    assert splits["train"].facts["source_rows"] == len(rows(root, "stdlib_code", "train"))
-    assert splits["validation"].facts["source_rows"] == len(rows(root, "stdlib_code", "validation"))
+    assert splits["train"].stats["source_rows"] == len(rows(root, "stdlib_code", "train"))
+    assert splits["validation"].stats["source_rows"] == len(rows(root, "stdlib_code", "validation"))
 
 
 def test_other_names_are_no_samples(root):
-    assert sample_datasets.folder("stdlib", root) is sample_datasets.tokenizer("gpt2", root) is None
-    assert dataset_spec.find(RunConfig(dataset_name="someone/something"), "train", root).name == "someone/something"
+    assert sample_datasets.sample_folder("stdlib", root) is sample_datasets.sample_tokenizer("gpt2", root) is None
+    assert (
+        dataset_spec.resolve_source(RunConfig(dataset_name="someone/something"), "train", root).name
+        == "someone/something"
+    )
     assert not (root / "samples").exists()
 
 
@@ -108,7 +111,7 @@ def _make(root):
         original(target)
 
     sample_datasets._code = slow
-    return sample_datasets.folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
+    return sample_datasets.sample_folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
 
 
 def test_processes_that_start_together_make_it_once(root):
@@ -130,7 +133,7 @@ def _killed(root):
         os.kill(os.getpid(), signal.SIGKILL)  # the rows are written, the tokenizer is not
 
     sample_datasets._train_tokenizer = dies
-    sample_datasets.folder("stdlib_code", root)
+    sample_datasets.sample_folder("stdlib_code", root)
 
 
 def test_an_interrupted_making_starts_again(root):
@@ -140,10 +143,10 @@ def test_an_interrupted_making_starts_again(root):
     assert (target / "train.jsonl").exists()
     assert not (target / "DONE").exists()
     (target / "DONE").touch()  # the mutant: a marker that is written first
-    assert not os.path.exists(f"{sample_datasets.tokenizer('stdlib_code', root)}/tokenizer.json")
+    assert not os.path.exists(f"{sample_datasets.sample_tokenizer('stdlib_code', root)}/tokenizer.json")
     (target / "DONE").unlink()
     (target / "left over").touch()
-    assert AutoTokenizer.from_pretrained(sample_datasets.tokenizer("stdlib_code", root))("def")["input_ids"]
+    assert AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
     assert (target / "DONE").exists()
     assert not (target / "left over").exists()
 
@@ -152,9 +155,9 @@ def test_what_an_older_version_made_is_made_again_and_what_is_made_is_kept(root,
     calls = []
     monkeypatch.setattr(sample_datasets, "_code", lambda target: calls.append(target))
     for expected in (1, 1):
-        sample_datasets.folder("stdlib_code", root)
+        sample_datasets.sample_folder("stdlib_code", root)
         assert len(calls) == expected
     monkeypatch.setattr(sample_datasets, "VERSION", sample_datasets.VERSION + "+")
     for expected in (2, 2):
-        sample_datasets.folder("stdlib_code", root)
+        sample_datasets.sample_folder("stdlib_code", root)
         assert len(calls) == expected

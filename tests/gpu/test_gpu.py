@@ -48,7 +48,7 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.R
     return run
 
 
-def agree(run: kit.Run, other: kit.Run, bound: float) -> bool:
+def losses_agree(run: kit.Run, other: kit.Run, bound: float) -> bool:
     return run.losses() == pytest.approx(other.losses(), rel=bound)
 
 
@@ -59,7 +59,7 @@ def float32(recipe, tmp_path_factory) -> kit.Run:
 
 def test_a_gpu_and_a_cpu_train_alike(recipe, float32, tmp_path):
     on_cpu = kit.run_training(1, tmp_path / "cpu", *recipe())
-    assert agree(float32, on_cpu, 1e-4)
+    assert losses_agree(float32, on_cpu, 1e-4)
     assert kit.ledger_text(float32.folder) == kit.ledger_text(on_cpu.folder)
 
 
@@ -68,8 +68,8 @@ def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, p
     run = launched(tmp_path / "run", recipe(), precision)
     assert run.said["precision"] == f"weights float32, computing in {precision}"
     assert {value.dtype for value in run.weights.values()} == {torch.float32}
-    assert agree(run, float32, 2e-2)
-    assert not agree(run, float32, 1e-9)  # it was not silently float32
+    assert losses_agree(run, float32, 2e-2)
+    assert not losses_agree(run, float32, 1e-9)  # it was not silently float32
 
 
 def test_fp8_computes_or_says_what_it_takes(recipe, float32, tmp_path):
@@ -77,7 +77,7 @@ def test_fp8_computes_or_says_what_it_takes(recipe, float32, tmp_path):
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
     run = launched(tmp_path / "run", recipe(), "fp8", "gpu_fp8")
-    assert agree(run, float32, 5e-2)
+    assert losses_agree(run, float32, 5e-2)
 
 
 def test_a_killed_run_goes_on_bitwise(recipe, float32, tmp_path):
@@ -92,14 +92,14 @@ def test_a_killed_run_goes_on_bitwise(recipe, float32, tmp_path):
 
 def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(compile=True, pad_to_multiple_of=32))
-    assert agree(run, float32, 1e-4)
+    assert losses_agree(run, float32, 1e-4)
     assert run.weights.keys() == float32.weights.keys()
     assert 0 < run.kind("train")[-1]["graphs"] <= 8
 
 
 def test_checkpointed_activations_take_less_memory(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(gradient_checkpointing=True))
-    assert agree(run, float32, 1e-5)
+    assert losses_agree(run, float32, 1e-5)
 
 
 def test_attention_takes_a_fast_kernel_where_there_is_no_mask():
@@ -125,9 +125,9 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device():
         distributed_type=SimpleNamespace(value="NO"),
         clip_grad_norm_=lambda parameters, most: torch.nn.utils.clip_grad_norm_(list(parameters), most),
     )
-    for value, left_out in ((1.0, False), (float("nan"), True), (1.0, False)):
+    for value, skipped in ((1.0, False), (float("nan"), True), (1.0, False)):
         before = weight.detach().clone()
         weight.grad = torch.full_like(weight, value)
-        _, flag = step.update(accelerator, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
-        assert bool(flag) == left_out
-        assert torch.equal(before, weight.detach()) == left_out
+        _, flag = step.optimizer_step(accelerator, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        assert bool(flag) == skipped
+        assert torch.equal(before, weight.detach()) == skipped

@@ -333,8 +333,8 @@ class _Handler(BaseHTTPRequestHandler):
         files = hub.files(root)
         if verb in ("", "revision"):
             siblings = [{"rfilename": f, "blobId": id, "size": (root / f).stat().st_size} for f, id in files.items()]
-            facts = {"private": name in hub.private, "gated": name in hub.gated and "auto", "disabled": False}
-            self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | facts)
+            stats = {"private": name in hub.private, "gated": name in hub.gated and "auto", "disabled": False}
+            self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | stats)
         elif verb == "tree":
             if not (top := inside(root, path)).is_dir():
                 raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")

@@ -26,7 +26,7 @@ def _train(argv: list[str]) -> None:
     from src.distributed import launch
 
     sys.argv = ["train.py", *argv]
-    launch.main(__import__("train").main)
+    launch.run_main(__import__("train").main)
 
 
 def run(argv: list, folder: Path, world: int, doomed=None, deadline: float = float("inf")) -> bool:
@@ -67,7 +67,7 @@ def differences(straight: Path, killed: Path) -> list[str]:
     if not found and timeless(one) != timeless(two):
         found.append("some line of metrics.jsonl differs in more than its times")
     found += [text for text in (ledger.compare(killed), ledger.compare(killed, straight)) if text]
-    return found + [f"final: {fault}" for fault in atomic_folder.faults(killed / "final")]
+    return found + [f"final: {fault}" for fault in atomic_folder.verify(killed / "final")]
 
 
 def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60, seed: int | None = None) -> dict:

@@ -226,7 +226,7 @@ def _command(script, argv, folder):
 
     os.chdir(folder)
     sys.argv = [script, *(str(word) for word in argv)]
-    launch.main(import_module(Path(script).stem).main)
+    launch.run_main(import_module(Path(script).stem).main)
 
 
 def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
@@ -383,7 +383,7 @@ def open_data(**fields):
     run, options = parsing.parse(flags(**fields), OPTIONS)
     validation.check(run, options)
     task = make_task(run, options)
-    return task, dataset.load(run, task)
+    return task, dataset.prepare_datasets(run, task)
 
 
 CHATML = (

@@ -11,6 +11,7 @@ import train
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models import compile_and_recompute
+from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -67,7 +68,9 @@ def test_names_stay_what_they_are_where_the_mutant_renames_them(files):
     task, _ = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     model = task.build()
     names = [*model.state_dict()]
-    assert [*compile_and_recompute.tuned(model, RunConfig(compile=True), torch.device("cpu")).state_dict()] == names
+    assert [
+        *compile_and_recompute.compile_and_recompute(model, RunConfig(compile=True), torch.device("cpu")).state_dict()
+    ] == names
     assert len(compile_and_recompute.blocks(model)) == kit.LLAMA["num_hidden_layers"]
     assert all(block._compiled_call_impl is not None for block in compile_and_recompute.blocks(model))
     assert all(name.startswith("_orig_mod.") for name in torch.compile(model).state_dict())
@@ -76,14 +79,14 @@ def test_names_stay_what_they_are_where_the_mutant_renames_them(files):
 def test_many_shapes_are_warned_about_once(monkeypatch, capsys):
     from torch._dynamo import config, utils
 
-    graphs = compile_and_recompute.Graphs(RunConfig(compile=True))
+    graphs = compile_and_recompute.CompileCounter(RunConfig(compile=True))
     monkeypatch.setitem(utils.counters["stats"], "unique_graphs", config.recompile_limit - 1)
     assert graphs.line() == {"graphs": config.recompile_limit - 1}
     assert "graphs" not in capsys.readouterr().err
     utils.counters["stats"]["unique_graphs"] += 1
     assert graphs.line() == graphs.line() == {"graphs": config.recompile_limit}
     assert capsys.readouterr().err.count("--pad_to_multiple_of") == 1
-    assert compile_and_recompute.Graphs(RunConfig()).line() == {}
+    assert compile_and_recompute.CompileCounter(RunConfig()).line() == {}
 
 
 # ---- activations -------------------------------------------------------------------------------------------------------
@@ -92,14 +95,13 @@ def test_many_shapes_are_warned_about_once(monkeypatch, capsys):
 def _kept(files, checkpointed: bool) -> tuple[int, list]:
     """Return the bytes that a forward pass keeps for backward, and the gradients, of a model with dropout."""
     from src.data.data_loader import seed_everything
-    from src.training.step import Objective
 
     fields = {"gradient_checkpointing": checkpointed, "dtype": "float64"}
     task, splits = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl", **fields)
-    model = compile_and_recompute.tuned(
+    model = compile_and_recompute.compile_and_recompute(
         task.build(), RunConfig(gradient_checkpointing=checkpointed), torch.device("cpu")
     )
-    objective, kept = Objective(model, task).train(), {}
+    model_with_loss, kept = ModelWithLoss(model, task).train(), {}
     inputs = task.collate(splits["train"].rows(range(8))).inputs
     seed_everything(3)
 
@@ -108,7 +110,7 @@ def _kept(files, checkpointed: bool) -> tuple[int, list]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = objective(inputs)["loss"]
+        loss = model_with_loss(inputs)["loss"]
     held = sum(kept.values())
     loss.backward()
     return held, [parameter.grad.clone() for parameter in model.parameters()]
@@ -130,7 +132,9 @@ def test_checkpointing_works_under_ddp_with_accumulation(files, plain, tmp_path)
 
 def test_a_model_that_cannot_checkpoint_is_refused():
     with pytest.raises(UsageError, match="gradient_checkpointing: Linear does not offer it"):
-        compile_and_recompute.tuned(torch.nn.Linear(1, 1), RunConfig(gradient_checkpointing=True), torch.device("cpu"))
+        compile_and_recompute.compile_and_recompute(
+            torch.nn.Linear(1, 1), RunConfig(gradient_checkpointing=True), torch.device("cpu")
+        )
 
 
 # ---- width -------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_text
+from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_fingerprint
 from tests.helpers import kit
 
 CLASSIFIER = AutoModelForSequenceClassification
@@ -122,9 +122,9 @@ def test_where_the_tokenizer_comes_from(tokenizer, saved, tmp_path):
 
 def test_the_text_of_a_tokenizer_tells_it_from_others(tokenizer):
     one, other = (load_tokenizer(RunConfig(tokenizer_name=tokenizer)) for _ in range(2))
-    assert tokenizer_text(one) == tokenizer_text(other)
+    assert tokenizer_fingerprint(one) == tokenizer_fingerprint(other)
     other.add_tokens(["new"])
-    assert tokenizer_text(one) != tokenizer_text(other)
+    assert tokenizer_fingerprint(one) != tokenizer_fingerprint(other)
 
 
 def test_what_does_not_fit_is_refused(files, tokenizer):
@@ -182,5 +182,5 @@ def test_a_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, w
     kind = SimpleNamespace(value="NO")
     accelerator = SimpleNamespace(mixed_precision=precision, distributed_type=kind)
     task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
-    assert prepare_model.build(accelerator, task, None) == "the model"
+    assert prepare_model.build_model(accelerator, task, None) == "the model"
     assert ("activations may overflow" in capsys.readouterr().err) == warned

@@ -65,7 +65,7 @@ def _held(argv):
     import src.training.step
     import train
 
-    found, update, reducing = {"waiting": 0}, train.update, src.training.step.reducing
+    found, update, reducing = {"waiting": 0}, train.optimizer_step, src.training.step.reducing
 
     def local(tensors) -> int:
         return sum(t.to_local().nbytes for t in tensors)
@@ -92,7 +92,7 @@ def _held(argv):
         found["optimizer"] = local(v for state in optimizer.state.values() for v in state.values() if v.dim())
         return result
 
-    train.update, src.training.step.reducing = spy, Spy
+    train.optimizer_step, src.training.step.reducing = spy, Spy
     train.main([str(word) for word in argv])
     return found
 
@@ -194,7 +194,7 @@ def _command(argv):
     import sys
 
     sys.argv = ["memory.py", *argv]
-    launch.main(memory_command.main)
+    launch.run_main(memory_command.main)
 
 
 @pytest.mark.parametrize("flags", [["--gpus", "0"], ["--gpu_memory", "much"], ["--gpus=-1"], ["--gpus"]])

@@ -59,23 +59,23 @@ def command(*argv) -> tuple[int, str]:
 
 def test_the_hash_does_not_depend_on_order_or_split_and_sees_every_id():
     ids = np.random.default_rng(0).permutation(10_000)[:500]
-    whole = batch_plan.digest(ids)
-    parts = [batch_plan.digest(part) for part in np.array_split(ids[::-1], 7)]
+    whole = batch_plan.hash_ids(ids)
+    parts = [batch_plan.hash_ids(part) for part in np.array_split(ids[::-1], 7)]
     assert tuple(map(sum, zip(*parts, strict=True))) == whole
-    assert batch_plan.digest(ids[:0]) == (0.0, 0.0)
-    words = {ledger.word(*batch_plan.digest(np.delete(ids, i))) for i in range(500)}
-    words |= {ledger.word(*batch_plan.digest(np.append(ids, i))) for i in ids}
+    assert batch_plan.hash_ids(ids[:0]) == (0.0, 0.0)
+    words = {ledger.hash_text(*batch_plan.hash_ids(np.delete(ids, i))) for i in range(500)}
+    words |= {ledger.hash_text(*batch_plan.hash_ids(np.append(ids, i))) for i in ids}
     words |= {
-        ledger.word(*batch_plan.digest(np.append(ids[1:], i))) for i in ids[1:]
+        ledger.hash_text(*batch_plan.hash_ids(np.append(ids[1:], i))) for i in ids[1:]
     }  # one repeated instead of another
     assert len(words) == 500 + 500 + 499
-    assert ledger.word(*whole) not in words
+    assert ledger.hash_text(*whole) not in words
 
 
 def test_the_sums_are_exact_for_batches_of_a_million():
     ids = np.arange(10**6) + 10**9
-    hashed = batch_plan.mix(ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-    low, high = batch_plan.digest(ids)
+    hashed = batch_plan.splitmix64(ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    low, high = batch_plan.hash_ids(ids)
     assert int(low) == sum((hashed & np.uint64(0xFFFFFFFF)).tolist())
     assert int(high) == sum((hashed >> np.uint64(32)).tolist())
 
@@ -83,7 +83,7 @@ def test_the_sums_are_exact_for_batches_of_a_million():
 def test_mutant_hash_that_adds_up_ids_is_caught():
     """1 + 4 is 2 + 3."""
     assert sum([1, 4]) == sum([2, 3])
-    assert batch_plan.digest(np.array([1, 4])) != batch_plan.digest(np.array([2, 3]))
+    assert batch_plan.hash_ids(np.array([1, 4])) != batch_plan.hash_ids(np.array([2, 3]))
 
 
 # ---- the same on any number of processes, any cut, any course --------------------------------------------------------
@@ -106,7 +106,7 @@ def test_the_ledger_does_not_depend_on_processes_or_micro_batches(files, one, tm
 def test_the_ledger_of_a_run_that_was_killed_and_goes_on_elsewhere_is_the_same(files, one, tmp_path):
     """Killed on two processes at step 27, going on from step 20 on three; what the ledger held after it is cut back."""
     with pytest.MonkeyPatch.context() as patch:
-        count, update, add = [0], train.update, ledger.Ledger.add
+        count, update, add = [0], train.optimizer_step, ledger.Ledger.add
 
         def dying(*args):
             count[0] += 1
@@ -118,7 +118,7 @@ def test_the_ledger_of_a_run_that_was_killed_and_goes_on_elsewhere_is_the_same(f
             add(self, *args)
             self.lines.flush()  # so that the file is ahead of the checkpoint
 
-        patch.setattr(train, "update", dying)
+        patch.setattr(train, "optimizer_step", dying)
         patch.setattr(ledger.Ledger, "add", at_once)
         with pytest.raises(kit.RankFailed):
             kit.run_training(2, tmp_path / "run", *recipe(files))

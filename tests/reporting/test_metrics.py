@@ -9,7 +9,7 @@ import torch
 
 from src.reporting.environment import arithmetic
 from src.reporting.metrics import Meter
-from src.storage.jsonl import strict
+from src.storage.jsonl import strict_json
 from tests.helpers import kit
 
 
@@ -59,7 +59,7 @@ def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
 
 def test_numbers_that_are_not_finite_become_null():
     values = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": 3}
-    assert json.dumps(strict(values), allow_nan=False) == '{"a": null, "b": [null, 1.5], "c": {"d": null}, "e": 3}'
+    assert json.dumps(strict_json(values), allow_nan=False) == '{"a": null, "b": [null, 1.5], "c": {"d": null}, "e": 3}'
     with pytest.raises(ValueError):
         json.dumps(values, allow_nan=False)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from src.checkpointing.sharded import ShardWriters
 from src.storage import atomic_folder, held_folder, jsonl
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
@@ -48,8 +49,8 @@ def in_a_child(work, *args) -> int:
 
 def test_a_published_folder_is_complete_and_says_what_it_is(folder):
     assert set(files(folder)) == {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
-    assert atomic_folder.faults(folder) == []
-    assert atomic_folder.about(folder) == {"step": 7}
+    assert atomic_folder.verify(folder) == []
+    assert atomic_folder.read_metadata(folder) == {"step": 7}
     assert [path.name for path in folder.parent.iterdir()] == ["step"]
     entries = json.loads((folder / "manifest.json").read_text())["files"]
     assert {name: entry["size"] for name, entry in entries.items()} == {
@@ -110,7 +111,7 @@ def test_an_error_leaves_nothing(tmp_path, at, error):
         publish_until(tmp_path / "step", at, end)
     assert list(tmp_path.iterdir()) == []
     atomic_folder.publish(tmp_path / "step", contents)
-    assert atomic_folder.faults(tmp_path / "step") == []
+    assert atomic_folder.verify(tmp_path / "step") == []
 
 
 @pytest.mark.parametrize("at", [*BEFORE, "rename 2"])
@@ -132,7 +133,7 @@ def test_an_error_leaves_what_was_there_before(folder, at):
 def test_a_kill_leaves_nothing_that_is_read_and_the_next_removes_it(tmp_path, at):
     assert in_a_child(publish_until, tmp_path / "step", at, lambda: os._exit(9)) == 9
     if at == "fsync 8":  # after the rename
-        assert atomic_folder.faults(tmp_path / "step") == []
+        assert atomic_folder.verify(tmp_path / "step") == []
     else:
         assert [path.name for path in tmp_path.iterdir()] == [".step.tmp"]
     atomic_folder.publish(tmp_path / "step", contents)
@@ -235,15 +236,15 @@ def test_folders_that_publish_makes_on_the_way_are_on_the_disk_too(tmp_path, mon
 
 
 def test_mutants_that_do_not_wait_for_the_disk_are_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_folder, "flush", lambda path: None)
+    monkeypatch.setattr(atomic_folder, "fsync", lambda path: None)
     events = record(monkeypatch)
     atomic_folder.publish(tmp_path / "step", contents)
     assert not in_order(events, tmp_path / ".step.tmp")
 
 
 def test_mutant_that_renames_before_the_disk_has_it_is_caught(tmp_path, monkeypatch):
-    late, flush = [], atomic_folder.flush
-    monkeypatch.setattr(atomic_folder, "flush", late.append)
+    late, flush = [], atomic_folder.fsync
+    monkeypatch.setattr(atomic_folder, "fsync", late.append)
     events = record(monkeypatch)
     atomic_folder.publish(tmp_path / "step", contents)
     for path in late:
@@ -266,7 +267,7 @@ def bits(path: Path) -> list[int]:
     return list(range(count) if count < 20_000 else {*range(64), *range(0, count, 12_007), *range(count - 64, count)})
 
 
-def undetected(folder: Path, name: str, faults=atomic_folder.faults) -> list[int]:
+def undetected(folder: Path, name: str, faults=atomic_folder.verify) -> list[int]:
     """Return the bits of a file that can be flipped without a word that names the file."""
     path, missed = folder / name, []
     original = path.read_bytes()
@@ -282,13 +283,13 @@ def undetected(folder: Path, name: str, faults=atomic_folder.faults) -> list[int
 @pytest.mark.parametrize("name", ["small.txt", "inner/large.bin", "manifest.json"])
 def test_one_flipped_bit_is_found_wherever_it_is(folder, name):
     assert undetected(folder, name) == []
-    assert atomic_folder.faults(folder) == []
+    assert atomic_folder.verify(folder) == []
 
 
 def test_mutant_manifest_without_a_hash_of_its_own_is_caught(folder):
     def unhashed(folder):
         body = json.loads((folder / "manifest.json").read_bytes())
-        return [atomic_folder._fault(folder / name, name, entry) for name, entry in body["files"].items()]
+        return [atomic_folder._file_error(folder / name, name, entry) for name, entry in body["files"].items()]
 
     def faults(folder):
         try:
@@ -303,7 +304,7 @@ def test_mutant_that_looks_at_sizes_only_is_caught(folder, monkeypatch):
     def fault(path, name, entry):
         return None if path.stat().st_size == entry["size"] else name
 
-    monkeypatch.setattr(atomic_folder, "_fault", fault)
+    monkeypatch.setattr(atomic_folder, "_file_error", fault)
     assert len(undetected(folder, "small.txt")) == 8 * len(SMALL)
 
 
@@ -326,7 +327,7 @@ def test_a_damaged_file_is_named(folder, name, how):
         "a folder": path.mkdir,
         "a loop": lambda: path.symlink_to(path.name),
     }[how]()
-    [fault] = atomic_folder.faults(folder)
+    [fault] = atomic_folder.verify(folder)
     assert fault.startswith(name)
     said = {"removed": "missing", "a loop": "cannot be read"}
     assert said.get(how, "") in fault
@@ -337,7 +338,7 @@ def test_a_file_that_the_disk_does_not_give_is_named_with_the_reason(folder, mon
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(atomic_folder, "open", failing, raising=False)
-    found = atomic_folder.faults(folder)
+    found = atomic_folder.verify(folder)
     assert sorted(found) == [
         "empty.txt cannot be read: Input/output error",
         "inner/large.bin cannot be read: Input/output error",
@@ -347,7 +348,7 @@ def test_a_file_that_the_disk_does_not_give_is_named_with_the_reason(folder, mon
 
 def as_nobody(folder: Path) -> None:
     os.seteuid(65534)
-    os._exit(atomic_folder.faults(folder) == ["small.txt cannot be read: Permission denied"])
+    os._exit(atomic_folder.verify(folder) == ["small.txt cannot be read: Permission denied"])
 
 
 def test_a_file_that_may_not_be_read_is_named():
@@ -365,18 +366,18 @@ def test_a_file_that_may_not_be_read_is_named():
 )
 def test_whatever_stands_in_a_manifest_it_is_a_fault_and_no_crash(folder, text):
     (folder / "manifest.json").write_text(text, encoding="latin-1")
-    [fault] = atomic_folder.faults(folder)
+    [fault] = atomic_folder.verify(folder)
     assert fault.startswith("manifest.json")
-    assert atomic_folder.about(folder) == {}
+    assert atomic_folder.read_metadata(folder) == {}
 
 
 def test_tensors_that_nobody_wrote_are_a_fault_and_other_files_are_not(folder):
     """A model.safetensors beside the shards of another step would be read in their place."""
-    assert atomic_folder.faults(folder) == []
+    assert atomic_folder.verify(folder) == []
     (folder / "notes.txt").write_text("mine")
-    assert atomic_folder.faults(folder) == []
+    assert atomic_folder.verify(folder) == []
     (folder / "stray.safetensors").write_bytes(b"")
-    assert atomic_folder.faults(folder) == ["stray.safetensors is of no part of it: remove it"]
+    assert atomic_folder.verify(folder) == ["stray.safetensors is of no part of it: remove it"]
 
 
 def test_a_manifest_of_another_folder_is_a_fault(folder):
@@ -385,7 +386,7 @@ def test_a_manifest_of_another_folder_is_a_fault(folder):
 
     atomic_folder.publish(folder.with_name("other"), write)
     shutil.copy(folder.with_name("other") / "manifest.json", folder)
-    assert atomic_folder.faults(folder) == ["small.txt: its hash is not the one that was written"]
+    assert atomic_folder.verify(folder) == ["small.txt: its hash is not the one that was written"]
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
@@ -407,7 +408,7 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
-    lines = jsonl.Lines(tmp_path / "a.jsonl")
+    lines = jsonl.JsonlWriter(tmp_path / "a.jsonl")
     lines.add({"step": 1})
     lines.add({"step": 2})
     assert not (tmp_path / "a.jsonl").exists()
@@ -427,14 +428,14 @@ def fill(small_disk: Path, lines) -> int:
     while not lines.waiting and count < 10_000:
         count += 1
         lines.add({"step": count, "rest": "x" * 700})
-        lines.offer()
+        lines.try_flush()
     return count
 
 
 def test_a_full_disk_gets_whole_lines_only_and_what_it_did_not_take_later(small_disk, capsys):
     """A real one: the write that does not fit is taken in part, as write(2) has it."""
     path = small_disk / "metrics.jsonl"
-    lines = jsonl.Lines(path)
+    lines = jsonl.JsonlWriter(path)
     count = fill(small_disk, lines)
     assert 1 < count < 10_000
     assert [line["step"] for line in read_lines(path)] == list(range(1, count))
@@ -446,12 +447,12 @@ def test_a_full_disk_gets_whole_lines_only_and_what_it_did_not_take_later(small_
     assert [line["step"] for line in read_lines(path)] == list(range(1, count))
     (small_disk / "ballast").unlink()
     lines.add({"step": count + 2})
-    lines.offer()
+    lines.try_flush()
     assert [line["step"] for line in read_lines(path)] == list(range(1, count + 3))
     assert lines.waiting == []
 
 
-class Naive(jsonl.Lines):
+class Naive(jsonl.JsonlWriter):
     """Appends as people do."""
 
     def flush(self):
@@ -472,13 +473,13 @@ def test_mutant_lines_that_are_half_written_are_caught(small_disk):
 
 
 def test_a_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
-    lines = jsonl.Lines(tmp_path / "there" / "a.jsonl")
+    lines = jsonl.JsonlWriter(tmp_path / "there" / "a.jsonl")
     lines.add({"step": 1})
-    lines.offer()
+    lines.try_flush()
     assert "No such file or directory" in capsys.readouterr().err
     (tmp_path / "there").mkdir()
     lines.add({"step": 2})
-    lines.offer()
+    lines.try_flush()
     assert read_lines(tmp_path / "there" / "a.jsonl") == [{"step": 1}, {"step": 2}]
 
 
@@ -508,20 +509,20 @@ def test_cut_back_leaves_the_lines_up_to_a_step(tmp_path, text, kept):
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     inode = path.stat().st_ino
-    jsonl.cut_back(path, lambda line: line["step"] <= 3)
+    jsonl.truncate_after(path, lambda line: line["step"] <= 3)
     assert path.read_text() == kept
     assert path.stat().st_ino == inode  # in place
 
 
 def test_cut_back_of_no_file_makes_none(tmp_path):
-    jsonl.cut_back(tmp_path / "none.jsonl", lambda line: True)
+    jsonl.truncate_after(tmp_path / "none.jsonl", lambda line: True)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_cut_back_drops_many_lines_and_reads_only_those(tmp_path):
     path, read = tmp_path / "a.jsonl", []
     path.write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
-    jsonl.cut_back(path, lambda line: read.append(line["step"]) or line["step"] <= 3000)
+    jsonl.truncate_after(path, lambda line: read.append(line["step"]) or line["step"] <= 3000)
     assert read == list(range(4999, 2999, -1))
     assert len(read_lines(path)) == 3001
 
@@ -548,8 +549,6 @@ def test_file_modes_follow_the_umask_shards_too(tmp_path, umask, mode):
     import torch
     from safetensors.torch import save_file
 
-    from src.checkpointing.sharded import Team
-
     def write(folder, name="model-00001-of-00002"):
         save_file({"weight": torch.ones(3)}, folder / f"{name}.safetensors")
         (folder / "state.json").write_text("{}") if name.endswith("1-of-00002") else None
@@ -557,12 +556,12 @@ def test_file_modes_follow_the_umask_shards_too(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         parts = tmp_path / "parts"
-        Team(1, 2, 5).deliver(parts, lambda folder: write(folder, "model-00002-of-00002"))
+        ShardWriters(1, 2, 5).write_shard(parts, lambda folder: write(folder, "model-00002-of-00002"))
 
         def gathered(folder):
             write(folder)
             assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
-            return Team(0, 2, 5).collect(parts, folder)
+            return ShardWriters(0, 2, 5).collect_shards(parts, folder)
 
         atomic_folder.publish(tmp_path / "step", gathered)
     finally:
@@ -570,7 +569,7 @@ def test_file_modes_follow_the_umask_shards_too(tmp_path, umask, mode):
     found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step").iterdir()}
     assert len(found) == 4
     assert set(found.values()) == {mode}
-    assert atomic_folder.faults(tmp_path / "step") == []
+    assert atomic_folder.verify(tmp_path / "step") == []
 
 
 @pytest.mark.parametrize("name", ["../outside", "{absolute}", "pipe", "inner"])
@@ -583,10 +582,10 @@ def test_manifest_naming_no_file_of_its_folder(folder, tmp_path, name):
     del body["manifest"]
     body["files"][name] = {
         "size": (folder / name).stat().st_size,
-        "xxh3_128": atomic_folder.entry(tmp_path / "outside")["xxh3_128"],
+        "xxh3_128": atomic_folder.hash_file(tmp_path / "outside")["xxh3_128"],
     }
     (folder / atomic_folder.MANIFEST).write_text(json.dumps(body | {"manifest": atomic_folder._digest(body)}))
-    assert atomic_folder.faults(folder) == [f"{name} is not a file of this folder"]
+    assert atomic_folder.verify(folder) == [f"{name} is not a file of this folder"]
 
 
 def test_rewrite_does_not_follow_symlinks(tmp_path):
@@ -603,12 +602,12 @@ def test_rewrite_does_not_follow_symlinks(tmp_path):
 @pytest.mark.parametrize("recreated", [False, True])
 def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, recreated):
     monkeypatch.setattr(held_folder, "_held", {})
-    run, lines = tmp_path / "run", jsonl.Lines(tmp_path / "run" / "metrics.jsonl")
+    run, lines = tmp_path / "run", jsonl.JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     run.mkdir()
     held_folder.hold(run)
     lines.add({"step": 1})
     lines.flush()
-    assert held_folder.lost() == ""
+    assert held_folder.lost_folder() == ""
 
     def replace():
         (run / "metrics.jsonl").unlink(missing_ok=True)
@@ -627,7 +626,7 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     with pytest.raises(OSError, match="deleted or moved"):
         atomic_folder.publish(run / "checkpoints" / "step_00000001", write)
     assert not (run / "checkpoints" / "step_00000001").exists()
-    assert held_folder.lost()
+    assert held_folder.lost_folder()
     lines.add({"step": 2})
     for call in (
         lines.flush,

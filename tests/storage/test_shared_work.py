@@ -23,7 +23,7 @@ from src.config.errors import Failure, UsageError
 from src.data import preprocessing
 from src.download import cache_folder
 from src.storage import shared_work
-from src.storage.shared_work import Crew
+from src.storage.shared_work import SharedWork
 from src.tasks import causal_lm
 from tests.helpers import kit
 
@@ -47,12 +47,12 @@ def made(folder: Path) -> list[int]:
 def work(folder: Path, before=lambda i: None, seconds: float = 0.03, pieces: int = PIECES) -> list[str]:
     """Share pieces with whoever else does the same; return what is in all of them."""
     targets = [folder / "pieces" / f"{i}.txt" for i in range(pieces)]
-    crew = Crew(folder / "cache")
+    crew = SharedWork(folder / "cache")
 
     def make(i: int) -> None:
         before(i)
         time.sleep(seconds)
-        shared_work.leave(targets[i], f"piece {i}")
+        shared_work.write_atomic(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
     with crew.working():
@@ -91,7 +91,7 @@ def test_each_piece_is_made_once_and_seen_by_all(tmp_path, world):
 
 def test_mutant_without_a_lock_makes_pieces_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_work, "FileLock", NoLock)
-    monkeypatch.setattr(Crew, "check", lambda self: None)
+    monkeypatch.setattr(SharedWork, "check", lambda self: None)
     assert (
         kit.spawn(3, work, tmp_path, lambda i: None, 0.2, 3, out=tmp_path / "out") == [WHOLE[:3]] * 3
     )  # no data is lost
@@ -137,7 +137,7 @@ def outcome(folder: Path, before, world: int = 3) -> tuple[list, list[str], floa
         try:
             work(folder, before, 0.2, 30)
         except (UsageError, Failure, RuntimeError) as error:
-            return type(error).__name__, str(error), getattr(error, "heard", False)
+            return type(error).__name__, str(error), getattr(error, "reported_elsewhere", False)
         return "nothing", "", False
 
     try:
@@ -189,7 +189,7 @@ def test_mutant_that_does_not_listen_is_caught(tmp_path, monkeypatch, how):
                 raise RuntimeError("a cosmic ray")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(Crew, "check", lambda self: None)
+    monkeypatch.setattr(SharedWork, "check", lambda self: None)
     results, _, _ = outcome(tmp_path, before)
     assert results[0] == results[2] == ("nothing", "", False)
 
@@ -216,7 +216,7 @@ def test_hosts_with_dots_in_their_names(tmp_path, monkeypatch):
     assert results[2][2]
 
 
-def _word(crew: Crew, host: str, parent: int, rank: int, moment: float) -> None:
+def _word(crew: SharedWork, host: str, parent: int, rank: int, moment: float) -> None:
     crew.folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": "UsageError", "text": "of another time", "time": moment})
     (crew.folder / f"{host}_{parent}_{rank}.failed").write_text(text)
@@ -224,7 +224,7 @@ def _word(crew: Crew, host: str, parent: int, rank: int, moment: float) -> None:
 
 def _heard(folder: Path, host: str | None, parent: int, ago: float) -> bool:
     shared_work.STARTED = time.time()  # kit's children share the imports of pytest
-    crew = Crew(folder)
+    crew = SharedWork(folder)
     _word(crew, host or crew.host, parent or crew.parent, 1, time.time() - ago)
     try:
         crew.check()
@@ -249,7 +249,7 @@ def test_a_word_of_an_earlier_launch_of_the_same_name_is_not_heard(tmp_path, wor
 
 
 def test_mutant_that_hears_every_word_is_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(Crew, "recent", lambda *_: True)
+    monkeypatch.setattr(SharedWork, "recent", lambda *_: True)
     env = {"MASTER_PORT": "29500", "WORLD_SIZE": "2"}
     word = (None, 0, 100)
     assert kit.spawn(1, _heard, tmp_path / "cache", *word, out=tmp_path / "out", env=env) != [WORDS[word]]
@@ -257,7 +257,7 @@ def test_mutant_that_hears_every_word_is_caught(tmp_path, monkeypatch):
 
 def _after_a_failure(folder: Path) -> list[int]:
     """Share one piece whose lock becomes free because who had it failed; return what was made here all the same."""
-    shared_work.STARTED, crew, made, locked = time.time(), Crew(folder), [], shared_work._try_lock
+    shared_work.STARTED, crew, made, locked = time.time(), SharedWork(folder), [], shared_work._try_lock
 
     @contextmanager
     def late(target):
@@ -382,9 +382,9 @@ def test_a_fault_of_a_helper_is_said_once(tiny, tmp_path, monkeypatch, small):
 def digest(cache: Path) -> dict[str, str]:
     """Return hashes of all that is prepared, by name, for each folder that counts as complete."""
     found = {}
-    for facts in sorted(cache.glob("**/prepared/*/facts.json")):
-        for path in sorted(p for p in facts.parent.iterdir() if p.suffix in (".arrow", ".npy", ".json")):
-            found[f"{facts.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for stats in sorted(cache.glob("**/prepared/*/facts.json")):
+        for path in sorted(p for p in stats.parent.iterdir() if p.suffix in (".arrow", ".npy", ".json")):
+            found[f"{stats.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
 

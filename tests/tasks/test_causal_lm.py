@@ -135,8 +135,8 @@ def test_a_long_document_is_packed_in_parts_and_nothing_is_lost(folder, tokenize
     kit.write_jsonl(folder / "long.jsonl", [{"text": "def " * 150}, {"text": "return self"}])
     task, splits = open_data(folder, "long.jsonl", packing=True, max_length=64)
     length = len(tokenizer("def " * 150)["input_ids"]) + 1
-    assert splits["train"].facts["tokens_cut"] == 0
-    assert splits["train"].facts["tokens"] == length + len(tokenizer("return self")["input_ids"]) + 1
+    assert splits["train"].stats["tokens_cut"] == 0
+    assert splits["train"].stats["tokens"] == length + len(tokenizer("return self")["input_ids"]) + 1
     sizes = sorted(n for row in everything(splits["train"]) for n in row["documents"].tolist())
     assert sizes == sorted([64] * (length // 64) + [length % 64, len(tokenizer("return self")["input_ids"]) + 1])
     assert task.collate(everything(splits["train"])).weight == sum(n - 1 for n in sizes)
@@ -157,7 +157,7 @@ def test_text(folder, tokenizer):
         assert [row["input_ids"].tolist() for row in got] == expected
         batch = task.collate(got)
         assert target_rows(batch) == [ids[1:] for ids in expected]
-        assert batch.weight == splits["train"].facts["targets"] == sum(max(0, len(ids) - 1) for ids in expected)
+        assert batch.weight == splits["train"].stats["targets"] == sum(max(0, len(ids) - 1) for ids in expected)
         assert batch.tokens == sum(map(len, expected))
         assert batch.positions == 4 * max(map(len, expected))
 
@@ -197,7 +197,7 @@ def test_messages_train_on_the_assistants_turns(folder, tokenizer, packing):
     rows, batch = everything(splits["train"]), task.collate(everything(splits["train"]))
     assert flat(row["input_ids"].tolist() for row in rows) == flat(ids for ids, _ in by_hand)
     assert flat(target_rows(batch)) == flat(expected)
-    assert batch.weight == splits["train"].facts["targets"] == sum(map(len, expected)) > 0
+    assert batch.weight == splits["train"].stats["targets"] == sum(map(len, expected)) > 0
     if not packing:
         assert sorted(target_rows(batch), key=len) == expected
         for row, (_, labels) in zip(batch.inputs["targets"].tolist(), by_hand, strict=True):
@@ -219,7 +219,7 @@ def test_a_template_that_marks_the_assistants_words_is_taken_at_its_word(folder,
     batch = task.collate(everything(splits["train"]))
     targets = [t for t in batch.inputs["targets"][0].tolist() if t != -100]
     assert tokenizer.decode(targets) == "self importelse row"
-    assert batch.weight == splits["train"].facts["targets"] == len(targets)
+    assert batch.weight == splits["train"].stats["targets"] == len(targets)
 
 
 def test_chat_template_from_a_file(folder, tokenizer):
@@ -247,7 +247,7 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
         t if h else t[1:] for h, t in zip(heads, tails, strict=True)
     ]  # without a prompt nothing predicts the first
     assert target_rows(batch) == expected
-    assert batch.weight == splits["train"].facts["targets"] == sum(map(len, expected))
+    assert batch.weight == splits["train"].stats["targets"] == sum(map(len, expected))
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
@@ -268,8 +268,8 @@ def test_input_ids_are_used_as_they_are(folder, packing):
     else:
         assert batch.inputs["input_ids"].tolist() == [[5, 6, 7, 8], [9, 10, 0, 0], [11, 12, 13, 0]]
         assert batch.inputs["targets"].tolist() == [[-100, 70, 8, -100], [10, -100, -100, -100], [-100] * 4]
-        assert splits["train"].facts["without_target"] == 1
-    assert batch.weight == splits["train"].facts["targets"] == 3
+        assert splits["train"].stats["without_target"] == 1
+    assert batch.weight == splits["train"].stats["targets"] == 3
     assert "bytes" not in batch.sums or batch.sums["bytes"] == 0  # unknown: there is no text
 
 
@@ -345,7 +345,7 @@ def test_rows_without_any_target(folder):
     ]
     kit.write_jsonl(folder / "masked.jsonl", rows)
     task, splits = open_data(folder, "masked.jsonl")
-    assert splits["train"].facts["without_target"] == 2
+    assert splits["train"].stats["without_target"] == 2
     model = task.build()
     for chosen, weight in ((rows[:2], 0), (rows, 1)):
         got = splits["train"].rows(np.arange(len(chosen)))
@@ -381,10 +381,10 @@ def test_what_is_cut_is_counted(folder, tokenizer):
     lengths = [len(tokenizer(row)["input_ids"]) + 1 for row in ("def " * 30, "x", "self " * 20)]
     kit.write_jsonl(folder / "cut.jsonl", [{"text": row} for row in ("def " * 30, "x", "self " * 20)])
     task, splits = open_data(folder, "cut.jsonl", max_length=8)
-    facts = splits["train"].facts
-    assert facts["rows_cut"] == 2
-    assert facts["tokens_cut"] == sum(max(0, n - 8) for n in lengths)
-    assert facts["tokens"] == sum(min(n, 8) for n in lengths) == task.collate(everything(splits["train"])).tokens
+    stats = splits["train"].stats
+    assert stats["rows_cut"] == 2
+    assert stats["tokens_cut"] == sum(max(0, n - 8) for n in lengths)
+    assert stats["tokens"] == sum(min(n, 8) for n in lengths) == task.collate(everything(splits["train"])).tokens
 
 
 def test_no_usable_column_is_refused(folder):
@@ -650,4 +650,4 @@ def test_failing_sample_does_not_fail_the_run(folder, tmp_path, monkeypatch):
     assert codes == [0], texts
     assert "warning: the sample failed" in texts[0]
     assert "ZeroDivisionError: division by zero" in texts[0]
-    assert run_status.read(tmp_path / "here" / "run")["status"] == "complete"
+    assert run_status.read_status(tmp_path / "here" / "run")["status"] == "complete"

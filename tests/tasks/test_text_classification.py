@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
 
-from src.config.errors import REPOSITORY, UsageError
+from src.config.errors import UsageError
+from src.config.paths import REPOSITORY
 from tests.helpers import kit
 
 BERT = {
@@ -119,8 +120,8 @@ def test_what_is_cut_is_counted(folder):
     _, whole = open_data(folder)
     _, cut = open_data(folder, max_length=8)
     lengths = whole["train"].lengths
-    assert cut["train"].facts["rows_cut"] == (lengths > 8).sum() > 0
-    assert cut["train"].facts["tokens_cut"] == np.maximum(lengths - 8, 0).sum()
+    assert cut["train"].stats["rows_cut"] == (lengths > 8).sum() > 0
+    assert cut["train"].stats["tokens_cut"] == np.maximum(lengths - 8, 0).sum()
     assert (cut["train"].lengths == np.minimum(lengths, 8)).all()
 
 

@@ -102,7 +102,7 @@ def test_a_long_document_becomes_the_rows_of_the_whole(tmp_path, monkeypatch, pa
         fields = {"train_file": tmp_path / "a.jsonl", "cache_dir": tmp_path / f"{limit}", "packing": packing}
         fields |= {"model_config": tmp_path / "llama.yaml", "tokenizer_name": tmp_path / "tokenizer", "max_length": 64}
         split = kit.open_data(**fields)[1]["train"]
-        found.append((split.facts["rows"], split.facts["tokens_cut"], split.facts["tokens"]))
+        found.append((split.stats["rows"], split.stats["tokens_cut"], split.stats["tokens"]))
     assert found[0] == found[1]
 
 

@@ -5,8 +5,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text import tokenization as text_module
-from src.text.tokenization import pack, render_chat, require_text, token_bytes
+from src.text import chat
+from src.text.chat import render_chat
+from src.text.packing import pack
+from src.text.tokenization import require_text, token_bytes
 from tests.helpers import kit
 
 # ---- packing ---------------------------------------------------------------------------------------------------------
@@ -204,12 +206,15 @@ def test_loss_never_covers_a_header_of_the_template(tokenizer, monkeypatch, name
     monkeypatch.setattr(tokenizer, "chat_template", template)
     for words in WORDS:
         say = {"role": "assistant", "content": words}
-        for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
-            text, turns = render_chat(tokenizer, chat, "row 0")
-            assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
+        for conversation in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
+            text, turns = render_chat(tokenizer, conversation, "row 0")
+            assert len(turns) == sum(turn["role"] == "assistant" for turn in conversation)
             for a, b in turns:
                 assert text[:a].endswith(header)
-                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (words, chat)
+                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (
+                    words,
+                    conversation,
+                )
 
 
 def test_mutant_that_looks_for_the_words_covers_the_header():
@@ -242,7 +247,7 @@ def test_a_template_that_hides_where_words_begin_is_refused(tokenizer, monkeypat
 
 
 def test_a_template_that_drops_words_is_warned_about(tokenizer, monkeypatch, capsys):
-    monkeypatch.setattr(text_module, "_warned", [])
+    monkeypatch.setattr(chat, "_warned", [])
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     for _ in range(2):

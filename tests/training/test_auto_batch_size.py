@@ -6,7 +6,9 @@ import torch
 import yaml
 
 from src.config.schema import RunConfig
+from src.distributed.launch import HostAllReduce
 from src.training import auto_batch_size
+from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
 
@@ -19,13 +21,10 @@ def _search(files, limits: list[int]):
     """Search on this rank with a model that runs out of memory above this rank's limit; return (size, trials, clean)."""
     from accelerate import Accelerator
 
-    from src.distributed.launch import Agreement
-    from src.training.step import Objective
-
     accelerator = Accelerator(cpu=True)
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
-    objective = Objective(task.build(), task)
-    limit, trials, forward = limits[accelerator.process_index], [], objective.forward
+    model_with_loss = ModelWithLoss(task.build(), task)
+    limit, trials, forward = limits[accelerator.process_index], [], model_with_loss.forward
 
     def bounded(inputs):
         trials.append(len(inputs["input_ids"]))
@@ -33,13 +32,13 @@ def _search(files, limits: list[int]):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return forward(inputs)
 
-    objective.forward = bounded
-    module = accelerator.prepare(objective)
+    model_with_loss.forward = bounded
+    module = accelerator.prepare(model_with_loss)
 
     def fits(n):
         return auto_batch_size.fits(accelerator, module, task, splits["train"].rows(np.arange(n)))
 
-    size = auto_batch_size.search(16, fits, Agreement(accelerator, 60))
+    size = auto_batch_size.search(16, fits, HostAllReduce(accelerator, 60))
     return size, trials, all(p.grad is None for p in module.parameters())
 
 

@@ -173,7 +173,7 @@ def _same_weights(*names) -> str:
     from src.config.schema import RunConfig
     from src.distributed import launch
 
-    accelerator = launch.start(RunConfig(output_dir="unused"))
+    accelerator = launch.init_accelerator(RunConfig(output_dir="unused"))
     try:
         evaluation.same_weights(accelerator, names[accelerator.process_index])
     except UsageError as error:

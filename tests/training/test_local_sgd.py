@@ -40,7 +40,7 @@ def recipe(tiny, **fields) -> list[str]:
 
 def states(folder) -> dict[str, dict[str, torch.Tensor]]:
     """Return weights and moments of every checkpoint of a run, by the name of its folder."""
-    found = format.checkpoints(folder)
+    found = format.list_checkpoints(folder)
     return {path.name: kit.load_weights(path) | kit.load_weights(path, "optimizer") for path in found}
 
 
@@ -69,15 +69,15 @@ def _sent(argv, wrapped: bool) -> tuple[int, list[int], list[int]]:
     added up in each reduction, falling."""
     from torch.profiler import ProfilerActivity, profile
 
-    size, vectors, begin, call = [], [], local_sgd.begin, launch.Agreement.__call__
+    size, vectors, begin, call = [], [], local_sgd.begin, launch.HostAllReduce.__call__
 
-    def begun(accelerator, agree, run, module, *rest):
-        bare, average = begin(accelerator, agree, run, module, *rest)
+    def begun(accelerator, all_reduce, run, module, *rest):
+        bare, average = begin(accelerator, all_reduce, run, module, *rest)
         size.append(sum(parameter.numel() for parameter in bare.parameters()))
         return module if wrapped else bare, average  # the mutant: DDP's wrapper stays
 
     local_sgd.begin = begun
-    launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         train.main([str(word) for word in argv])
     shapes = [event.input_shapes[0] for event in recorded.events() if event.name == "gloo:all_reduce"]
@@ -110,7 +110,7 @@ def test_no_gradient_is_reduced_and_a_step_costs_the_one_vector_that_it_costs_an
 
 def _snapshots(argv) -> dict:
     """Train on this rank; return weights and moments at the start, after every update, and after every average."""
-    found, begin, update, steps = {}, local_sgd.begin, train.update, [0]
+    found, begin, update, steps = {}, local_sgd.begin, train.optimizer_step, [0]
 
     def state(optimizer) -> dict[str, torch.Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -118,8 +118,8 @@ def _snapshots(argv) -> dict:
         every |= {f"{i}/{k}": v for i, p in enumerate(parameters) for k, v in optimizer.state.get(p, {}).items()}
         return {name: value.clone() for name, value in every.items()}
 
-    def begun(accelerator, agree, run, module, optimizer, progress):
-        module, average = begin(accelerator, agree, run, module, optimizer, progress)
+    def begun(accelerator, all_reduce, run, module, optimizer, progress):
+        module, average = begin(accelerator, all_reduce, run, module, optimizer, progress)
         found["begin"] = state(optimizer)
 
         return module, lambda: (average(), found.update({("average", progress.step): state(optimizer)}))
@@ -130,7 +130,7 @@ def _snapshots(argv) -> dict:
         found["update", steps[0]] = state(optimizer)
         return result
 
-    local_sgd.begin, train.update = begun, updated
+    local_sgd.begin, train.optimizer_step = begun, updated
     train.main([str(word) for word in argv])
     found["final"] = kit.load_weights(Path(argv[-1]) / "final")
     return found
@@ -174,7 +174,7 @@ def test_after_an_average_all_ranks_have_the_same_weights_and_moments(tiny, tmp_
 
 def resumed(tiny, folder, step: int) -> kit.Run:
     """Train, die in the update of `step` when the save before it is done, and train on."""
-    update, savers, create, count = train.update, [], train.Saver.__init__, [0]
+    update, savers, create, count = train.optimizer_step, [], train.CheckpointWriter.__init__, [0]
 
     def created(self, *args, **kwargs):
         savers.append(self)
@@ -188,8 +188,8 @@ def resumed(tiny, folder, step: int) -> kit.Run:
         return update(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "update", dies)
-        patch.setattr(train.Saver, "__init__", created)
+        patch.setattr(train, "optimizer_step", dies)
+        patch.setattr(train.CheckpointWriter, "__init__", created)
         with pytest.raises(kit.RankFailed) as failed:
             kit.run_training(2, folder, *recipe(tiny))
     assert 9 in failed.value.codes
@@ -227,7 +227,7 @@ def test_mutant_that_averages_weights_alone_is_caught(tiny, tmp_path, monkeypatc
 
 def poison(monkeypatch, steps) -> None:
     """Make the loss of the first micro-batch of rank 1 not a number in these steps."""
-    gradient, loss, armed = train.gradient, causal_lm.Task.loss, [False]
+    gradient, loss, armed = train.compute_gradient, causal_lm.Task.loss, [False]
 
     def noting(accelerator, module, window, *rest):
         armed[0] = window[0][0].step + 1 in steps and accelerator.process_index == 1
@@ -240,7 +240,7 @@ def poison(monkeypatch, steps) -> None:
             sums = sums | {"loss": sums["loss"] * float("nan")}
         return sums
 
-    monkeypatch.setattr(train, "gradient", noting)
+    monkeypatch.setattr(train, "compute_gradient", noting)
     monkeypatch.setattr(causal_lm.Task, "loss", poisoned)
 
 
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_leaves_out_the_update_of_its_rank_only(tiny, 
         assert kit.same(good["average", step], bad["average", step])
         assert all(value.isfinite().all() for value in good["average", step].values())
         told = format.read_state(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")["progress"]
-        assert (told["updates"], told["left_out"]) == (step, 0)
+        assert (told["updates"], told["skipped"]) == (step, 0)
     lines = kit.Run(tmp_path / "run").kind("train")
     assert [line["learning_rate"] for line in lines] == pytest.approx([3e-3 * (1 - s / STEPS) for s in range(STEPS)])
     assert [line["step"] for line in lines if line["loss"] is None] == [1, 5]
@@ -271,7 +271,7 @@ def test_a_loss_that_is_not_finite_leaves_out_the_update_of_its_rank_only(tiny, 
 
 def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(tiny, tmp_path, monkeypatch):
     poison(monkeypatch, {1, 2, 5, 6, 7, 8, 9})
-    update = train.update
+    update = train.optimizer_step
 
     def after_the_save(*args):  # or the end would come before the disk has the checkpoint
         for thread in threading.enumerate():
@@ -279,7 +279,7 @@ def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(t
                 thread.join()
         return update(*args)
 
-    monkeypatch.setattr(train, "update", after_the_save)
+    monkeypatch.setattr(train, "optimizer_step", after_the_save)
     (tmp_path / "here").mkdir()
     flags = [*recipe(tiny, max_skipped_steps=4), "--output_dir", "run"]
     codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
@@ -287,9 +287,9 @@ def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(t
     said = "failed: 5 updates in a row were left out on some rank because the loss or the gradient was not finite, the last"
     assert f"{said} at step 9 (max_skipped_steps)" in texts[0].rstrip().splitlines()[-1]
     assert "Traceback" not in "".join(texts)
-    found = format.checkpoints(tmp_path / "here" / "run")
+    found = format.list_checkpoints(tmp_path / "here" / "run")
     assert [path.name for path in found] == ["step_00000003", "step_00000006"]
-    assert format.read_state(found[1])["progress"]["left_out"] == 2  # the main process left out none itself
+    assert format.read_state(found[1])["progress"]["skipped"] == 2  # the main process left out none itself
 
 
 # ---- between two averages ------------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(t
 
 def interrupted(monkeypatch) -> None:
     """Ask for a save in step 4, and rank 1 to stop in step 8."""
-    update, count = train.update, [0]
+    update, count = train.optimizer_step, [0]
 
     def asked(accelerator, *args):
         count[0] += 1
@@ -310,7 +310,7 @@ def interrupted(monkeypatch) -> None:
             time.sleep(0.2)
         return update(accelerator, *args)
 
-    monkeypatch.setattr(train, "update", asked)
+    monkeypatch.setattr(train, "optimizer_step", asked)
 
 
 def test_a_save_or_a_stop_that_somebody_asks_for_averages_first(tiny, tmp_path, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_save_or_a_stop_that_somebody_asks_for_averages_first(tiny, tmp_path, 
         interrupted(patch)
         codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [75, 75], texts
-    assert [format.step_of(path) for path in format.checkpoints(tmp_path / "here" / "run")] == [3, 5, 6, 8]
+    assert [format.step_of(path) for path in format.list_checkpoints(tmp_path / "here" / "run")] == [3, 5, 6, 8]
 
 
 def test_mutant_that_saves_what_one_rank_has_is_caught(tiny, tmp_path, monkeypatch):

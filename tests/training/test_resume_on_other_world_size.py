@@ -31,7 +31,7 @@ def recipe(tiny, **fields) -> list[str]:
 
 def killed_at(at: int, world: int, folder: Path, flags: list[str], monkeypatch) -> None:
     """Train until all ranks die without a word in the middle of step `at`, all that was to be saved before it saved."""
-    original = train.gradient
+    original = train.compute_gradient
 
     def gradient(accelerator, module, window, *rest):
         if window[0][0].step == at - 1:
@@ -42,7 +42,7 @@ def killed_at(at: int, world: int, folder: Path, flags: list[str], monkeypatch) 
         return original(accelerator, module, window, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(train, "gradient", gradient)
+        patch.setattr(train, "compute_gradient", gradient)
         with pytest.raises(kit.RankFailed) as failed:
             kit.run_training(world, folder, *flags)
     assert set(failed.value.codes) == {9}

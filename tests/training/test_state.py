@@ -21,7 +21,7 @@ from src.config.errors import Failure, UsageError
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, step
-from src.training.state import Flag, Outcome, Progress, Rhythm
+from src.training.state import DeviceFlag, Intervals, TrainState, UpdateResult
 from tests.helpers import kit
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11
@@ -68,7 +68,7 @@ FAULTS = [not_a_number, infinite_with_a_finite_gradient, one_gradient_not_a_numb
 
 def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
     """Apply `fault` to the loss of the first micro-batch of one rank's window in these steps; write down its examples."""
-    gradient, loss, armed = train.gradient, causal_lm.Task.loss, [False]
+    gradient, loss, armed = train.compute_gradient, causal_lm.Task.loss, [False]
 
     def noting(accelerator, module, window, *rest):
         micro = window[0][0]
@@ -84,7 +84,7 @@ def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
             sums = sums | {"loss": fault(sums["loss"], model)}
         return sums
 
-    monkeypatch.setattr(train, "gradient", noting)
+    monkeypatch.setattr(train, "compute_gradient", noting)
     monkeypatch.setattr(causal_lm.Task, "loss", poisoned)
 
 
@@ -149,10 +149,10 @@ def test_the_very_first_update_may_be_left_out(tiny, tmp_path, monkeypatch, opti
     assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
 
     # The same steps without their global batches: no update is attempted where the weight of a step is zero.
-    counts = train.counts
+    counts = train.window_counts
     monkeypatch.setattr(
         train,
-        "counts",
+        "window_counts",
         lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
     )
     assert kit.same(trained(1, tmp_path / "left_out", recipe(tiny, optim=optim)).weights, runs[1].weights)
@@ -170,12 +170,12 @@ def test_mutant_updates_that_are_not_skipped_are_caught(tiny, tmp_path, monkeypa
 
 def test_mutant_an_infinite_loss_that_does_not_travel_is_caught(tiny, tmp_path, monkeypatch):
     """Its gradient is finite, so the norm says nothing: the loss itself has to spoil it."""
-    source = inspect.getsource(step.gradient)
+    source = inspect.getsource(step.compute_gradient)
     naive = source.replace("0.0 * loss.detach() + ", "")
     assert naive != source
     scope = dict(vars(step))
     exec(naive, scope)
-    monkeypatch.setattr(train, "gradient", scope["gradient"])
+    monkeypatch.setattr(train, "compute_gradient", scope["compute_gradient"])
     poison(monkeypatch, infinite_with_a_finite_gradient, {5})
     run = trained(2, tmp_path / "run", recipe(tiny))
     with pytest.raises(AssertionError):
@@ -191,7 +191,7 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
     (tmp_path / "run").mkdir()
     flags = recipe(tiny, max_skipped_steps=3)
     with monkeypatch.context() as patch:  # killed after step 6, the second in a row
-        update = train.update
+        update = train.optimizer_step
 
         def dies(accelerator, *rest):
             if Path(os.environ["NOTES"], "7.json").exists():
@@ -200,11 +200,11 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
                 os._exit(9)
             return update(accelerator, *rest)
 
-        patch.setattr(train, "update", dies)
+        patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):
             trained(2, tmp_path / "run", flags)
     newest = max((tmp_path / "run" / "checkpoints").glob("step_*"))
-    assert (newest.name, read_state(newest)["progress"]["left_out"]) == ("step_00000006", 2)
+    assert (newest.name, read_state(newest)["progress"]["skipped"]) == ("step_00000006", 2)
 
     folder = tmp_path / "here"
     codes, texts = kit.run_command(
@@ -236,21 +236,23 @@ def test_as_many_in_a_row_as_are_allowed_but_one_end_nothing(tiny, tmp_path, mon
     check_skipped(trained(world, tmp_path / "run", recipe(tiny, max_skipped_steps=3)), [2, 3, 5, 6, 12])
 
 
-def outcome(bad: bool, at: int = 1) -> Outcome:
-    micro = SimpleNamespace(ids=torch.tensor([1, 2]), filler=False)
-    return Outcome(Flag(torch.tensor(bad)), at, [(micro, None)], torch.tensor([float("nan") if bad else 1.0]))
+def outcome(bad: bool, at: int = 1) -> UpdateResult:
+    micro = SimpleNamespace(ids=torch.tensor([1, 2]), dummy=False)
+    return UpdateResult(
+        DeviceFlag(torch.tensor(bad)), at, [(micro, None)], torch.tensor([float("nan") if bad else 1.0])
+    )
 
 
 def test_progress_counts_what_came_to_nothing_and_a_finite_update_resets(capsys):
-    progress = Progress()
+    progress = TrainState()
     for at, bad in enumerate([True, True, False, True, True], start=1):
         progress.pending = outcome(bad, at)
-        progress.settle(3)
-        progress.settle(3)  # settled once
-    assert (progress.updates, progress.left_out) == (1, 2)
+        progress.finish_update(3)
+        progress.finish_update(3)  # settled once
+    assert (progress.updates, progress.skipped) == (1, 2)
     progress.pending = outcome(True, 6)
     with pytest.raises(Failure, match=r"3 updates in a row .* the last at step 6"):
-        progress.settle(3)
+        progress.finish_update(3)
     assert "step 6: the loss of examples [1, 2] is not finite" in capsys.readouterr().err
 
 
@@ -291,7 +293,7 @@ def test_early_stopping_ends_all_ranks_at_the_same_step_with_everything_saved(ti
 @pytest.mark.parametrize("at", [5, 8, 9])
 def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp_path, monkeypatch, at):
     """Killed before, between and after the evaluations that count."""
-    update = train.update
+    update = train.optimizer_step
     with monkeypatch.context() as patch:
         count = [0]
 
@@ -299,7 +301,7 @@ def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp
             count[0] += 1
             return os._exit(9) if count[0] == at else update(*args)
 
-        patch.setattr(train, "update", dies)
+        patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):
             kit.run_training(2, tmp_path / "run", *standing(tiny))
     run = kit.run_training(2, tmp_path / "run", *standing(tiny))
@@ -362,19 +364,19 @@ def test_an_unknown_metric_is_refused_with_the_names_there_are(tiny, tmp_path):
 )
 def test_an_evaluation_is_better_or_not(greater, values, stale):
     run = RunConfig(metric_for_best_model="loss", greater_is_better=greater)
-    progress = Progress()
+    progress = TrainState()
     for at, value in enumerate(values, start=1):
         progress.step = at
-        progress.judge({"loss": value, "weight": 1.0}, run)
+        progress.update_best({"loss": value, "weight": 1.0}, run)
     assert progress.best_step == (values.index(progress.best) + 1 if progress.best is not None else 0)
-    assert (progress.evaluated, progress.stale) == (len(values), stale)
+    assert (progress.evaluated, progress.evals_without_improvement) == (len(values), stale)
     known = [value for value in values if value is not None]
     assert progress.best == ((max if greater else min)(known) if known else None)
 
 
 def test_a_metric_that_an_evaluation_lacks_is_refused():
     with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
-        Progress().judge({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
+        TrainState().update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
 
 
 @pytest.mark.parametrize(
@@ -410,36 +412,36 @@ def test_ignored_direction_is_warned_about():
 
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
 def test_another_metric_starts_the_comparison_over(change):
-    run, progress = RunConfig(metric_for_best_model="loss"), Progress()
+    run, progress = RunConfig(metric_for_best_model="loss"), TrainState()
     for progress.step in (1, 2, 3):
-        progress.judge({"loss": float(progress.step)}, run)
-    assert (progress.best, progress.best_step, progress.stale) == (1.0, 1, 2)
+        progress.update_best({"loss": float(progress.step)}, run)
+    assert (progress.best, progress.best_step, progress.evals_without_improvement) == (1.0, 1, 2)
     progress.step = 4
-    progress.judge({"loss": 4.0, "f1": 0.5}, RunConfig(**{"metric_for_best_model": "loss"} | change))
-    assert (progress.best_step, progress.stale) == (4, 0)
+    progress.update_best({"loss": 4.0, "f1": 0.5}, RunConfig(**{"metric_for_best_model": "loss"} | change))
+    assert (progress.best_step, progress.evals_without_improvement) == (4, 0)
     assert progress.best == (0.5 if "metric_for_best_model" in change else 4.0)
 
 
-def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Rhythm:
-    return Rhythm(RunConfig(**fields), Progress(step=at, evaluated=evaluated, stale=stale), total, evaluates)
+def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Intervals:
+    return Intervals(RunConfig(**fields), TrainState(step=at, evaluated=evaluated, evals_without_improvement=stale), total, evaluates)
 
 
 def test_what_is_due_at_which_step():
     assert [at for at in range(1, 11) if rhythm(at).due(4)] == [4, 8, 10]  # and always at the end
     assert [at for at in range(1, 11) if rhythm(at).due(None)] == [10]
-    assert [at for at in range(11) if rhythm(at).over()] == [10]
-    assert [at for at in range(1, 11) if rhythm(at, eval_steps=4).unevaluated()] == [4, 8, 10]
-    assert [at for at in range(1, 11) if rhythm(at, evaluates=False, eval_steps=4).unevaluated()] == []
-    assert not rhythm(8, evaluated=8, eval_steps=4).unevaluated()
-    assert not rhythm(0, eval_steps=4).unevaluated()  # before the first step there is nothing to evaluate
+    assert [at for at in range(11) if rhythm(at).finished()] == [10]
+    assert [at for at in range(1, 11) if rhythm(at, eval_steps=4).evaluation_due()] == [4, 8, 10]
+    assert [at for at in range(1, 11) if rhythm(at, evaluates=False, eval_steps=4).evaluation_due()] == []
+    assert not rhythm(8, evaluated=8, eval_steps=4).evaluation_due()
+    assert not rhythm(0, eval_steps=4).evaluation_due()  # before the first step there is nothing to evaluate
 
 
 def test_early_stopping_makes_a_step_the_last_one():
-    assert not rhythm(4, stale=1, early_stopping_patience=2).over()
-    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).over()
+    assert not rhythm(4, stale=1, early_stopping_patience=2).finished()
+    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).finished()
     assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).due(100)
     assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).complete()
-    assert not rhythm(4, stale=99).over()  # not asked for
+    assert not rhythm(4, stale=99).finished()  # not asked for
 
 
 def test_a_run_is_complete_when_its_last_step_is_evaluated():

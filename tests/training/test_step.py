@@ -87,13 +87,13 @@ def test_more_ranks_than_micro_batches(files, tmp_path):
 def test_mutant_filler_that_weighs_is_caught(files, tmp_path, monkeypatch):
     from dataclasses import replace
 
-    original = train.gradient
+    original = train.compute_gradient
     flags = recipe(files, global_batch_size=6, per_device_batch_size=4, max_steps=6)
     one = kit.run_training(1, tmp_path / "one", *flags)
     monkeypatch.setattr(
         train,
-        "gradient",
-        lambda a, m, window, *rest: original(a, m, [(replace(x, filler=False), b) for x, b in window], *rest),
+        "compute_gradient",
+        lambda a, m, window, *rest: original(a, m, [(replace(x, dummy=False), b) for x, b in window], *rest),
     )
     assert kit.distance(one.weights, kit.run_training(4, tmp_path / "four", *flags).weights) > 1e-6
 
@@ -138,10 +138,10 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_ma
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
     reductions, vectors, steps = [], [], []
-    prepare, update, call = train.prepare_model.prepare, train.update, launch.Agreement.__call__
+    prepare, update, call = train.prepare_model.prepare, train.optimizer_step, launch.HostAllReduce.__call__
 
-    def hooked(accelerator, objective, optimizer):
-        module, optimizer = prepare(accelerator, objective, optimizer)
+    def hooked(accelerator, model_with_loss, optimizer):
+        module, optimizer = prepare(accelerator, model_with_loss, optimizer)
 
         def hook(state, bucket):
             reductions.append(bucket.index())
@@ -156,8 +156,8 @@ def _count_reductions(argv, no_sync: bool):
         return module, optimizer
 
     train.prepare_model.prepare = hooked
-    train.update = lambda *args: (steps.append(1), update(*args))[1]
-    launch.Agreement.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    train.optimizer_step = lambda *args: (steps.append(1), update(*args))[1]
+    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     train.main([str(word) for word in argv])
     return len(steps), len(reductions) / len(set(reductions)), vectors
 
@@ -193,7 +193,7 @@ class Syncs(TorchDispatchMode):
 
 def _count_syncs(argv, mutant: bool):
     counts = []
-    gradient, update = train.gradient, train.update
+    gradient, update = train.compute_gradient, train.optimizer_step
 
     def watched(function):
         def call(*args):
@@ -206,7 +206,7 @@ def _count_syncs(argv, mutant: bool):
 
         return call
 
-    train.gradient, train.update = watched(gradient), watched(update)
+    train.compute_gradient, train.optimizer_step = watched(gradient), watched(update)
     train.main([str(word) for word in argv])
     return counts
 
@@ -227,7 +227,7 @@ def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
 
 def _fp16(argv, scale: float):
     """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only."""
-    start = launch.start
+    start = launch.init_accelerator
 
     def scaled(run):
         accelerator = start(run)
@@ -236,7 +236,7 @@ def _fp16(argv, scale: float):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         return accelerator
 
-    launch.start = scaled
+    launch.init_accelerator = scaled
     train.main([str(word) for word in argv])
 
 

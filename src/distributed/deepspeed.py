@@ -7,10 +7,10 @@ import torch
 
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
-from src.distributed.sharded_tensors import Piece, plain_name
+from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
 
 
-def configure(accelerator, run: RunConfig) -> None:
+def configure(accelerator, cfg: RunConfig) -> None:
     """Fill in what follows from the run file, so that DeepSpeed's configuration says only where, not what."""
     from transformers.integrations import unset_hf_deepspeed_config
 
@@ -19,16 +19,16 @@ def configure(accelerator, run: RunConfig) -> None:
     for part in ("optimizer", "scheduler"):
         if part in config:
             raise UsageError(f"the DeepSpeed configuration has a field {part}: the run file says that; take it out")
-    if run.dtype == "float64":
+    if cfg.dtype == "float64":
         raise UsageError("dtype is float64, which DeepSpeed does not have: use accelerate_configs/fsdp2.yaml")
     if plugin.zero_stage not in (1, 2, 3):
         raise UsageError(
             f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3, or for whole replicas accelerate_configs/ddp.yaml"
         )
     said = config.get("gradient_clipping", "auto")
-    if said not in ("auto", run.max_grad_norm):
-        warn(f"gradient_clipping of {said} is set for DeepSpeed and ignored: max_grad_norm is {run.max_grad_norm:g}")
-    config["gradient_clipping"] = run.max_grad_norm
+    if said not in ("auto", cfg.max_grad_norm):
+        warn(f"gradient_clipping of {said} is set for DeepSpeed and ignored: max_grad_norm is {cfg.max_grad_norm:g}")
+    config["gradient_clipping"] = cfg.max_grad_norm
     # We divide by the weight of the global batch ourselves, and say which micro-batch is a window's last.
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed only prints it
@@ -40,13 +40,13 @@ def configure(accelerator, run: RunConfig) -> None:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
 
 
-def prepare(accelerator, objective: torch.nn.Module, optimizer: torch.optim.Optimizer):
+def prepare(accelerator, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
     """Return (DeepSpeed's engine, the optimizer as it shards it), with masters that are the float32 weights they were."""
-    trained = {name: p.detach().clone() for name, p in objective.named_parameters() if p.requires_grad}
-    engine, _ = accelerator.prepare(objective, optimizer)
-    sharded = Sharded(engine, objective)
+    trained = {name: p.detach().clone() for name, p in model_with_loss.named_parameters() if p.requires_grad}
+    engine, _ = accelerator.prepare(model_with_loss, optimizer)
+    sharded = Sharded(engine, model_with_loss)
     if accelerator.mixed_precision != "no":  # the masters were copied from weights that had been rounded
-        for name, parameter in objective.named_parameters():
+        for name, parameter in model_with_loss.named_parameters():
             if name in trained:
                 sharded.set(parameter, trained[name])
     return engine, sharded
@@ -63,25 +63,25 @@ def update(engine) -> tuple[torch.Tensor, torch.Tensor]:
 class Sharded:
     """Weights and moments of a model that DeepSpeed has in pieces, by the names that any other optimizer has for them."""
 
-    def __init__(self, engine, objective: torch.nn.Module):
-        self.engine, self.model = engine, objective.model
+    def __init__(self, engine, model_with_loss: torch.nn.Module):
+        self.engine, self.model = engine, model_with_loss.model
         self.base = engine.optimizer.optimizer  # torch's, over flat pieces of many parameters
         self.param_groups, self.defaults = engine.optimizer.param_groups, self.base.defaults
 
     def _trained(self) -> dict[str, torch.nn.Parameter]:
         return {plain_name(name): p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def weights(self) -> dict[str, Piece | torch.Tensor]:
+    def weights(self) -> dict[str, ShardedTensorRef | torch.Tensor]:
         """Return the model's state dict, in float32 what is trained."""
         found, made = {}, {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if not isinstance(value, torch.nn.Parameter):
                 found[name] = value
             else:  # tied ones are one piece
-                found[name] = made.setdefault(id(value), Piece(4 * _count(value), lambda p=value: _whole(p)))
+                found[name] = made.setdefault(id(value), ShardedTensorRef(4 * _count(value), lambda p=value: _whole(p)))
         return found
 
-    def moments(self) -> dict[str, Piece | torch.Tensor]:
+    def moments(self) -> dict[str, ShardedTensorRef | torch.Tensor]:
         """Return the optimizer's state, flat, by "key/parameter name"."""
         self._link()
         states = list(self.base.state.values())
@@ -89,7 +89,7 @@ class Sharded:
         for key, value in states[0].items() if states else ():
             for name, p in self._trained().items():
                 if torch.is_tensor(value) and value.dim():
-                    found[f"{key}/{name}"] = Piece(4 * _count(p), lambda p=p, key=key: _whole(p, key))
+                    found[f"{key}/{name}"] = ShardedTensorRef(4 * _count(p), lambda p=p, key=key: _whole(p, key))
                 else:
                     found[f"{key}/{name}"] = value
         return found

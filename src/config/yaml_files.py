@@ -1,0 +1,42 @@
+"""Read YAML and JSON files; errors name the file and the line."""
+
+from pathlib import Path
+
+import yaml
+
+from src.config.errors import UsageError, did_you_mean
+from src.config.paths import REPOSITORY, locate
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that refuses a key given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Return the mapping in a YAML or JSON file; UsageError names the file and, where there is one, the line."""
+    found = locate(str(path))
+    try:
+        with open(found, encoding="utf-8") as file:
+            value = yaml.load(file, _Loader)
+    except FileNotFoundError:
+        near = [str(file) for file in Path(path).parent.glob("*.yaml")]
+        known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
+        raise UsageError(
+            f"{path}: no such file, neither here nor in {REPOSITORY}{did_you_mean(str(path), known)}"
+        ) from None
+    except IsADirectoryError:
+        raise UsageError(f"{path}: a folder, where a YAML or JSON file was expected") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+    if value is None:
+        raise UsageError(f"{path}: the file is empty: expected lines of the form `name: value`")
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UsageError(f"{path}: expected lines of the form `name: value`")
+    return value
