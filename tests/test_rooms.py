@@ -1,4 +1,4 @@
-"""The rooms of src/: imports between them go one way, and the map in docs/architecture.md shows every file."""
+"""Rooms of src/: one-way imports, the map in docs/architecture.md, and the tests that the documents link to."""
 
 import ast
 import re
@@ -68,3 +68,36 @@ def test_the_map_shows_every_file_by_its_first_line():
 @pytest.mark.parametrize("room", ORDER)
 def test_every_room_of_src_is_mirrored_in_tests(room):
     assert list((kit.REPOSITORY / "tests" / room).glob("test_*.py"))
+
+
+# ---- tests that README.md and docs/ name -----------------------------------------------------------------------------
+
+PAGES = [kit.REPOSITORY / "README.md", *sorted((kit.REPOSITORY / "docs").glob("*.md"))]
+
+
+def linked_tests(text: str) -> list[tuple[str, str]]:
+    """Return (file, name) of every `tests/room/test_x.py::name` in a page; the name is empty for a link to a file."""
+    return re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+
+
+def missing_tests(text: str) -> list[str]:
+    """Return the linked tests that do not exist."""
+    missing = []
+    for file, name in linked_tests(text):
+        path = kit.REPOSITORY / file
+        source = path.read_text() if path.exists() else None
+        if source is None or (name and f"\ndef {name}(" not in source):
+            missing.append(f"{file}::{name}" if name else file)
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_tests_exist(page):
+    missing = missing_tests(page.read_text())
+    assert not missing, f"{page.name} links to tests that do not exist (renamed? fix the link): {missing}"
+
+
+def test_mutant_link_to_a_removed_test_is_caught():
+    gone = "see `tests/test_rooms.py::test_removed` and `tests/removed/test_x.py`"
+    assert missing_tests(gone) == ["tests/test_rooms.py::test_removed", "tests/removed/test_x.py"]
+    assert missing_tests("see `tests/test_rooms.py::test_linked_tests_exist`") == []

@@ -68,7 +68,11 @@ class SharedWork:
 
     def report_failure(self, error: BaseException) -> None:
         """Tell the others of the launch what this process failed with, unless it was told so by one of them."""
-        if isinstance(error, KeyboardInterrupt) or getattr(error, "reported_elsewhere", False) or getattr(error, "already_reported", False):
+        if (
+            isinstance(error, KeyboardInterrupt)
+            or getattr(error, "reported_elsewhere", False)
+            or getattr(error, "already_reported", False)
+        ):
             return
         text = redact(str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}")
         word = {"kind": type(error).__name__, "text": text, "time": time.time()}

@@ -423,7 +423,9 @@ def test_another_metric_starts_the_comparison_over(change):
 
 
 def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Intervals:
-    return Intervals(RunConfig(**fields), TrainState(step=at, evaluated=evaluated, evals_without_improvement=stale), total, evaluates)
+    return Intervals(
+        RunConfig(**fields), TrainState(step=at, evaluated=evaluated, evals_without_improvement=stale), total, evaluates
+    )
 
 
 def test_what_is_due_at_which_step():
