@@ -136,7 +136,7 @@ def run_metadata(accelerator, cfg: RunConfig, resolved: str, splits: dict, start
 def check_same_run(checkpoint: Path, cfg: RunConfig, stats: dict, config: dict, options: type, also=None) -> list[str]:
     """Return remarks about what changed and does no harm; UsageError lists what changes the mathematics, old → new.
 
-    Every field counts as mathematics unless it is declared free (`say(..., free=True)`)."""
+    Every field counts as mathematics unless it is declared `option(..., may_change_on_resume=True)`."""
     state = read_state(checkpoint)
     old, free = state["config"], changeable_fields(options)
     defaults = {f.name: f.default for kind in (RunConfig, options) for f in dataclasses.fields(kind)}

@@ -48,7 +48,7 @@ def plain_name(value) -> bool:
 ASK = "ask"
 
 
-def option(text: str, default=None, choices=None, free: bool = False, from_checkpoint=None):
+def option(text: str, default=None, choices=None, may_change_on_resume: bool = False, from_checkpoint=None):
     """Return a dataclass field with its help text; a list as default is copied for each instance.
 
     `from_checkpoint` says whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that
@@ -58,7 +58,9 @@ def option(text: str, default=None, choices=None, free: bool = False, from_check
 
     A run that goes on may change a field that is free, because the numbers do not depend on it (or are checked for
     themselves: data and model by content, the length by its schedule); any other change is refused."""
-    metadata = {"help": (MayChangeOnResume if free else Help)(text)} | ({"choices": choices} if choices else {})
+    metadata = {"help": (MayChangeOnResume if may_change_on_resume else Help)(text)} | (
+        {"choices": choices} if choices else {}
+    )
     metadata["help"].from_checkpoint = from_checkpoint
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -109,49 +111,63 @@ class RunConfig:
     _argument_group_name = "the run"
 
     task: str = option("what kind of model is trained: a file of src/tasks/", "causal_lm", from_checkpoint=True)
-    output_dir: str | None = option("where the run lives (default: runs/NAME_OF_THE_YAML)", free=True)
+    output_dir: str | None = option("where the run lives (default: runs/NAME_OF_THE_YAML)", may_change_on_resume=True)
     seed: int = option("the one seed: weights, data order, dropout, augmentation", 42, from_checkpoint=True)
     resume: str = option(
         "auto (newest intact checkpoint of output_dir, else start), never, or a checkpoint folder",
         "auto",
-        free=True,
+        may_change_on_resume=True,
     )
-    dry_run: bool = option("print the plan and stop", False, free=True)
+    dry_run: bool = option("print the plan and stop", False, may_change_on_resume=True)
 
     model_name_or_path: str | None = option("Hub id or folder of a pretrained model")
     model_revision: str = option("branch, tag or commit of the Hub model", "main")
     model_config: str | None = option(
         "YAML or JSON file with a transformers config (model_type: llama, …) for random weights",
-        free=True,
+        may_change_on_resume=True,
     )
-    tokenizer_name: str | None = option("Hub id or folder of the tokenizer (default: the model's)", free=True)
+    tokenizer_name: str | None = option(
+        "Hub id or folder of the tokenizer (default: the model's)", may_change_on_resume=True
+    )
     init_from: str | None = option("run, checkpoint or final folder whose weights a new run begins with")
     dtype: str = option("dtype of the weights", "float32", ["float32", "float64", "bfloat16"], from_checkpoint=True)
     attn_implementation: str | None = option(
-        "sdpa, eager, flash_attention_2, … (default: transformers' choice)", free=True, from_checkpoint=plain_name
+        "sdpa, eager, flash_attention_2, … (default: transformers' choice)",
+        may_change_on_resume=True,
+        from_checkpoint=plain_name,
     )
     trust_remote_code: bool = option(
-        "run code that a model, tokenizer, metric or attention kernel brings", False, free=True, from_checkpoint=ASK
+        "run code that a model, tokenizer, metric or attention kernel brings",
+        False,
+        may_change_on_resume=True,
+        from_checkpoint=ASK,
     )
 
     dataset_name: str | None = option(
         "Hub name or folder of a dataset, or a sample that is made here: stdlib_code, stdlib_functions",
-        free=True,
+        may_change_on_resume=True,
         from_checkpoint=plain_data,
     )
-    dataset_config_name: str | None = option("configuration of the Hub dataset", free=True, from_checkpoint=True)
-    dataset_revision: str | None = option("branch, tag or commit of the Hub dataset", free=True, from_checkpoint=True)
+    dataset_config_name: str | None = option(
+        "configuration of the Hub dataset", may_change_on_resume=True, from_checkpoint=True
+    )
+    dataset_revision: str | None = option(
+        "branch, tag or commit of the Hub dataset", may_change_on_resume=True, from_checkpoint=True
+    )
     train_file: list[str] = option(
-        "local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow", [], free=True, from_checkpoint=plain_data
+        "local paths, globs or URLs: jsonl, json, csv, parquet, txt, arrow",
+        [],
+        may_change_on_resume=True,
+        from_checkpoint=plain_data,
     )
     validation_file: list[str] = option(
-        "the same for evaluation: paths, globs or URLs", [], free=True, from_checkpoint=plain_data
+        "the same for evaluation: paths, globs or URLs", [], may_change_on_resume=True, from_checkpoint=plain_data
     )
     mixture: json_object = option(
         "several sources of data by name, each with train_file or dataset_name and, if you like, validation_file, and the "
         "weight of its share of the examples (default: its size); evaluation is by source, too",
         None,
-        free=True,
+        may_change_on_resume=True,
         from_checkpoint=plain_data,
     )
     max_eval_examples: int | None = option(
@@ -163,18 +179,22 @@ class RunConfig:
     stream_lanes: int | None = option(
         "shards of a stream that are read side by side, by at most as many processes (default: 8, or as many as there are)"
     )
-    dataloader_num_workers: int = option("loader processes per rank; 0 reads in the training process", 0, free=True)
-    dataloader_timeout: int = option("seconds that a loader process may take for one micro-batch", 600, free=True)
-    preprocessing_num_workers: int = option("processes per rank that prepare data", 1, free=True)
+    dataloader_num_workers: int = option(
+        "loader processes per rank; 0 reads in the training process", 0, may_change_on_resume=True
+    )
+    dataloader_timeout: int = option(
+        "seconds that a loader process may take for one micro-batch", 600, may_change_on_resume=True
+    )
+    preprocessing_num_workers: int = option("processes per rank that prepare data", 1, may_change_on_resume=True)
     cache_dir: str | None = option(
         "where downloads and prepared data are kept (default: beside the datasets cache)",
-        free=True,
+        may_change_on_resume=True,
         from_checkpoint=ASK,
     )
     cache_per_node: bool = option(
         "a folder of its own in there for each node (default: nodes that see the same folder share the work)",
         False,
-        free=True,
+        may_change_on_resume=True,
     )
 
     global_batch_size: int = option("examples per optimizer step over everything: part of the what", 32)
@@ -182,23 +202,26 @@ class RunConfig:
         "examples per forward pass, or auto: the largest that fits; accumulation is derived and printed (with dropout, "
         "another size draws other masks)",
         8,
-        free=True,
+        may_change_on_resume=True,
     )
     per_device_batch_tokens: int | None = option(
-        "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one", free=True
+        "tokens per forward pass, padding included, instead of per_device_batch_size: short rows share one",
+        may_change_on_resume=True,
     )
     per_device_eval_batch_size: int = option(
-        "examples per forward pass in evaluation", 8, free=True, from_checkpoint=True
+        "examples per forward pass in evaluation", 8, may_change_on_resume=True, from_checkpoint=True
     )
     sync_each_batch: bool | None = option(
         "add gradients up over processes after every micro-batch: more traffic, but gradients stay sharded (default: only "
         "under FSDP; DeepSpeed's ZeRO-2 and 3 always do)",
-        free=True,
+        may_change_on_resume=True,
     )
     gradient_checkpointing: bool = option(
-        "compute the activations of each layer again in backward: far less memory, a third slower", False, free=True
+        "compute the activations of each layer again in backward: far less memory, a third slower",
+        False,
+        may_change_on_resume=True,
     )
-    compile: bool = option("compile the layers of the model with torch.compile", False, free=True)
+    compile: bool = option("compile the layers of the model with torch.compile", False, may_change_on_resume=True)
     pad_to_multiple_of: int | None = option(
         "pad micro-batches to a multiple of so many tokens, for compile; another padding draws other dropout masks",
         from_checkpoint=True,
@@ -206,12 +229,14 @@ class RunConfig:
     tf32: bool = option(
         "matrix products of float32 in TF32 on GPUs that have it: faster, 10 bits of mantissa",
         False,
-        free=True,
+        may_change_on_resume=True,
         from_checkpoint=True,
     )
 
-    max_steps: int | None = option("optimizer steps of the whole run; wins over num_train_epochs", free=True)
-    num_train_epochs: float = option("passes over the training data", 1.0, free=True)
+    max_steps: int | None = option(
+        "optimizer steps of the whole run; wins over num_train_epochs", may_change_on_resume=True
+    )
+    num_train_epochs: float = option("passes over the training data", 1.0, may_change_on_resume=True)
     optim: str = option("optimizer; adamw and adamw_torch are the same", "adamw", OPTIMIZERS)
     learning_rate: float = option("peak learning rate", 5e-5)
     weight_decay: float = option("on parameters with two dimensions or more", 0.01)
@@ -229,49 +254,60 @@ class RunConfig:
     lr_scheduler_kwargs: json_object = option('its further arguments as JSON, e.g. {"min_lr": 1e-5}', None)
     warmup_steps: float = option("steps of warmup, or a fraction of all steps if below 1", 0.0)
 
-    logging_steps: int = option("steps between train lines", 10, free=True)
-    eval_steps: int | None = option("steps between evaluations (default: at the end only)", free=True)
-    save_steps: int = option("steps between checkpoints; one is always saved at the end", 500, free=True)
-    save_total_limit: int = option("newest checkpoints to keep", 2, free=True)
-    save_keep_every: int | None = option("keep for ever the checkpoints of every so many steps", free=True)
+    logging_steps: int = option("steps between train lines", 10, may_change_on_resume=True)
+    eval_steps: int | None = option("steps between evaluations (default: at the end only)", may_change_on_resume=True)
+    save_steps: int = option(
+        "steps between checkpoints; one is always saved at the end", 500, may_change_on_resume=True
+    )
+    save_total_limit: int = option("newest checkpoints to keep", 2, may_change_on_resume=True)
+    save_keep_every: int | None = option(
+        "keep for ever the checkpoints of every so many steps", may_change_on_resume=True
+    )
     metric_for_best_model: str | None = option(
         "number of an eval line; each new best is saved and kept, and final/ is the best one (default: the last step)",
-        free=True,
+        may_change_on_resume=True,
     )
     greater_is_better: bool | None = option(
-        "whether a greater value of that metric is better (default: true unless its name ends in loss)", free=True
+        "whether a greater value of that metric is better (default: true unless its name ends in loss)",
+        may_change_on_resume=True,
     )
     early_stopping_patience: int | None = option(
-        "end after so many evaluations in a row that are no better by that metric (default metric: loss)", free=True
+        "end after so many evaluations in a row that are no better by that metric (default metric: loss)",
+        may_change_on_resume=True,
     )
     max_skipped_steps: int = option(
-        "end after so many updates in a row whose loss or gradient is not finite", 20, free=True
+        "end after so many updates in a row whose loss or gradient is not finite", 20, may_change_on_resume=True
     )
-    max_failed_saves: int = option("end after so many failed saves in a row", 3, free=True)
+    max_failed_saves: int = option("end after so many failed saves in a row", 3, may_change_on_resume=True)
     drift_check_steps: int | None = option(
-        "steps between comparisons of the replicas (default: with each save)", free=True
+        "steps between comparisons of the replicas (default: with each save)", may_change_on_resume=True
     )
-    time_limit: float | None = option("minutes after which to have saved and stopped, with exit code 75", free=True)
+    time_limit: float | None = option(
+        "minutes after which to have saved and stopped, with exit code 75", may_change_on_resume=True
+    )
     report_to: list[str] = option(
-        "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], free=True
+        "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], may_change_on_resume=True
     )
     project: str | None = option(
-        "project of the trackers (default: WANDB_PROJECT, else the name of the repository folder)", free=True
+        "project of the trackers (default: WANDB_PROJECT, else the name of the repository folder)",
+        may_change_on_resume=True,
     )
-    run_name: str | None = option("name of the run in the trackers (default: the run folder's)", free=True)
+    run_name: str | None = option(
+        "name of the run in the trackers (default: the run folder's)", may_change_on_resume=True
+    )
     push_to_hub: bool = option(
-        "put the final model into a Hub repository, a private one if it is new", False, free=True
+        "put the final model into a Hub repository, a private one if it is new", False, may_change_on_resume=True
     )
     hub_model_id: str | None = option(
-        "that repository (default: the name of the run folder, under your account)", free=True
+        "that repository (default: the name of the run folder, under your account)", may_change_on_resume=True
     )
     ddp_comm_hook: str = option(
         "what DDP sends of a gradient: all of it, rounded to 16 bits, or a low rank of it (then numbers depend on where)",
         "no",
         COMM_HOOKS,
-        free=True,
+        may_change_on_resume=True,
     )
-    ddp_timeout: int = option("seconds a collective may wait", 600, free=True)
+    ddp_timeout: int = option("seconds a collective may wait", 600, may_change_on_resume=True)
 
 
 def changeable_fields(options: type) -> set[str]:

@@ -47,9 +47,9 @@ class Options:
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
     )
     sample_prompt: str | None = option(
-        "after training, continue this text and print it", free=True, from_checkpoint=False
+        "after training, continue this text and print it", may_change_on_resume=True, from_checkpoint=False
     )
-    sample_tokens: int = option("tokens of that sample", 120, free=True, from_checkpoint=False)
+    sample_tokens: int = option("tokens of that sample", 120, may_change_on_resume=True, from_checkpoint=False)
 
     def check(self) -> list[str]:
         short = self.max_length is not None and self.max_length < 2

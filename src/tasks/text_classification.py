@@ -45,7 +45,7 @@ class Options:
         "metrics of `evaluate` besides accuracy: those of src/metrics/, such as f1; others, of the Hub or by the path of a script, "
         "are code and need trust_remote_code; or none",
         ["f1"],
-        free=True,
+        may_change_on_resume=True,
         from_checkpoint=all_shipped,
     )
 
