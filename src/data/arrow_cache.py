@@ -22,7 +22,7 @@ MANY = 256  # files, above which they are converted to Arrow in groups
 GROUP = 64 << 20  # bytes of files in a group
 
 
-def load_raw_rows(source: Source, cfg: RunConfig, split: str, crew: SharedWork):
+def load_raw_rows(source: Source, cfg: RunConfig, split: str, work: SharedWork):
     """Return the raw rows as a memory-mapped `datasets.Dataset`, converted to Arrow by one process of those that see the
     disk, or None where a named data set has no such split."""
     import datasets
@@ -49,10 +49,10 @@ def load_raw_rows(source: Source, cfg: RunConfig, split: str, crew: SharedWork):
     records = [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
     for record in records:
         if record.exists() and not _whole(record):
-            with crew.turn(record, f"reading {source}"):  # another process may have made it again by now
+            with work.exclusive(record, f"reading {source}"):  # another process may have made it again by now
                 if not _whole(record):
                     record.replace(record.with_suffix(".lost"))
-    crew.share(records, lambda i: _convert(source, cfg, split, groups[i], records[i]), f"reading {source}")
+    work.run_all(records, lambda i: _convert(source, cfg, split, groups[i], records[i]), f"reading {source}")
     known = [json.loads(record.read_text()) for record in records]
     if known[0]["files"] is None:
         return None

@@ -110,27 +110,31 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     """Let the task read tokenizer and configuration, and return the prepared splits that the run file names.
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
-    crew = SharedWork(cache_folder.cache_root(cfg))
-    with _room(crew), crew.working(), _room(crew):  # without, for what `working` writes; within, for what others hear
+    work = SharedWork(cache_folder.cache_root(cfg))
+    with (
+        _room(work),
+        work.joined(),
+        _room(work),
+    ):  # without, for what `joined` writes; within, so that other ranks get its message
         task.load()
-        return load_splits(cfg, task, crew, wanted)
+        return load_splits(cfg, task, work, wanted)
 
 
 @contextmanager
-def _room(crew: SharedWork):
+def _room(work: SharedWork):
     """Within, a cache that cannot be written is a UsageError."""
     try:
         yield
     except OSError as error:
-        ours = isinstance(error, PermissionError) and str(error.filename).startswith(str(crew.root))
+        ours = isinstance(error, PermissionError) and str(error.filename).startswith(str(work.root))
         if error.errno not in sources.NO_ROOM and not ours:
             raise
         raise UsageError(
-            f"cache_dir: {crew.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
+            f"cache_dir: {work.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
         ) from error
 
 
-def load_splits(cfg: RunConfig, task: Task, crew: SharedWork, wanted=("train", "validation")) -> dict:
+def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "validation")) -> dict:
     """Return the prepared splits that the run file names, for a task that has read its tokenizer."""
     import datasets
 
@@ -140,7 +144,7 @@ def load_splits(cfg: RunConfig, task: Task, crew: SharedWork, wanted=("train", "
     _overlap(found)
     for split, by_name in found.items():
         for source in by_name.values():
-            source.fetch(cfg, crew, files=not (cfg.streaming and split == "train"))
+            source.fetch(cfg, work, files=not (cfg.streaming and split == "train"))
             if source.told or source.origins:  # what is behind a URL has a size only now
                 dataset_spec.drop_empty_files(source)
     splits = {}
@@ -150,7 +154,7 @@ def load_splits(cfg: RunConfig, task: Task, crew: SharedWork, wanted=("train", "
         if source := found.pop("train").get(""):
             splits["train"] = Stream(cfg, task, source)
     for split, by_name in found.items():
-        parts = {name: _opened(cfg, task, split, source, crew) for name, source in by_name.items()}
+        parts = {name: _opened(cfg, task, split, source, work) for name, source in by_name.items()}
         if parts := {name: part for name, part in parts.items() if part}:
             splits[split] = _together(cfg, split, parts)
     if wanted[0] not in splits:
@@ -171,8 +175,8 @@ def _found(cfg: RunConfig, split: str) -> dict[str, sources.Source]:
     return {name: source for name, source in found.items() if source}
 
 
-def _opened(cfg: RunConfig, task: Task, split: str, source: sources.Source, crew: SharedWork) -> Split | None:
-    folder = prepare_split(cfg, task, split, source, crew)
+def _opened(cfg: RunConfig, task: Task, split: str, source: sources.Source, work: SharedWork) -> Split | None:
+    folder = prepare_split(cfg, task, split, source, work)
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
         return None

@@ -39,11 +39,11 @@ WEEK = 7 * 24 * 3600
 STATS = "facts.json"
 
 
-def prepare_split(cfg: RunConfig, task: Task, split: str, source: Source, crew: SharedWork) -> Path:
+def prepare_split(cfg: RunConfig, task: Task, split: str, source: Source, work: SharedWork) -> Path:
     """Return the folder of the prepared rows of a split, whose facts.json is written last; made if it is not there."""
     folder = cache_root(cfg) / "prepared" / _key(cfg, task, split, source)
     if not (folder / STATS).exists():
-        _make(cfg, task, split, source, crew, folder)
+        _make(cfg, task, split, source, work, folder)
     for name, size in json.loads((folder / STATS).read_text()).get("bytes", {}).items():
         found = (folder / name).stat().st_size if (folder / name).exists() else "no"
         if found != size:
@@ -64,10 +64,10 @@ def _key(cfg: RunConfig, task: Task, split: str, source: Source) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-def _make(cfg: RunConfig, task: Task, split: str, source: Source, crew: SharedWork, folder: Path) -> None:
-    raw = load_raw_rows(source, cfg, split, crew)
+def _make(cfg: RunConfig, task: Task, split: str, source: Source, work: SharedWork, folder: Path) -> None:
+    raw = load_raw_rows(source, cfg, split, work)
     if raw is None:  # a named data set without such a split
-        crew.once(folder / STATS, lambda: write_atomic(folder / STATS, '{"examples": 0}'), f"{split} data")
+        work.run_once(folder / STATS, lambda: write_atomic(folder / STATS, '{"examples": 0}'), f"{split} data")
         return
     if len(raw) == 0:
         raise UsageError(f"{split} data: {source} holds no rows")
@@ -77,17 +77,17 @@ def _make(cfg: RunConfig, task: Task, split: str, source: Source, crew: SharedWo
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
     block = max(1, min(BLOCK_ROWS, BLOCK * len(raw) // max(1, raw.data.nbytes)))
     raw = raw.with_format(None).select_columns(columns)
-    bar = _Bar(f"preparing {split}", len(targets), crew)
+    bar = _Bar(f"preparing {split}", len(targets), work)
 
     def make(i: int) -> None:
-        _piece(task, raw, split, source, features, range(bounds[i], bounds[i + 1], block), targets[i], crew)
+        _piece(task, raw, split, source, features, range(bounds[i], bounds[i + 1], block), targets[i], work)
         bar.move(targets)
 
     try:
-        _with_helpers(cfg, crew, targets, make, f"preparing {split} data")
-        crew.once(folder / STATS, lambda: _assemble(split, source, task, len(raw), targets, crew), f"{split} data")
+        _with_helpers(cfg, work, targets, make, f"preparing {split} data")
+        work.run_once(folder / STATS, lambda: _assemble(split, source, task, len(raw), targets, work), f"{split} data")
     except UsageError:
-        if crew.alone:  # pieces of data that has to be mended are of no use, as those of a start that was killed are
+        if work.alone:  # pieces of data that has to be mended are of no use, as those of a start that was killed are
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -100,18 +100,18 @@ def cut(rows: int, size: int) -> list[int]:
     return [rows * i // pieces for i in range(pieces + 1)]
 
 
-def _piece(task, raw, split, source, features, starts: range, target: Path, crew: SharedWork) -> None:
+def _piece(task, raw, split, source, features, starts: range, target: Path, work: SharedWork) -> None:
     """Write the rows from one piece of the raw ones as Arrow, and then what is known of them, both by a rename."""
     schema, digest = features.arrow_schema, xxhash.xxh3_128()
     sums = dict.fromkeys(("tokens", "targets", "rows_cut", "tokens_cut", "without_target"), 0)
     blocks, lengths, hashes = [], [], []
-    ending = f".{crew.host}.{os.getpid()}.tmp"
+    ending = f".{work.host}.{os.getpid()}.tmp"
     arrow, numbers = target.with_suffix(".arrow"), target.with_suffix(".npz")
     temporary, other = Path(f"{arrow}{ending}"), Path(f"{numbers}{ending}")
     try:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for start in starts:
-                crew.check()
+                work.raise_if_failed()
                 stop = min(start + starts.step, starts.stop)
                 places = RowLocations(source, split, start, stop)
                 try:
@@ -160,7 +160,7 @@ def _contents(rows: dict) -> list[bytes]:
     return [repr(row).encode() for row in zip(*(rows[name] for name in names), strict=True)]
 
 
-def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], crew: SharedWork) -> None:
+def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: list[Path], work: SharedWork) -> None:
     """Write what is known of all rows: their lengths, their hashes, and the facts last."""
     pieces, folder = [json.loads(target.read_text()) for target in targets], targets[0].parent
     examples = sum(sum(piece["blocks"]) for piece in pieces)
@@ -170,7 +170,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
             f"{split} data: none of the {raw_rows} rows of {source} has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
-    stats["longest"], ending = 0, f"{crew.host}.{os.getpid()}.tmp"
+    stats["longest"], ending = 0, f"{work.host}.{os.getpid()}.tmp"
     for name, kind, count in (("lengths", np.int32, examples), ("hashes", np.uint64, sum(p["hashes"] for p in pieces))):
         whole = np.lib.format.open_memmap(folder / f"{name}.{ending}", "w+", kind, (count,))
         start = 0
@@ -196,7 +196,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     written = [folder / "lengths.npy", folder / "hashes.npy", *(target.with_suffix(".arrow") for target in targets)]
     stats["bytes"] = {path.name: path.stat().st_size for path in written}
     write_atomic(folder / STATS, json.dumps(stats))
-    if crew.locks:  # else somebody may still be reading them
+    if work.locks_work:  # else somebody may still be reading them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
             left.unlink(missing_ok=True)
     _sweep(folder.parent)
@@ -213,7 +213,7 @@ def _sweep(root: Path) -> None:
 # ---- processes besides this one ----------------------------------------------------------------------------------------
 
 
-def _with_helpers(cfg: RunConfig, crew: SharedWork, targets: list[Path], make, what: str) -> None:
+def _with_helpers(cfg: RunConfig, work: SharedWork, targets: list[Path], make, what: str) -> None:
     """Share the pieces with all processes of the disk, and with `preprocessing_num_workers` − 1 children of this one."""
     missing = sum(not target.exists() for target in targets)
     count = min(cfg.preprocessing_num_workers, missing) - 1
@@ -222,9 +222,9 @@ def _with_helpers(cfg: RunConfig, crew: SharedWork, targets: list[Path], make, w
     def help_out() -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of a tokenizer do not survive a fork
         try:
-            crew.share(targets, lambda i: make(i) if os.getppid() == parent else os._exit(1), what)
+            work.run_all(targets, lambda i: make(i) if os.getppid() == parent else os._exit(1), what)
         except BaseException as error:
-            crew.report_failure(error)
+            work.report_failure(error)
             os._exit(1)
         os._exit(0)
 
@@ -232,10 +232,10 @@ def _with_helpers(cfg: RunConfig, crew: SharedWork, targets: list[Path], make, w
     for child in children:
         child.start()
     try:
-        crew.share(targets, make, what)
+        work.run_all(targets, make, what)
         for child in children:
             child.join()
-        crew.check()
+        work.raise_if_failed()
         if died := [child.exitcode for child in children if child.exitcode]:
             raise Failure(f"a helper process of {what} ended with {died[0]} (killed?)")
     finally:
@@ -246,7 +246,7 @@ def _with_helpers(cfg: RunConfig, crew: SharedWork, targets: list[Path], make, w
 class _Bar:
     """Shows on one process of a machine how many pieces are done."""
 
-    def __init__(self, what: str, pieces: int, crew: SharedWork):
+    def __init__(self, what: str, pieces: int, work: SharedWork):
         self.shown = os.environ.get("LOCAL_RANK", "0") == "0" and pieces > 1
         self.bar = console.bar(what, pieces, "piece", shown=self.shown)
         self.owner = os.getpid()

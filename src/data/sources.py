@@ -45,7 +45,7 @@ class Source:
     def __str__(self) -> str:
         return ", ".join(self.origins.get(file, file) for file in self.files[:3]) or str(self.name)
 
-    def fetch(self, cfg: RunConfig, crew: SharedWork, files: bool = True) -> None:
+    def fetch(self, cfg: RunConfig, work: SharedWork, files: bool = True) -> None:
         """Bring URLs to this disk (those of a stream are only looked up), and find out which commit of a Hub repository is meant."""
         root = cache_root(cfg)
         if self.saved() and not files:
@@ -60,16 +60,16 @@ class Source:
                     f"{self.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
                     "leave --streaming out"
                 )
-            self.told = remote_files.look_up_files(urls, self.field, root, crew) if urls else {}
+            self.told = remote_files.look_up_files(urls, self.field, root, work) if urls else {}
             return
         if self.builder:
             self.files = [
-                fetch.fetch_file(file, self.field, root, crew, self.origins) if "://" in file else file
+                fetch.fetch_file(file, self.field, root, work, self.origins) if "://" in file else file
                 for file in self.files
             ]
         elif not self.files:
             config, revision, split = self.hub
-            self.hub = (config, hub.dataset_commit(self.name, revision, root, crew), split)
+            self.hub = (config, hub.dataset_commit(self.name, revision, root, work), split)
 
     def saved(self) -> bool:
         """Return whether this is a folder that `save_to_disk` has written."""

@@ -37,15 +37,15 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def ask_once(key: str, root: Path, crew: SharedWork, find: Callable[[], dict], what: str) -> dict:
+def ask_once(key: str, root: Path, work: SharedWork, find: Callable[[], dict], what: str) -> dict:
     """Return what `find()` returns, called by one process of the launch on this disk, and once."""
     if key in fetched:
         return fetched[key]
-    answer = crew.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    answer = work.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
     with suppress(OSError):
-        if not crew.recent(answer.stat().st_mtime):
+        if not work.recent(answer.stat().st_mtime):
             answer.unlink()  # an earlier launch of the same name asked
-    crew.once(answer, lambda: write_atomic(answer, json.dumps(find())), what)
+    work.run_once(answer, lambda: write_atomic(answer, json.dumps(find())), what)
     fetched[key] = found = json.loads(answer.read_text())
     return found
 
@@ -62,23 +62,23 @@ def server_version(file: str) -> list | None:
     return [Path(file).parent.name, told["bytes"], told["etag"] or told["modified"] or os.stat(file).st_mtime_ns]
 
 
-def fetch_file(url: str, field: str, root: Path, crew: SharedWork, origins: dict[str, str]) -> str:
+def fetch_file(url: str, field: str, root: Path, work: SharedWork, origins: dict[str, str]) -> str:
     """Return the local copy of the file at `url`, downloaded by one process if it is not there or changed since."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
-    told = ask_once(url, root, crew, lambda: _current(url, field, folder, crew), f"downloading {url}")
+    told = ask_once(url, root, work, lambda: _current(url, field, folder, work), f"downloading {url}")
     local = str(folder / told["file"])
     origins[local] = url
     return local
 
 
-def _current(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
+def _current(url: str, field: str, folder: Path, work: SharedWork) -> dict:
     """Return the record of a complete and current download of `url` in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
-    with crew.turn(folder / "fetched.json", f"downloading {url}"):  # other launches may fetch the same
-        return _fetched(url, field, folder, crew)
+    with work.exclusive(folder / "fetched.json", f"downloading {url}"):  # other launches may fetch the same
+        return _fetched(url, field, folder, work)
 
 
-def _fetched(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
+def _fetched(url: str, field: str, folder: Path, work: SharedWork) -> dict:
     known = folder / "fetched.json"
     told = json.loads(known.read_text()) if known.exists() else None
     if told and not ((local := folder / told["file"]).exists() and local.stat().st_size == told["bytes"]):
@@ -88,7 +88,7 @@ def _fetched(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
     if is_offline():
         raise UsageError(f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: run once without it (make data)")
     try:
-        fresh = _http(url, folder, told, crew) if url.startswith("http") else _other(url, folder)
+        fresh = _http(url, folder, told, work) if url.startswith("http") else _other(url, folder)
     except OSError as error:  # what requests and fsspec raise is of this kind, too
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if told:
@@ -104,7 +104,7 @@ def _fetched(url: str, field: str, folder: Path, crew: SharedWork) -> dict:
     return fresh or told
 
 
-def _http(url: str, folder: Path, told: dict | None, crew: SharedWork) -> dict | None:
+def _http(url: str, folder: Path, told: dict | None, work: SharedWork) -> dict | None:
     """Download `url`, going on from where an attempt before was cut off; return its record, or None if `told` is current."""
     import requests
 
@@ -148,7 +148,7 @@ def _http(url: str, folder: Path, told: dict | None, crew: SharedWork) -> dict |
                         target.write(chunk)
                         target.flush()  # what is killed now goes on from here
                         came += len(chunk)
-                        crew.check()
+                        work.raise_if_failed()
             size, total = part.stat().st_size, version["total"]
             if size != begun + came or size != (total or size):
                 reason = f"the connection ended after {size:,} of {total or 0:,} bytes"

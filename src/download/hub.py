@@ -17,7 +17,7 @@ FORMATS = ("*.safetensors", "*.bin")  # of weights, the first that a repository 
 NEVER = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite", "onnx/*", "original/*", "coreml/*", "openvino/*")
 
 
-def dataset_commit(name: str, revision: str | None, root: Path, crew: SharedWork) -> str:
+def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:
     """Return the commit of a Hub data set that a branch, tag or commit stands for; the last known where nobody answers."""
     last = root / "commits" / hashlib.sha256(repr((name, revision)).encode()).hexdigest()[:32]
 
@@ -41,7 +41,7 @@ def dataset_commit(name: str, revision: str | None, root: Path, crew: SharedWork
         write_atomic(last, json.dumps(found))
         return found
 
-    return ask_once(f"dataset {name}@{revision or 'main'}", root, crew, find, f"asking the Hub for {name}")["commit"]
+    return ask_once(f"dataset {name}@{revision or 'main'}", root, work, find, f"asking the Hub for {name}")["commit"]
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:

@@ -134,7 +134,7 @@ def is_transient(error: BaseException | None) -> bool:
     return False
 
 
-def look_up_files(urls: list[str], field: str, root: Path, crew: SharedWork) -> dict[str, dict]:
+def look_up_files(urls: list[str], field: str, root: Path, work: SharedWork) -> dict[str, dict]:
     """Return what their servers say of files (bytes and ETag, None where they do not say), asked by one process and at once;
     UsageError names one that is not there."""
 
@@ -146,7 +146,7 @@ def look_up_files(urls: list[str], field: str, root: Path, crew: SharedWork) -> 
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    found = http_files.ask_once(key := json.dumps([field, urls]), root, crew, find, f"looking up {len(urls)} files")
+    found = http_files.ask_once(key := json.dumps([field, urls]), root, work, find, f"looking up {len(urls)} files")
     told = dict(zip(urls, found["answers"], strict=True))
     http_files.fetched.pop(key)
     http_files.fetched.update(told)  # one by one, for environment.json

@@ -40,16 +40,16 @@ class SharedWork:
         launch = "_".join(os.environ.get(name, "") for name in names).replace("/", "_")
         self.folder = self.root / "crews" / (f"alone_{os.getpid()}" if self.alone else launch)
         self.lock: FileLock | None = None
-        self.locks = True  # whether the file system keeps locks
+        self.locks_work = True  # whether the file system keeps locks
 
     @contextmanager
-    def working(self):
+    def joined(self):
         """Within, the others of the launch hear of a fault, or of this process's death, and stop with its reason."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self._mine(".lock"))
         with suppress(Timeout):  # held by a process of the same rank: a launcher that starts independent replicas
             self.lock.acquire(timeout=0)
-            self.locks = not _is_unlocked(self._mine(".lock"))
+            self.locks_work = not _is_unlocked(self._mine(".lock"))
         self._mine(".failed").unlink(missing_ok=True)
         self._mine(".here").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         try:
@@ -100,7 +100,7 @@ class SharedWork:
                 if (self.alone and folder == self.folder) or STARTED - folder.stat().st_mtime > 24 * 3600:
                     shutil.rmtree(folder, ignore_errors=True)
 
-    def check(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raise what another process of this launch failed with, or a Failure if one of this machine died."""
         with suppress(FileNotFoundError):
             for path in [p for p in self.folder.iterdir() if p.suffix in (".failed", ".here")]:
@@ -128,7 +128,7 @@ class SharedWork:
         """Return whether a word of that time can be of this launch, on this machine or (with clocks of their own) another."""
         return moment > STARTED - SLACK * near
 
-    def share(self, targets: Sequence[Path], make: Callable[[int], None], what: str) -> None:
+    def run_all(self, targets: Sequence[Path], make: Callable[[int], None], what: str) -> None:
         """Return when every target exists: each is made by one process, here or elsewhere, by `make(its number)`.
 
         `make` leaves its target complete or not at all. What others are at is waited for as long as it takes, with a line
@@ -141,10 +141,10 @@ class SharedWork:
         while missing := [i for i in order if not targets[i].exists()]:
             made = False
             for i in missing:
-                self.check()
+                self.raise_if_failed()
                 with _try_lock(targets[i]) as mine:
                     if mine and not targets[i].exists():
-                        self.check()  # once more: who had the lock may have failed meanwhile
+                        self.raise_if_failed()  # once more: who had the lock may have failed meanwhile
                         try:
                             make(i)
                         except BaseException as error:
@@ -159,7 +159,7 @@ class SharedWork:
                 time.sleep(POLL)
 
     @contextmanager
-    def turn(self, target: Path, what: str):
+    def exclusive(self, target: Path, what: str):
         """Within, no other process of any launch is at `target`, whose making may be repeated."""
         said = time.monotonic()
         while True:
@@ -167,15 +167,15 @@ class SharedWork:
                 if mine:
                     yield
                     return
-            self.check()
+            self.raise_if_failed()
             if time.monotonic() - said > SAY:
                 said = time.monotonic()
                 print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
             time.sleep(POLL)
 
-    def once(self, target: Path, make: Callable[[], None], what: str) -> None:
+    def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
         """Return when `target` exists, made by one process: see `share`."""
-        self.share([target], lambda _: make(), what)
+        self.run_all([target], lambda _: make(), what)
 
 
 def write_atomic(target: Path, text: str) -> None:

@@ -435,7 +435,7 @@ def test_processes_that_start_together_prepare_once(tools, tmp_path):
 def test_mutant_without_a_lock_is_caught(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
     monkeypatch.setattr(shared_work, "_try_lock", lambda path: nullcontext(True))
-    monkeypatch.setattr(shared_work.SharedWork, "check", lambda self: None)
+    monkeypatch.setattr(shared_work.SharedWork, "raise_if_failed", lambda self: None)
     with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1

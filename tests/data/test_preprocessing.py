@@ -210,10 +210,10 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
     (stats,) = (tmp_path / "straight").glob("prepared/*/facts.json")
     original = preprocessing._with_helpers
 
-    def marked(run, crew, targets, *rest):
+    def marked(run, work, targets, *rest):
         targets[0].parent.mkdir(parents=True)
         shutil.copy(stats, targets[0].parent)
-        original(run, crew, targets, *rest)
+        original(run, work, targets, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocessing, "_with_helpers", marked)

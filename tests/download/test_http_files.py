@@ -138,7 +138,7 @@ def test_three_processes_download_each_file_once_and_the_next_start_nothing(hub,
         fails(ended, f"train_file: {hub.files_url}/a.jsonl: not fetched yet, and HF_HUB_OFFLINE is set")
 
 
-def _ask_alone(key, root, crew, find, what):
+def _ask_alone(key, root, work, find, what):
     http_files.fetched[key] = found = find()
     return found
 
@@ -184,7 +184,7 @@ def test_a_changed_file_is_fetched_anew(hub, tmp_path, monkeypatch):
     assert hub.downloads("/files/changing.jsonl") == 2
 
     newest = put(hub, "changing.jsonl", 2)  # the mutant takes what is there
-    monkeypatch.setattr(http_files, "_http", lambda url, folder, told, crew: None)
+    monkeypatch.setattr(http_files, "_http", lambda url, folder, told, work: None)
     assert start(hub, tmp_path, argv).rows == [after] != [newest]
 
 
@@ -448,7 +448,7 @@ def test_an_answer_without_a_length_is_taken_with_a_warning(hub, tmp_path):
     assert ended.speakers(f"warning: {url}: the server does not say how long it is") == 1
 
 
-def _naive(url, folder, told, crew):
+def _naive(url, folder, told, work):
     """The mutant: take what has come for the file, whatever was promised."""
     with urllib.request.urlopen(url) as answer, open(folder / "part", "wb") as target:
         shutil.copyfileobj(answer, target)
@@ -526,12 +526,12 @@ def test_who_waits_for_a_process_that_is_killed_says_so_and_stops(hub, tmp_path)
 
 def test_mutant_without_a_look_at_the_others_is_caught(hub, tmp_path):
     codes, _ = _killed_while_two_wait(
-        hub, tmp_path, "alone.jsonl", lambda: setattr(shared_work.SharedWork, "check", _nothing)
+        hub, tmp_path, "alone.jsonl", lambda: setattr(shared_work.SharedWork, "raise_if_failed", _nothing)
     )
     assert codes != [1, 1]
 
 
-def _nothing(crew):
+def _nothing(work):
     pass
 
 

@@ -141,7 +141,7 @@ def test_three_ranks_ask_and_fetch_once(served, trained, tmp_path):
 
 
 def _every_rank_asks():
-    def ask(key, root, crew, find, what):
+    def ask(key, root, work, find, what):
         http_files.fetched[key] = found = find()
         return found
 

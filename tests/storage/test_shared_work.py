@@ -44,10 +44,10 @@ def made(folder: Path) -> list[int]:
     return sorted(int(words[1]) for words in log(folder) if words[0] == "made")
 
 
-def work(folder: Path, before=lambda i: None, seconds: float = 0.03, pieces: int = PIECES) -> list[str]:
+def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pieces: int = PIECES) -> list[str]:
     """Share pieces with whoever else does the same; return what is in all of them."""
     targets = [folder / "pieces" / f"{i}.txt" for i in range(pieces)]
-    crew = SharedWork(folder / "cache")
+    work = SharedWork(folder / "cache")
 
     def make(i: int) -> None:
         before(i)
@@ -55,8 +55,8 @@ def work(folder: Path, before=lambda i: None, seconds: float = 0.03, pieces: int
         shared_work.write_atomic(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
-    with crew.working():
-        crew.share(targets, make, "pieces")
+    with work.joined():
+        work.run_all(targets, make, "pieces")
     return [target.read_text() for target in targets]
 
 
@@ -81,7 +81,7 @@ class NoLock:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_each_piece_is_made_once_and_seen_by_all(tmp_path, world):
-    assert kit.spawn(world, work, tmp_path, out=tmp_path / "out") == [WHOLE] * world
+    assert kit.spawn(world, share_pieces, tmp_path, out=tmp_path / "out") == [WHOLE] * world
     assert made(tmp_path) == list(range(PIECES))
     if world > 1:  # and nobody does it all
         assert len({words[2] for words in log(tmp_path)}) == world
@@ -91,15 +91,15 @@ def test_each_piece_is_made_once_and_seen_by_all(tmp_path, world):
 
 def test_mutant_without_a_lock_makes_pieces_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(shared_work, "FileLock", NoLock)
-    monkeypatch.setattr(SharedWork, "check", lambda self: None)
+    monkeypatch.setattr(SharedWork, "raise_if_failed", lambda self: None)
     assert (
-        kit.spawn(3, work, tmp_path, lambda i: None, 0.2, 3, out=tmp_path / "out") == [WHOLE[:3]] * 3
+        kit.spawn(3, share_pieces, tmp_path, lambda i: None, 0.2, 3, out=tmp_path / "out") == [WHOLE[:3]] * 3
     )  # no data is lost
     assert len(made(tmp_path)) > 3
 
 
 def test_two_launches_at_once_share_the_work(tmp_path):
-    launches = [kit.fork(2, work, tmp_path, out=tmp_path / name) for name in ("a", "b")]
+    launches = [kit.fork(2, share_pieces, tmp_path, out=tmp_path / name) for name in ("a", "b")]
     for process in chain(*launches):
         process.join(30)
         assert process.exitcode == 0
@@ -112,9 +112,9 @@ def test_a_piece_of_a_dead_process_of_another_launch_is_taken_over(tmp_path):
         note(tmp_path, "stuck", i, os.getpid())
         time.sleep(60)
 
-    (dying,) = kit.fork(1, work, tmp_path, stuck, out=tmp_path / "dying")
+    (dying,) = kit.fork(1, share_pieces, tmp_path, stuck, out=tmp_path / "dying")
     [_, piece, _] = kit.until(lambda: log(tmp_path))[0]
-    others = kit.fork(2, work, tmp_path, out=tmp_path / "others")
+    others = kit.fork(2, share_pieces, tmp_path, out=tmp_path / "others")
     kit.until(lambda: len(made(tmp_path)) == PIECES - 1)
     time.sleep(0.3)
     assert int(piece) not in made(tmp_path)  # it is waited for
@@ -135,7 +135,7 @@ def outcome(folder: Path, before, world: int = 3) -> tuple[list, list[str], floa
 
     def guarded():
         try:
-            work(folder, before, 0.2, 30)
+            share_pieces(folder, before, 0.2, 30)
         except (UsageError, Failure, RuntimeError) as error:
             return type(error).__name__, str(error), getattr(error, "reported_elsewhere", False)
         return "nothing", "", False
@@ -189,7 +189,7 @@ def test_mutant_that_does_not_listen_is_caught(tmp_path, monkeypatch, how):
                 raise RuntimeError("a cosmic ray")
             os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(SharedWork, "check", lambda self: None)
+    monkeypatch.setattr(SharedWork, "raise_if_failed", lambda self: None)
     results, _, _ = outcome(tmp_path, before)
     assert results[0] == results[2] == ("nothing", "", False)
 
@@ -216,18 +216,18 @@ def test_hosts_with_dots_in_their_names(tmp_path, monkeypatch):
     assert results[2][2]
 
 
-def _word(crew: SharedWork, host: str, parent: int, rank: int, moment: float) -> None:
-    crew.folder.mkdir(parents=True, exist_ok=True)
+def _word(work: SharedWork, host: str, parent: int, rank: int, moment: float) -> None:
+    work.folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"kind": "UsageError", "text": "of another time", "time": moment})
-    (crew.folder / f"{host}_{parent}_{rank}.failed").write_text(text)
+    (work.folder / f"{host}_{parent}_{rank}.failed").write_text(text)
 
 
 def _heard(folder: Path, host: str | None, parent: int, ago: float) -> bool:
     shared_work.STARTED = time.time()  # kit's children share the imports of pytest
-    crew = SharedWork(folder)
-    _word(crew, host or crew.host, parent or crew.parent, 1, time.time() - ago)
+    work = SharedWork(folder)
+    _word(work, host or work.host, parent or work.parent, 1, time.time() - ago)
     try:
-        crew.check()
+        work.raise_if_failed()
     except UsageError as error:
         return str(error) == "of another time"
     return False
@@ -257,17 +257,17 @@ def test_mutant_that_hears_every_word_is_caught(tmp_path, monkeypatch):
 
 def _after_a_failure(folder: Path) -> list[int]:
     """Share one piece whose lock becomes free because who had it failed; return what was made here all the same."""
-    shared_work.STARTED, crew, made, locked = time.time(), SharedWork(folder), [], shared_work._try_lock
+    shared_work.STARTED, work, made, locked = time.time(), SharedWork(folder), [], shared_work._try_lock
 
     @contextmanager
     def late(target):
         with locked(target) as mine:
-            _word(crew, crew.host, crew.parent, 1, time.time())  # between the look at words and the lock
+            _word(work, work.host, work.parent, 1, time.time())  # between the look at words and the lock
             yield mine
 
     shared_work._try_lock = late
     with suppress(UsageError):
-        crew.share([folder / "piece"], made.append, "a piece")
+        work.run_all([folder / "piece"], made.append, "a piece")
     return made
 
 
