@@ -11,10 +11,13 @@ from src.checkpointing import locate_weights, run_identity
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed import launch, prepare_model
+from src.distributed import prepare_model
+from src.distributed.host_group import HostGroup
+from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.environment import topology
 from src.runtime import run_status
 from src.runtime.console import exact, table
+from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, make_task
@@ -30,16 +33,16 @@ def main(argv: list[str]) -> None:
         argv, OPTIONS, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
     )
     validation.check(cfg, options, training=False)
-    launch.check_environment()
+    check_environment()
 
     task = make_task(cfg, options)
     splits = prepare_datasets(cfg, task, wanted=("validation",))
-    accelerator = launch.init_accelerator(cfg)
+    accelerator = init_accelerator(cfg)
     check_same_data(accelerator, splits)
     same_weights(accelerator, cfg.model_name_or_path)
     run_identity.warn_of_precision(cfg, accelerator)
     score(cfg, task, splits["validation"], accelerator, step)
-    launch.shutdown(accelerator)
+    shutdown(accelerator)
 
 
 def or_newest_run(argv: list[str]) -> list[str]:
@@ -64,11 +67,11 @@ def same_weights(accelerator, name: str | None) -> None:
 
 
 def score(cfg: parsing.RunConfig, task, split, accelerator, step: int | None) -> None:
-    all_reduce = launch.HostAllReduce(accelerator, cfg.ddp_timeout)
+    host_group = HostGroup(accelerator, cfg.ddp_timeout)
     module = prepare_model.prepare_to_evaluate(
         accelerator, ModelWithLoss(prepare_model.build_model(accelerator, task, None), task)
     )
-    values = strict_json({"kind": "eval", "step": step} | evaluate(accelerator, all_reduce, module, task, split, cfg))
+    values = strict_json({"kind": "eval", "step": step} | evaluate(accelerator, host_group, module, task, split, cfg))
     if accelerator.is_main_process:
         print(table(topology(accelerator, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
@@ -80,4 +83,4 @@ def score(cfg: parsing.RunConfig, task, split, accelerator, step: int | None) ->
 
 
 if __name__ == "__main__":
-    launch.run_main(main)
+    run_main(main)

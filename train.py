@@ -13,7 +13,9 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import training_order
 from src.data.data_loader import read_batches, windows
 from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed import launch, prepare_model, replica_check, strategies
+from src.distributed import prepare_model, replica_check, strategies
+from src.distributed.host_group import HostGroup
+from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.distributed.stop_signals import StopSignals, exit_on_signal
 from src.distributed.tensor_parallel import data_parallel_rank_and_size
 from src.models import compile_and_recompute
@@ -22,6 +24,7 @@ from src.reporting.ledger import Ledger
 from src.reporting.metrics import Meter, Tracker
 from src.reporting.run_plan import plan_table, run_notes
 from src.runtime.console import table
+from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, make_task
 from src.training import local_sgd
 from src.training.auto_batch_size import largest_that_fits
@@ -35,7 +38,7 @@ def main(argv: list[str]) -> None:
     exit_on_signal()
     cfg, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
     validation.check(cfg, options)
-    launch.check_environment()
+    check_environment()
 
     # What may take long happens before there is a process group, so that no collective ever waits for it.
     task = make_task(cfg, options)
@@ -43,9 +46,9 @@ def main(argv: list[str]) -> None:
     if cfg.dry_run:
         return dry_run(cfg, task, splits)
 
-    accelerator = launch.init_accelerator(cfg)
+    accelerator = init_accelerator(cfg)
     train(cfg, options, task, splits, accelerator)
-    launch.shutdown(accelerator)
+    shutdown(accelerator)
 
 
 def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
@@ -53,7 +56,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
     examples, validation = splits["train"], splits.get("validation")
     total = total_steps(cfg, examples.stats["examples"])
     schedule = make_schedule(cfg, total)  # completed updates -> learning rate
-    all_reduce = launch.HostAllReduce(accelerator, cfg.ddp_timeout)  # adds a small vector over the ranks
+    host_group = HostGroup(accelerator, cfg.ddp_timeout)  # adds a small vector over the ranks
     stop_signals = StopSignals(accelerator, cfg)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.choose_on_all_ranks(accelerator, cfg, options, splits)  # None: from the beginning
@@ -71,14 +74,14 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
     )
     when = Intervals(cfg, progress, total, evaluates=validation is not None)
     if cfg.per_device_batch_size == "auto":
-        cfg.per_device_batch_size = largest_that_fits(accelerator, all_reduce, cfg, module, task, examples)
+        cfg.per_device_batch_size = largest_that_fits(accelerator, host_group, cfg, module, task, examples)
     # average() makes the ranks one again where they update alone, by local_sgd_steps
-    module, average = local_sgd.begin(accelerator, all_reduce, cfg, module, optimizer, progress)
+    module, average = local_sgd.begin(accelerator, host_group, cfg, module, optimizer, progress)
 
     resolved = parsing.to_yaml(cfg, options)
     tracker, ledger = Tracker(accelerator, cfg, total), Ledger(cfg, examples, accelerator.is_main_process)
     about, lines = resume.run_metadata(accelerator, cfg, resolved, splits, start), [tracker.metrics, ledger.lines]
-    saver = CheckpointWriter(accelerator, all_reduce, cfg, model_with_loss, parts, about, stop_signals, lines, start)
+    saver = CheckpointWriter(accelerator, host_group, cfg, model_with_loss, parts, about, stop_signals, lines, start)
     tracker.say(table(plan_table(cfg, splits, model_with_loss, schedule, total) | topology(accelerator, cfg)))
     for note in remarks + run_notes(cfg, splits, start, progress, when.complete()):
         tracker.say(note)
@@ -94,18 +97,18 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         """Write a train line about the steps since the last one."""
         progress.finish_update(cfg.max_skipped_steps)
         rest = {"learning_rate": learning_rate, "grad_norm": norm, "skipped": progress.step - progress.updates}
-        line = {"epoch": examples.epoch_at(progress.step, batch)} | meter.line(all_reduce) | rest | graphs.line()
+        line = {"epoch": examples.epoch_at(progress.step, batch)} | meter.line(host_group) | rest | graphs.line()
         tracker.line("train", progress.step, line)
 
     def score() -> None:
         """Evaluate, unless a stop is asked for meanwhile."""
         with meter.paused():
-            if line := evaluate(accelerator, all_reduce, module, task, validation, cfg, stop_signals.stopping):
+            if line := evaluate(accelerator, host_group, module, task, validation, cfg, stop_signals.stopping):
                 tracker.line("eval", progress.step, line)
                 try:
                     progress.update_best(line, cfg)
                 except UsageError as error:  # only now is it known which metrics there are
-                    saver.leave(all_reduce, save, error)
+                    saver.leave(host_group, save, error)
         if when.finished() and meter.weight:  # an early end, between two train lines
             log()
 
@@ -114,12 +117,12 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         with meter.paused():
             progress.finish_update(cfg.max_skipped_steps)
             average()
-            replica_check.check_replicas(accelerator, all_reduce, model_with_loss, progress.step)
+            replica_check.check_replicas(accelerator, host_group, model_with_loss, progress.step)
             if cfg.streaming:
-                progress.stream = examples.position(progress.step, all_reduce)
+                progress.stream = examples.position(progress.step, host_group)
             if when.finished() or when.best():
-                saver.catch_up(all_reduce)  # or this save could be skipped while the disk still writes the one before
-            saver.save(progress, meter.state(all_reduce), all_reduce)
+                saver.catch_up(host_group)  # or this save could be skipped while the disk still writes the one before
+            saver.save(progress, meter.state(host_group), host_group)
 
     module.train()
     stop_signals.begin()
@@ -138,7 +141,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         )
         coming = windows(read_batches(examples, task, order, cfg, pin))
     for window, waited in coming:  # a window: this rank's micro-batches of one optimizer step
-        sums = all_reduce(
+        sums = host_group.sum(
             [
                 *window_counts(window),
                 *stop_signals.requests(),
@@ -172,16 +175,16 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         if when.evaluation_due():
             score()
         if cfg.drift_check_steps and when.due(cfg.drift_check_steps):
-            replica_check.check_replicas(accelerator, all_reduce, model_with_loss, progress.step)
+            replica_check.check_replicas(accelerator, host_group, model_with_loss, progress.step)
         if wanted or when.saved():
             save()
         if when.finished():
             break
 
     if not when.complete():  # asked to stop, or the disk does not take checkpoints any more
-        saver.leave(all_reduce, save, stop_signals.why())
-    saver.export(progress, all_reduce)
-    saver.finish(all_reduce)
+        saver.leave(host_group, save, stop_signals.why())
+    saver.export(progress, host_group)
+    saver.finish(host_group)
     tracker.say(saver.report(when))
     if when.complete() and cfg.push_to_hub:
         tracker.say(push_to_hub(cfg, accelerator.is_main_process))
@@ -196,4 +199,4 @@ def dry_run(cfg: RunConfig, task, splits: dict) -> None:
 
 
 if __name__ == "__main__":
-    launch.run_main(main)
+    run_main(main)

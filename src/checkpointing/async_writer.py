@@ -20,7 +20,7 @@ from src.checkpointing import format
 from src.checkpointing.sharded import ShardWriters, assign_tensors_to_ranks, check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, optional, warn
 from src.config.schema import RunConfig
-from src.distributed.launch import num_nodes
+from src.distributed.init_accelerator import num_nodes
 from src.distributed.strategies import is_sharded
 from src.runtime import console, run_status
 from src.storage import atomic_folder, held_folder
@@ -39,7 +39,7 @@ class CheckpointWriter:
     def __init__(
         self,
         accelerator,
-        all_reduce,
+        host_group,
         cfg: RunConfig,
         model_with_loss: ModelWithLoss,
         parts: dict,
@@ -58,7 +58,7 @@ class CheckpointWriter:
         self.model_with_loss, self.parts, self.about = model_with_loss, parts, about
         self.watch, self.lines, self.folder = watch, lines, Path(cfg.output_dir)
         if self.together and num_nodes() > 1:
-            check_shared_folder(accelerator, all_reduce, self.folder)
+            check_shared_folder(accelerator, host_group, self.folder)
         self.patience = min(PATIENCE, cfg.ddp_timeout / 2)
         self.team = ShardWriters(self.rank, self.world, SHARES)
         self.memory, self.thread = format.HostCopy(), None
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self.final: int | None = None  # step of the weights in final/
         self.stalls: list[tuple[float, float]] = []  # seconds that training stood still, and of the copy alone, by save
 
-    def save(self, progress: TrainState, meter: dict, all_reduce) -> None:
+    def save(self, progress: TrainState, meter: dict, host_group) -> None:
         """Begin to write checkpoints/step_N, after waiting for the save before; a fault shows in `failed`."""
         if not (self.main or self.together):
             return
@@ -81,7 +81,7 @@ class CheckpointWriter:
         done = self.main and (self.saved, self.evaluated) == (progress.step, progress.evaluated)
         late = not done and not self.wait(self.patience)
         if self.together:
-            done, late = all_reduce([float(done), float(late)]).tolist()
+            done, late = host_group.sum([float(done), float(late)]).tolist()
         if done:
             return
         self.evaluated = progress.evaluated
@@ -90,7 +90,7 @@ class CheckpointWriter:
         copying = time.perf_counter()
         tensors, numbers = format.collect_tensors(self.model_with_loss, self.parts)
         fault = self._prepared(tensors) if self.main else None
-        if self.together and all_reduce([float(fault is not None)])[0] and fault is None:
+        if self.together and host_group.sum([float(fault is not None)])[0] and fault is None:
             return
         if fault:
             return self._failed(progress.step, fault)
@@ -219,12 +219,12 @@ class CheckpointWriter:
             f"on; failure {self.failures} of {self.cfg.max_failed_saves} in a row, after which the run ends"
         )
 
-    def export(self, progress: TrainState, all_reduce) -> None:
+    def export(self, progress: TrainState, host_group) -> None:
         """Begin to write final/ as soon as the last checkpoint is written; where it is there and intact, it stays.
 
         It is the best checkpoint where a metric is named; with the weights of the last step, if that one is gone."""
         folder, tensors, step, best = self.folder / "final", None, progress.step, None
-        self.catch_up(all_reduce)
+        self.catch_up(host_group)
         if self.main and self.cfg.metric_for_best_model and progress.best_step not in (0, step):
             best = format.of_step(self.folder, progress.best_step)
         self.final = progress.best_step if best else step
@@ -234,7 +234,7 @@ class CheckpointWriter:
             and not atomic_folder.verify(folder)
         )
         if self.together:
-            done, copied = all_reduce([float(done), float(best is not None)]).tolist()
+            done, copied = host_group.sum([float(done), float(best is not None)]).tolist()
             if copied and not self.main:
                 return
         if done or not (self.main or self.together):
@@ -282,20 +282,20 @@ class CheckpointWriter:
         except BaseException as error:
             self.fault = error
 
-    def finish(self, all_reduce) -> bool:
+    def finish(self, host_group) -> bool:
         """Return on every rank, when nothing is being written any more, whether the last checkpoint was saved.
 
         However slow the disk is, no rank waits longer than a second in a collective."""
-        self.catch_up(all_reduce)
+        self.catch_up(host_group)
         final = isinstance(self.fault, Failure)
-        if all_reduce([float(final)])[0] and not final:
+        if host_group.sum([float(final)])[0] and not final:
             raise Failure("the final model could not be written, as the main process says")
         self.failed()
-        return not all_reduce([float(self.failures)])[0]
+        return not host_group.sum([float(self.failures)])[0]
 
-    def catch_up(self, all_reduce) -> None:
+    def catch_up(self, host_group) -> None:
         """Wait on all ranks for the save that is under way, so that the next one, the last, is not left out."""
-        while all_reduce([0.0 if self.wait(1.0) else 1.0])[0]:
+        while host_group.sum([0.0 if self.wait(1.0) else 1.0])[0]:
             pass
 
     def report(self, when: Intervals) -> str:
@@ -310,14 +310,14 @@ class CheckpointWriter:
             )
         return "\n".join(filter(None, lines))
 
-    def leave(self, all_reduce, save, reason: str | UsageError) -> None:
+    def leave(self, host_group, save, reason: str | UsageError) -> None:
         """End the run on all ranks before it is complete: Stopped (or `reason`, if it is an error) when its state is saved,
         else Failure."""
         if self.failures >= self.cfg.max_failed_saves:
             reason = f"{self.failures} failed saves in a row, before one that worked"
-        self.catch_up(all_reduce)
+        self.catch_up(host_group)
         save()
-        saved = self.finish(all_reduce)
+        saved = self.finish(host_group)
         if self.main and self.saved is not None:
             with suppress(OSError):
                 run_status.write_status(self.folder, "running", self.saved)

@@ -88,14 +88,14 @@ class ShardWriters(NamedTuple):
         return entries
 
 
-def check_shared_folder(accelerator, all_reduce, folder: Path) -> None:
+def check_shared_folder(accelerator, host_group, folder: Path) -> None:
     """Raise UsageError on every rank unless all of them see `folder` of the main process."""
     folder.mkdir(parents=True, exist_ok=True)
     mark = folder / ".seen"
     if accelerator.is_main_process:
         mark.write_text("")
-    all_reduce([0.0])
-    blind = all_reduce([float(not mark.exists())])[0]
+    host_group.sum([0.0])
+    blind = host_group.sum([float(not mark.exists())])[0]
     if accelerator.is_main_process:
         mark.unlink(missing_ok=True)
     if blind:

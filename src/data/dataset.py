@@ -23,9 +23,9 @@ from src.data.arrow_columns import views
 from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import data_notes, facts_of_task, format_stats
 from src.data.preprocessing import STATS, prepare_split
-from src.distributed import launch
 from src.download import cache_folder
 from src.runtime import console
+from src.runtime.exit_codes import run_main
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, Task, make_task
 
@@ -258,4 +258,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    launch.run_main(main)
+    run_main(main)

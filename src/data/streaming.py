@@ -222,13 +222,13 @@ class Stream:
         """End the pass: no rank has a row left."""
         self.turned = True
 
-    def position(self, step: int, all_reduce) -> dict:
+    def position(self, step: int, host_group) -> dict:
         """Return where all lanes are after `step`, the same on every rank."""
         epoch, cursors = self.positions[step]
         table = torch.zeros(self.lanes, 3, dtype=torch.float64)
         for lane, cursor in cursors.items():
             table[lane] = torch.tensor(astuple(cursor), dtype=torch.float64)
-        return {"epoch": epoch, "lanes": [[int(x) for x in row] for row in all_reduce(table).tolist()]}
+        return {"epoch": epoch, "lanes": [[int(x) for x in row] for row in host_group.sum(table).tolist()]}
 
     def _filler(self, step: int) -> Item:
         number, row, _ = self.dummy_row

@@ -34,7 +34,7 @@ def _on_device(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_replicas(accelerator, all_reduce, model: torch.nn.Module, step: int) -> None:
+def check_replicas(accelerator, host_group, model: torch.nn.Module, step: int) -> None:
     """Raise Failure on every rank, naming rank and first parameter, if some replica is not bitwise that of most ranks.
 
     Collective; costs one pass over the parameters and eight bytes of each per rank."""
@@ -42,7 +42,7 @@ def check_replicas(accelerator, all_reduce, model: torch.nn.Module, step: int) -
         return
     mine = digests(model)
     every = [torch.empty_like(mine) for _ in range(accelerator.num_processes)]
-    dist.all_gather(every, mine, group=all_reduce.group)
+    dist.all_gather(every, mine, group=host_group.group)
     common = torch.stack(every).mode(dim=0).values  # of two that differ, the smaller: then both are named
     wrong = [rank for rank, theirs in enumerate(every) if not torch.equal(theirs, every[0])]
     if not wrong:

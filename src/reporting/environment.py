@@ -15,7 +15,7 @@ from src.config.paths import REPOSITORY
 from src.config.redact import redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed import strategies
-from src.distributed.launch import num_nodes
+from src.distributed.init_accelerator import num_nodes
 from src.distributed.tensor_parallel import data_parallel_rank_and_size
 from src.download import http_files
 from src.storage import atomic_folder

@@ -11,8 +11,8 @@ import torch
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import launch
 from src.models.memory_estimate import Strategy, activations, count, passing, resting, rows_at_once, strategies
+from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS
 
 GIB = 2**30
@@ -109,4 +109,4 @@ def _model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
 
 
 if __name__ == "__main__":
-    launch.run_main(main)
+    run_main(main)

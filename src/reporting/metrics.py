@@ -13,11 +13,11 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed.launch import record_exit_in
 from src.reporting import trackers
 from src.reporting.environment import environment, save_diff
 from src.runtime import console, run_status
 from src.runtime.console import Console, exact, table
+from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.training.state import TrainState
@@ -139,15 +139,15 @@ class Meter:
         yield
         self.mark += time.perf_counter() - began
 
-    def settle(self, all_reduce) -> None:
+    def settle(self, host_group) -> None:
         """Add up over the ranks what is pending: one wait for the device, one small vector."""
         if self.pending:
-            self.losses += all_reduce(torch.stack(self.pending).cpu()).tolist()
+            self.losses += host_group.sum(torch.stack(self.pending).cpu()).tolist()
             self.pending = []
 
-    def state(self, all_reduce) -> dict:
+    def state(self, host_group) -> dict:
         """Return all of it as numbers, the same on every rank but for the times."""
-        self.settle(all_reduce)
+        self.settle(host_group)
         sums = {name: getattr(self, name) for name in self.SUMS}
         return sums | {"losses": self.losses.copy(), "seconds": time.perf_counter() - self.mark}
 
@@ -158,9 +158,9 @@ class Meter:
         for name in self.SUMS:
             setattr(self, name, state[name])
 
-    def line(self, all_reduce) -> dict:
+    def line(self, host_group) -> dict:
         """Return the numbers of a train line, the same on every rank but for the times, and start anew."""
-        self.settle(all_reduce)
+        self.settle(host_group)
         seconds = time.perf_counter() - self.mark
         values = {
             "loss": sum(self.losses) / self.weight if self.weight else None,

@@ -14,18 +14,18 @@ from src.tasks import Task
 ON_CPU = 8  # where memory ends without an error that could be caught
 
 
-def largest_that_fits(accelerator, all_reduce, cfg: RunConfig, module, task: Task, examples: Split) -> int:
+def largest_that_fits(accelerator, host_group, cfg: RunConfig, module, task: Task, examples: Split) -> int:
     """Return the largest power of two, at most a rank's share of the global batch, whose longest rows fit on every rank."""
     share = max(1, cfg.global_batch_size // accelerator.num_processes)
     size = 1 << (share.bit_length() - 1)
     if accelerator.device.type == "cpu":
         return min(size, ON_CPU)
-    return search(size, lambda n: fits(accelerator, module, task, examples.rows(examples.longest(n))), all_reduce)
+    return search(size, lambda n: fits(accelerator, module, task, examples.rows(examples.longest(n))), host_group)
 
 
-def search(size: int, fits, all_reduce) -> int:
+def search(size: int, fits, host_group) -> int:
     """Return the first of size, size/2, … that fits on all ranks; every rank makes every trial and hears every outcome."""
-    while size > 1 and all_reduce([0 if fits(size) else 1])[0]:
+    while size > 1 and host_group.sum([0 if fits(size) else 1])[0]:
         size //= 2
     return size
 

@@ -23,7 +23,7 @@ ASK = 8  # micro-batches between two questions to all ranks whether to stop
 
 @torch.no_grad()
 def evaluate(
-    accelerator, all_reduce, module: torch.nn.Module, task: Task, split, cfg: RunConfig, stopping=None
+    accelerator, host_group, module: torch.nn.Module, task: Task, split, cfg: RunConfig, stopping=None
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
@@ -62,7 +62,7 @@ def evaluate(
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
         batches = iter(read_batches(split, task, iter(mine), cfg, pin))
         for turn in range(rounds):
-            if stopping and turn % ASK == 0 and all_reduce([stopping()])[0]:
+            if stopping and turn % ASK == 0 and host_group.sum([stopping()])[0]:
                 module.train(training)
                 bar.close()
                 return None
@@ -80,7 +80,7 @@ def evaluate(
         flush()
     bar.close()
     module.train(training)
-    return _combine(accelerator, all_reduce, task, names, table, rows, len(order), parts)
+    return _combine(accelerator, host_group, task, names, table, rows, len(order), parts)
 
 
 def _order(split, cfg: RunConfig) -> tuple[list[MicroBatch], list[int], list[tuple[str, slice, int]]]:
@@ -98,13 +98,13 @@ def _order(split, cfg: RunConfig) -> tuple[list[MicroBatch], list[int], list[tup
     return order, shift, parts
 
 
-def _combine(accelerator, all_reduce, task, names, table, rows, micro_batches: int, parts) -> dict:
+def _combine(accelerator, host_group, task, names, table, rows, micro_batches: int, parts) -> dict:
     """Return the eval line from every rank's part of the table of sums; of a mixture, also the numbers of each source."""
     examples = sum(count for _, _, count in parts)
     names, kinds = _same_names(accelerator, names, sorted(rows))
     table = np.zeros((micro_batches, len(names))) if table is None else table
-    table = all_reduce(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
-    rows = {name: all_reduce(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
+    table = host_group.sum(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
+    rows = {name: host_group.sum(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
     seen = rows.pop("times seen")
     assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
     line = _numbers(task, names, table, examples)

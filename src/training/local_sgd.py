@@ -11,7 +11,7 @@ from src.config.schema import RunConfig
 from src.training.state import TrainState
 
 
-def begin(accelerator, all_reduce, cfg: RunConfig, module, optimizer, progress: TrainState) -> tuple:
+def begin(accelerator, host_group, cfg: RunConfig, module, optimizer, progress: TrainState) -> tuple:
     """Return (the module to train, a function that averages the ranks' states where they differ).
 
     Without local SGD these are the module as it was, and a function that does nothing."""
@@ -23,7 +23,7 @@ def begin(accelerator, all_reduce, cfg: RunConfig, module, optimizer, progress: 
     progress.alone = True
     if not optimizer.state:
         _moments_of_zero(optimizer)
-    return bare, Average(accelerator, all_reduce, cfg, optimizer, progress)
+    return bare, Average(accelerator, host_group, cfg, optimizer, progress)
 
 
 def _moments_of_zero(optimizer) -> None:
@@ -42,10 +42,10 @@ def _moments_of_zero(optimizer) -> None:
 class Average:
     """Makes weights, moments and progress the same on all ranks; a checkpoint then holds the state of each."""
 
-    def __init__(self, accelerator, all_reduce, cfg: RunConfig, optimizer, progress: TrainState):
+    def __init__(self, accelerator, host_group, cfg: RunConfig, optimizer, progress: TrainState):
         self.device, self.rank, self.world = accelerator.device, accelerator.process_index, accelerator.num_processes
-        self.all_reduce, self.most, self.optimizer, self.progress = (
-            all_reduce,
+        self.host_group, self.most, self.optimizer, self.progress = (
+            host_group,
             cfg.max_skipped_steps,
             optimizer,
             progress,
@@ -62,7 +62,7 @@ class Average:
             return
         self.step = progress.step
         progress.finish_update(self.most)
-        lost = self.all_reduce([float(progress.skipped * (rank == self.rank)) for rank in range(self.world)])
+        lost = self.host_group.sum([float(progress.skipped * (rank == self.rank)) for rank in range(self.world)])
         progress.skipped = int(lost.max())
         progress.give_up(self.most, progress.step)
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 import time
 from dataclasses import asdict
@@ -18,8 +19,8 @@ from safetensors.torch import load_file
 import train
 from src.checkpointing import async_writer, format
 from src.config.parsing import RunConfig
-from src.distributed import launch
 from src.reporting import ledger
+from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder
 from src.training.state import TrainState
 from src.training.step import ModelWithLoss
@@ -415,8 +416,8 @@ def _stopped(argv, *args):
         return update(*rest)
 
     train.optimizer_step = stopping
-    launch.sys.argv = ["train.py", *(str(word) for word in argv)]
-    launch.run_main(lambda argv: _slow(argv, *args))
+    sys.argv = ["train.py", *(str(word) for word in argv)]
+    run_main(lambda argv: _slow(argv, *args))
 
 
 def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_path, monkeypatch):
@@ -638,7 +639,7 @@ def _fp16(argv):
     """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only.
 
     It begins so high that the first updates overflow, and doubles every third update that does not."""
-    start = launch.init_accelerator
+    start = train.init_accelerator
 
     def scaled(run):
         accelerator = start(run)
@@ -647,7 +648,7 @@ def _fp16(argv):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
         return accelerator
 
-    launch.init_accelerator = scaled
+    train.init_accelerator = scaled
     train.main([str(word) for word in argv])
 
 

@@ -16,7 +16,7 @@ from src.checkpointing import sharded
 from src.checkpointing.format import write_index
 from src.checkpointing.sharded import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
 from src.config.errors import UsageError
-from src.distributed import launch
+from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial, plain_name
 from src.storage import atomic_folder
 from tests.helpers import kit
@@ -182,7 +182,7 @@ def _disk(folders: list[Path]) -> str:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=world)
     try:
-        sharded.check_shared_folder(accelerator, launch.HostAllReduce(accelerator, 20), folders[rank])
+        sharded.check_shared_folder(accelerator, HostGroup(accelerator, 20), folders[rank])
     except UsageError as error:
         return str(error)
     return ""

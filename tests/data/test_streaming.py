@@ -65,14 +65,15 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
 
     from src.config import parsing
     from src.data import dataset as data
-    from src.distributed import launch
+    from src.distributed.host_group import HostGroup
+    from src.distributed.init_accelerator import init_accelerator
     from src.tasks import make_task
 
     run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)], OPTIONS)
     validation.check(run, options)
     stream = data.prepare_datasets(run, make_task(run, options), wanted=("train",))["train"]
-    accelerator = launch.init_accelerator(run)
-    all_reduce = launch.HostAllReduce(accelerator, run.ddp_timeout)
+    accelerator = init_accelerator(run)
+    host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
     for window, _ in stream.windows(rank, world, progress, pin=False):
@@ -85,13 +86,13 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
         assert all(micro.last == (i == len(window) - 1) for i, (micro, _) in enumerate(window))
         if progress.step == steps:
             break
-        if not all_reduce([len(rows)])[0]:
+        if not host_group.sum([len(rows)])[0]:
             stream.turn()
             turns.append(progress.step)
             continue
         progress.step += 1
         found.append(rows)
-    place = stream.position(progress.step, all_reduce)
+    place = stream.position(progress.step, host_group)
     if dist.is_initialized():
         dist.barrier()
     return found, turns, (progress.step, place)

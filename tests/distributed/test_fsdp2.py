@@ -17,7 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.checkpointing import async_writer, format, sharded
-from src.distributed import launch, prepare_model, strategies
+from src.distributed import prepare_model, strategies
+from src.distributed.host_group import HostGroup
 from src.models import loading
 from src.storage import atomic_folder
 from src.tasks import causal_lm
@@ -259,7 +260,7 @@ class Collectives(TorchDispatchMode):
 def _count_collectives(argv, mutant: bool):
     """Train on this rank; return the collectives of each step's gradient, and the sizes of the vectors agreed on."""
     steps, vectors = [], []
-    gradient, call, reducing = train.compute_gradient, launch.HostAllReduce.__call__, step.reducing
+    gradient, call, reducing = train.compute_gradient, HostGroup.sum, step.reducing
 
     def counted(*args):
         with Collectives() as collectives:
@@ -268,7 +269,7 @@ def _count_collectives(argv, mutant: bool):
         return result
 
     train.compute_gradient = counted
-    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     if mutant:  # as accelerate does whose gradient accumulation is not used
         step.reducing = lambda accelerator, module, last, each: reducing(accelerator, module, True, True)
     train.main([str(word) for word in argv])

@@ -135,14 +135,14 @@ def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path):
 
 
 def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, monkeypatch):
-    from src.distributed import launch
+    import train
 
-    def start(run, original=launch.init_accelerator):
+    def start(run, original=train.init_accelerator):
         accelerator = original(run)
         accelerator.gradient_accumulation_steps = 8  # as accelerate has it, from the environment
         return accelerator
 
-    monkeypatch.setattr(launch, "init_accelerator", start)
+    monkeypatch.setattr(train, "init_accelerator", start)
     run = kit.run_training(1, tmp_path / "run", *recipe(files, optim="sgd"), env=EIGHT)
     assert not kit.same(run.weights, plain.weights)
 
@@ -153,9 +153,10 @@ def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, mon
 def _prepared(mutant: bool) -> tuple[str, bool, int]:
     """Return (kind of group, whether the module is DDP's, reductions of a window of four micro-batches)."""
     from src.config.schema import RunConfig
-    from src.distributed import launch, prepare_model
+    from src.distributed import prepare_model
+    from src.distributed.init_accelerator import init_accelerator
 
-    accelerator = launch.init_accelerator(RunConfig(output_dir="unused"))
+    accelerator = init_accelerator(RunConfig(output_dir="unused"))
     model_with_loss = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model_with_loss.parameters(), lr=0.1)
     module = (accelerator.prepare if mutant else lambda *both: prepare_model.prepare(accelerator, *both))(

@@ -10,7 +10,8 @@ import train
 from src.checkpointing import format
 from src.config.errors import Failure
 from src.distributed import replica_check
-from src.distributed.launch import HostAllReduce, init_accelerator
+from src.distributed.host_group import HostGroup
+from src.distributed.init_accelerator import init_accelerator
 from tests.helpers import kit
 
 PARAMETER = "transformer.h.1.mlp.c_fc.weight"
@@ -119,9 +120,9 @@ def _checks(argv):
     """Train on this rank; return the steps at which replicas were compared, and those that were saved."""
     steps, saves, check, save = [], [], replica_check.check_replicas, train.CheckpointWriter.save
 
-    def checked(accelerator, all_reduce, model_with_loss, step):
+    def checked(accelerator, host_group, model_with_loss, step):
         steps.append(step)
-        return check(accelerator, all_reduce, model_with_loss, step)
+        return check(accelerator, host_group, model_with_loss, step)
 
     def saving(self, progress, *rest):
         saves.append(progress.step)
@@ -219,7 +220,7 @@ def _compare(changed: dict[int, str], mutant: bool):
             torch.int32
         )
     try:
-        replica_check.check_replicas(accelerator, HostAllReduce(accelerator, 60), model, 7)
+        replica_check.check_replicas(accelerator, HostGroup(accelerator, 60), model, 7)
     except Failure as failure:
         return str(failure)
     return None

@@ -125,7 +125,7 @@ def test_mutant_a_signal_that_one_rank_obeys_alone_is_caught(tiny, tmp_path, mon
 
 
 def test_mutant_a_stop_that_does_not_save_is_caught(tiny, tmp_path, monkeypatch):
-    def leave(self, all_reduce, save, reason):
+    def leave(self, host_group, save, reason):
         raise Stopped(f"{reason}; everything is saved")
 
     flags = recipe(tiny, save_steps=10)

@@ -11,7 +11,8 @@ import torch.distributed.tensor.parallel  # once, not in every process
 from torch.distributed.tensor import DTensor
 
 import train
-from src.distributed import launch, tensor_parallel
+from src.distributed import tensor_parallel
+from src.distributed.host_group import HostGroup
 from src.training import step
 from tests.helpers import kit
 
@@ -111,7 +112,7 @@ def test_mutants_that_take_a_group_for_several_are_caught(files, one, tmp_path, 
         place = lambda accelerator: (accelerator.process_index, accelerator.num_processes)  # noqa: E731
         monkeypatch.setattr(step, "tensor_parallel", SimpleNamespace(**vars(tensor_parallel) | {"place": place}))
     elif mutant == "each process counts":
-        monkeypatch.setattr(launch.HostAllReduce, "__call__", _uncounted)
+        monkeypatch.setattr(HostGroup, "sum", _uncounted)
     else:
         monkeypatch.setattr(tensor_parallel, "math", SimpleNamespace(prod=lambda sizes: 1))
     argv = recipe(files, max_steps=2, validation_file=None)

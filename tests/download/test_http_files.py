@@ -20,8 +20,8 @@ import pytest
 
 from src.config import parsing, validation
 from src.data import dataset
-from src.distributed import launch
 from src.download import http_files
+from src.runtime.exit_codes import run_main
 from src.storage import shared_work
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
@@ -71,7 +71,7 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
     shared_work.STARTED, http_files.TRIES = time.time(), 2  # as in a new process, but for its patience
     before()
     sys.argv = ["train.py", *argv]
-    launch.run_main(work)
+    run_main(work)
     return [row["input_ids"].tolist() for row in found[0].rows(np.arange(len(found[0])))]
 
 

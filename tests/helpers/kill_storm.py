@@ -23,10 +23,10 @@ TIMES = ("second",)  # parts of the names of numbers that no two runs share
 
 
 def _train(argv: list[str]) -> None:
-    from src.distributed import launch
+    from src.runtime.exit_codes import run_main
 
     sys.argv = ["train.py", *argv]
-    launch.run_main(__import__("train").main)
+    run_main(__import__("train").main)
 
 
 def run(argv: list, folder: Path, world: int, doomed=None, deadline: float = float("inf")) -> bool:

@@ -222,11 +222,11 @@ def until(true, timeout: float = 60):
 
 
 def _command(script, argv, folder):
-    from src.distributed import launch
+    from src.runtime.exit_codes import run_main
 
     os.chdir(folder)
     sys.argv = [script, *(str(word) for word in argv)]
-    launch.run_main(import_module(Path(script).stem).main)
+    run_main(import_module(Path(script).stem).main)
 
 
 def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:

@@ -7,10 +7,11 @@ import torch
 
 from src.config import parsing
 from src.config.errors import UsageError
-from src.distributed import launch, strategies
+from src.distributed import strategies
 from src.models import memory_estimate
 from src.models.memory_estimate import Strategy
 from src.reporting import memory_command
+from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 
@@ -194,7 +195,7 @@ def _command(argv):
     import sys
 
     sys.argv = ["memory.py", *argv]
-    launch.run_main(memory_command.main)
+    run_main(memory_command.main)
 
 
 @pytest.mark.parametrize("flags", [["--gpus", "0"], ["--gpu_memory", "much"], ["--gpus=-1"], ["--gpus"]])

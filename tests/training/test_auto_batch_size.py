@@ -6,7 +6,7 @@ import torch
 import yaml
 
 from src.config.schema import RunConfig
-from src.distributed.launch import HostAllReduce
+from src.distributed.host_group import HostGroup
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
@@ -38,7 +38,7 @@ def _search(files, limits: list[int]):
     def fits(n):
         return auto_batch_size.fits(accelerator, module, task, splits["train"].rows(np.arange(n)))
 
-    size = auto_batch_size.search(16, fits, HostAllReduce(accelerator, 60))
+    size = auto_batch_size.search(16, fits, HostGroup(accelerator, 60))
     return size, trials, all(p.grad is None for p in module.parameters())
 
 

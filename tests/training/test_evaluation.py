@@ -171,9 +171,9 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent
 def _same_weights(*names) -> str:
     import eval as evaluation
     from src.config.schema import RunConfig
-    from src.distributed import launch
+    from src.distributed.init_accelerator import init_accelerator
 
-    accelerator = launch.init_accelerator(RunConfig(output_dir="unused"))
+    accelerator = init_accelerator(RunConfig(output_dir="unused"))
     try:
         evaluation.same_weights(accelerator, names[accelerator.process_index])
     except UsageError as error:

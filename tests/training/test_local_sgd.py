@@ -17,7 +17,8 @@ from src.checkpointing import format
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import launch, strategies
+from src.distributed import strategies
+from src.distributed.host_group import HostGroup
 from src.tasks import OPTIONS, causal_lm
 from src.training import local_sgd
 from tests.helpers import kit
@@ -69,15 +70,15 @@ def _sent(argv, wrapped: bool) -> tuple[int, list[int], list[int]]:
     added up in each reduction, falling."""
     from torch.profiler import ProfilerActivity, profile
 
-    size, vectors, begin, call = [], [], local_sgd.begin, launch.HostAllReduce.__call__
+    size, vectors, begin, call = [], [], local_sgd.begin, HostGroup.sum
 
-    def begun(accelerator, all_reduce, run, module, *rest):
-        bare, average = begin(accelerator, all_reduce, run, module, *rest)
+    def begun(accelerator, host_group, run, module, *rest):
+        bare, average = begin(accelerator, host_group, run, module, *rest)
         size.append(sum(parameter.numel() for parameter in bare.parameters()))
         return module if wrapped else bare, average  # the mutant: DDP's wrapper stays
 
     local_sgd.begin = begun
-    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
         train.main([str(word) for word in argv])
     shapes = [event.input_shapes[0] for event in recorded.events() if event.name == "gloo:all_reduce"]
@@ -118,8 +119,8 @@ def _snapshots(argv) -> dict:
         every |= {f"{i}/{k}": v for i, p in enumerate(parameters) for k, v in optimizer.state.get(p, {}).items()}
         return {name: value.clone() for name, value in every.items()}
 
-    def begun(accelerator, all_reduce, run, module, optimizer, progress):
-        module, average = begin(accelerator, all_reduce, run, module, optimizer, progress)
+    def begun(accelerator, host_group, run, module, optimizer, progress):
+        module, average = begin(accelerator, host_group, run, module, optimizer, progress)
         found["begin"] = state(optimizer)
 
         return module, lambda: (average(), found.update({("average", progress.step): state(optimizer)}))

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.data.batch_plan import plan
-from src.distributed import launch
+from src.distributed.host_group import HostGroup
 from tests.helpers import kit
 
 
@@ -138,7 +138,7 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_ma
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
     reductions, vectors, steps = [], [], []
-    prepare, update, call = train.prepare_model.prepare, train.optimizer_step, launch.HostAllReduce.__call__
+    prepare, update, call = train.prepare_model.prepare, train.optimizer_step, HostGroup.sum
 
     def hooked(accelerator, model_with_loss, optimizer):
         module, optimizer = prepare(accelerator, model_with_loss, optimizer)
@@ -157,7 +157,7 @@ def _count_reductions(argv, no_sync: bool):
 
     train.prepare_model.prepare = hooked
     train.optimizer_step = lambda *args: (steps.append(1), update(*args))[1]
-    launch.HostAllReduce.__call__ = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
+    HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     train.main([str(word) for word in argv])
     return len(steps), len(reductions) / len(set(reductions)), vectors
 
@@ -227,7 +227,7 @@ def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
 
 def _fp16(argv, scale: float):
     """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only."""
-    start = launch.init_accelerator
+    start = train.init_accelerator
 
     def scaled(run):
         accelerator = start(run)
@@ -236,7 +236,7 @@ def _fp16(argv, scale: float):
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         return accelerator
 
-    launch.init_accelerator = scaled
+    train.init_accelerator = scaled
     train.main([str(word) for word in argv])
 
 
