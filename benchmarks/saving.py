@@ -39,7 +39,7 @@ SAVED = re.compile(r"stood still for ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,
 RESUME = """
 import sys
 sys.path.insert(0, {repository!r})
-from src.checkpointing import format as checkpoint
+from src.checkpointing import checkpoint_list, format
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.reporting.metrics import Meter
@@ -55,10 +55,10 @@ task = make_task(cfg, options)
 prepare_datasets(cfg, task)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
-start = checkpoint.newest_intact(cfg.output_dir)
+start = checkpoint_list.newest_intact(cfg.output_dir)
 model = ModelWithLoss(task.build(start), task)
 optimizer = make_optimizer(cfg, model)
-checkpoint.load_checkpoint(start, model, {{"optimizer": optimizer}}, None, Meter())
+format.load_checkpoint(start, model, {{"optimizer": optimizer}}, None, Meter())
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from src.checkpointing import checkpoint_list, format, host_copy, model_folder
 from src.checkpointing import final_model as final
-from src.checkpointing import format
 from src.checkpointing.sharded import ShardWriters, assign_tensors_to_ranks, check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, optional, warn
 from src.config.schema import RunConfig
@@ -61,11 +61,11 @@ class CheckpointWriter:
             check_shared_folder(accelerator, host_group, self.folder)
         self.patience = min(PATIENCE, cfg.ddp_timeout / 2)
         self.team = ShardWriters(self.rank, self.world, SHARES)
-        self.memory, self.thread = format.HostCopy(), None
+        self.memory, self.thread = host_copy.HostCopy(), None
         self.fault: BaseException | None = None  # of the last save, not yet looked at
         self.failures, self.reason = 0, ""  # in a row, and why the last one failed
-        mine = start is not None and format.inside(start, self.folder)
-        known = format.read_state(start)["progress"] if mine else {"step": None, "evaluated": None}
+        mine = start is not None and checkpoint_list.is_inside(start, self.folder)
+        known = checkpoint_list.read_state(start)["progress"] if mine else {"step": None, "evaluated": None}
         self.saved: int | None = known["step"]  # the step of the newest checkpoint
         self.evaluated: int | None = known["evaluated"]  # what that one knows
         self.precision = accelerator.mixed_precision
@@ -195,7 +195,7 @@ class CheckpointWriter:
         def gathered(temporary: Path) -> dict:
             write(temporary)
             entries = self.team.collect_shards(parts, temporary)
-            format.write_index(temporary)
+            model_folder.write_index(temporary)
             return entries
 
         atomic_folder.publish(folder, gathered, step=step, mixed_precision=self.precision)
@@ -205,7 +205,7 @@ class CheckpointWriter:
         try:
             held_folder.check_held(self.folder)
             atomic_folder.remove_leftovers(self.folder / "checkpoints")
-            format.prune(self.cfg, best_step)
+            checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
 
@@ -226,7 +226,7 @@ class CheckpointWriter:
         folder, tensors, step, best = self.folder / "final", None, progress.step, None
         self.catch_up(host_group)
         if self.main and self.cfg.metric_for_best_model and progress.best_step not in (0, step):
-            best = format.of_step(self.folder, progress.best_step)
+            best = checkpoint_list.checkpoint_of_step(self.folder, progress.best_step)
         self.final = progress.best_step if best else step
         done = (
             self.main
@@ -241,7 +241,7 @@ class CheckpointWriter:
             return
         share = (self.rank, self.world) if self.together else ()
         if best:
-            work = self._copy, folder, [best, format.of_step(self.folder, step)], progress
+            work = self._copy, folder, [best, checkpoint_list.checkpoint_of_step(self.folder, step)], progress
         else:
             if self.sharded:
                 tensors = self._host({"model": format.collect_tensors(self.model_with_loss, self.parts)[0]["model"]})[
@@ -253,7 +253,7 @@ class CheckpointWriter:
 
     def _export(self, folder: Path, tensors, share: tuple, progress: TrainState) -> None:
         def write(temporary: Path) -> None:
-            format.write_final(
+            model_folder.write_final(
                 temporary, self.cfg, self.model_with_loss, tensors, *(share or (0, 1)), self.about["config"]
             )
             final.complete_card(temporary, self.cfg, progress, progress.step)
@@ -262,7 +262,7 @@ class CheckpointWriter:
 
     def _copy(self, folder: Path, candidates: list[Path | None], progress: TrainState) -> None:
         def card(temporary: Path, step: int) -> None:
-            format.write_card(temporary, self.cfg, self.model_with_loss.model, self.about["config"])
+            model_folder.write_card(temporary, self.cfg, self.model_with_loss.model, self.about["config"])
             final.complete_card(temporary, self.cfg, progress, step)
 
         self.final = final.publish_copy(folder, candidates, card, self.precision)

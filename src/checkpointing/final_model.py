@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
@@ -42,7 +42,7 @@ def publish_copy(
         if faults := atomic_folder.verify(path):
             warn(f"{path} is damaged and not used for {folder}: {'; '.join(faults)}", alone=True)
             continue
-        state = format.read_state(path)
+        state = checkpoint_list.read_state(path)
         parts = [f"{part}{end}" for part in state["numbers"] for end in (".safetensors", "-*-of-*.safetensors")]
         others, step = shutil.ignore_patterns("state.json", atomic_folder.MANIFEST, *parts), state["progress"]["step"]
 

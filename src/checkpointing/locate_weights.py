@@ -9,7 +9,8 @@ import re
 import shlex
 from pathlib import Path
 
-from src.checkpointing.format import RUN_CONFIG, list_checkpoints, newest_intact, read_state
+from src.checkpointing.checkpoint_list import list_checkpoints, newest_intact, read_state
+from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.errors import UsageError, warn
 from src.config.paths import REPOSITORY, locate
 from src.config.schema import ASK, RunConfig

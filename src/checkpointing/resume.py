@@ -11,7 +11,7 @@ from typing import NamedTuple
 import yaml
 
 from src.checkpointing import run_identity
-from src.checkpointing.format import list_checkpoints, read_state, step_of
+from src.checkpointing.checkpoint_list import list_checkpoints, read_state, step_of
 from src.config.errors import Failure, Stopped, UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields

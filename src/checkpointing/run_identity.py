@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from src.checkpointing.format import inside, list_checkpoints, read_state, step_of
+from src.checkpointing.checkpoint_list import is_inside, list_checkpoints, read_state, step_of
 from src.config.errors import UsageError, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
@@ -145,7 +145,7 @@ def lineage(cfg: RunConfig, start: Path | None) -> dict:
 def belongs(start: Path, output_dir: Path) -> bool:
     """Return whether a checkpoint is of the run that `output_dir` holds, wherever the checkpoint is now."""
     own = _id(start)
-    return inside(start, output_dir) or bool(own and own in map(_id, list_checkpoints(output_dir)))
+    return is_inside(start, output_dir) or bool(own and own in map(_id, list_checkpoints(output_dir)))
 
 
 def began_from(output_dir: Path, asked: Path) -> bool:

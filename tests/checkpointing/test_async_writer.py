@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src.checkpointing import async_writer, format
+from src.checkpointing import async_writer, checkpoint_list, format, host_copy, model_folder
 from src.config.parsing import RunConfig
 from src.reporting import ledger
 from src.runtime.exit_codes import run_main
@@ -61,10 +61,10 @@ def command(data, folder: Path, world: int = 1, **fields) -> tuple[list, list[st
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written beside them."""
-    found = format.list_checkpoints(folder)
+    found = checkpoint_list.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not list((folder / "checkpoints").glob(".*"))
-    return [format.step_of(path) for path in found]
+    return [checkpoint_list.step_of(path) for path in found]
 
 
 def at_step(number: int) -> Path:
@@ -159,7 +159,7 @@ def test_what_is_no_fault_of_the_disk_ends_all_ranks_with_its_traceback(data, tm
     assert outputs[0].rstrip().endswith("RuntimeError: a bug in the writing")
     assert "a bug in the writing" in (folder / "run" / "logs" / "rank_0.log").read_text()
     assert "Traceback" not in "".join(outputs[1:])
-    assert format.list_checkpoints(folder / "run") == []
+    assert checkpoint_list.list_checkpoints(folder / "run") == []
 
 
 def test_a_fault_in_the_last_save_is_not_lost(data, tmp_path, monkeypatch):
@@ -177,7 +177,7 @@ def test_a_final_model_that_cannot_be_written_fails_the_run_and_the_same_command
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(format, "write_final", failing)
+        patch.setattr(model_folder, "write_final", failing)
         codes, outputs = command(data, tmp_path / "here", world)
     assert codes == [1] * world, outputs
     assert "final could not be written: [Errno 28] No space left on device" in outputs[0].rstrip().splitlines()[-1]
@@ -194,7 +194,7 @@ def test_old_checkpoints_that_cannot_be_removed_are_no_failed_save(data, tmp_pat
             raise OSError(errno.EBUSY, "Device or resource busy")
         return rmtree(path, *args, **kwargs)
 
-    monkeypatch.setattr(format.shutil, "rmtree", failing)
+    monkeypatch.setattr(checkpoint_list.shutil, "rmtree", failing)
     codes, outputs = command(data, tmp_path / "here", save_steps=2, save_total_limit=1, max_failed_saves=1)
     assert codes == [0], outputs
     assert "COULD NOT BE SAVED" not in outputs[0]
@@ -358,7 +358,7 @@ def _slow(argv, held: int, released: int, mutant: bool, seconds: float = 0.0):
     if seconds:
         gate.set()
     if mutant:
-        format.HostCopy.take = lambda self, tensors: tensors
+        host_copy.HostCopy.take = lambda self, tensors: tensors
     train.main([str(word) for word in argv])
     return seen
 
@@ -450,8 +450,8 @@ def kept(folder: Path, steps, values=None, **fields) -> list[int]:
         (folder / at_step(number)).mkdir(parents=True, exist_ok=True)
     for progress.step, value in sorted((values or {}).items()):
         progress.update_best({"loss": value, "f1": value}, run)
-    format.prune(run, progress.best_step)
-    return [format.step_of(path) for path in format.list_checkpoints(folder)]
+    checkpoint_list.prune(run, progress.best_step)
+    return [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(folder)]
 
 
 EVERY = range(1, 11)
@@ -496,15 +496,15 @@ def test_the_new_one_is_there_before_an_old_one_goes(data, straight, tmp_path):
         with pytest.MonkeyPatch.context() as patch:
 
             def dying(run, best_step, name=name):
-                if doomed := format.checkpoints_to_delete(run, best_step):
+                if doomed := checkpoint_list.checkpoints_to_delete(run, best_step):
                     if name != "before":
                         (doomed[0] / "model.safetensors").unlink()
                     os._exit(9)
 
-            patch.setattr(format, "prune", dying)
+            patch.setattr(checkpoint_list, "prune", dying)
             with pytest.raises(kit.RankFailed):
                 kit.run_training(1, folder, *recipe(data, save_total_limit=1))
-        assert [path.name for path in format.list_checkpoints(folder)] == ["step_00000004", "step_00000008"]
+        assert [path.name for path in checkpoint_list.list_checkpoints(folder)] == ["step_00000004", "step_00000008"]
         assert atomic_folder.verify(folder / at_step(8)) == []
         assert bool(atomic_folder.verify(folder / at_step(4))) == (name != "before")
         run = kit.run_training(1, folder, *recipe(data, save_total_limit=1))
@@ -561,7 +561,7 @@ def test_names_are_canonical_and_tied_weights_are_there_once(straight):
 def test_the_host_copy_holds_tied_tensors_once_and_uses_its_memory_again():
     weight = torch.arange(6.0).view(2, 3)
     tensors = {"model": {"a": weight, "b": weight, "c": weight[:1], "d": weight.t()}, "other": {"a": weight + 1}}
-    copy = format.HostCopy()
+    copy = host_copy.HostCopy()
     first = copy.take(tensors)
     assert first["model"]["a"] is first["model"]["b"]
     assert first["model"]["c"].data_ptr() != first["model"]["a"].data_ptr()
@@ -612,7 +612,7 @@ def test_a_further_part_is_saved_and_comes_back(tmp_path, tied):
         parts["average"].update_parameters(model_with_loss.model)
     tensors, numbers = format.collect_tensors(model_with_loss, parts)
     assert tensors.keys() == {"model", "optimizer", "average"}
-    host = format.HostCopy().take(tensors)
+    host = host_copy.HostCopy().take(tensors)
     state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
     atomic_folder.publish(
         tmp_path / "step", lambda folder: format.write_checkpoint(folder, model_with_loss, host, state)
@@ -661,7 +661,7 @@ def fp16(data, tmp_path_factory):
 
 
 def scaler_of(run: kit.Run) -> dict:
-    return format.read_state(run.folder / at_step(16))["scaler"]
+    return checkpoint_list.read_state(run.folder / at_step(16))["scaler"]
 
 
 @pytest.mark.parametrize("mutant", [False, True])

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.config.errors import UsageError
 from src.runtime import run_status
 from tests.helpers import kit
@@ -39,7 +39,10 @@ def copy(done, tmp_path):
 
 def check_best(run: kit.Run, step: int = 3) -> dict:
     """Assert that final/ is the model of `step`, the best one, without training state; return status.json."""
-    assert [format.step_of(path) for path in format.list_checkpoints(run.folder)] == [step, STEPS["max_steps"]]
+    assert [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(run.folder)] == [
+        step,
+        STEPS["max_steps"],
+    ]
     best = run.folder / "checkpoints" / f"step_{step:08d}"
     assert kit.same(run.weights, kit.load_weights(best))
     assert not kit.same(run.weights, kit.load_weights(run.folder / f"checkpoints/step_{STEPS['max_steps']:08d}"))
@@ -137,7 +140,7 @@ def test_unknown_metric_loses_no_step(tiny, tmp_path):
     codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [2, 2], texts
     assert "metric_for_best_model: an evaluation has no 'f1'" in texts[0].rstrip().splitlines()[-1]
-    [saved] = format.list_checkpoints(tmp_path / "run")
+    [saved] = checkpoint_list.list_checkpoints(tmp_path / "run")
     progress = json.loads((saved / "state.json").read_text())["progress"]
     assert (progress["step"], progress["evaluated"]) == (3, 0)
     check_best(kit.run_training(1, tmp_path / "run", *recipe(tiny)))

@@ -110,9 +110,9 @@ def test_a_run_holds_no_pickle_and_only_the_checkpoints_asked_for(straight):
 
 def test_a_torn_checkpoint_is_not_taken_for_one(files, straight, tmp_path, monkeypatch):
     """A kill while the files are written leaves a temporary folder, which nobody reads and the next save removes."""
-    from src.checkpointing import format as checkpoint
+    from src.checkpointing import checkpoint_list, format
 
-    original = checkpoint.save_file
+    original = format.save_file
 
     def die(tensors, path):
         if "step_00000020" in str(path):
@@ -120,12 +120,12 @@ def test_a_torn_checkpoint_is_not_taken_for_one(files, straight, tmp_path, monke
         return original(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save_file", die)
+        patch.setattr(format, "save_file", die)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe(files))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert left == [".step_00000020.tmp", "step_00000010", "step_00000015"]
-    assert checkpoint.newest_intact(tmp_path / "run").name == "step_00000015"
+    assert checkpoint_list.newest_intact(tmp_path / "run").name == "step_00000015"
     run = kit.run_training(1, tmp_path / "run", *recipe(files))
     assert kit.same(run.weights, straight[1].weights)
 

@@ -12,7 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 import train
-from src.checkpointing import format, resume, run_identity
+from src.checkpointing import checkpoint_list, resume, run_identity
 from src.checkpointing import locate_weights as weights
 from src.config import parsing
 from src.config.errors import UsageError
@@ -70,7 +70,10 @@ def killed(files, tmp_path_factory):
         kill_at(11, patch)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, folder / "run", *recipe(files))
-    assert [path.name for path in format.list_checkpoints(folder / "run")] == ["step_00000004", "step_00000008"]
+    assert [path.name for path in checkpoint_list.list_checkpoints(folder / "run")] == [
+        "step_00000004",
+        "step_00000008",
+    ]
     return folder / "run"
 
 
@@ -551,7 +554,7 @@ def with_schedule(killed, files, stats, tmp_path):
         path = tmp_path / "run/checkpoints/step_00000008"
         fields = {"lr_scheduler_type": schedule, "warmup_steps": 3}
         asked, options = parsing.parse([*recipe(files, **fields), "--output_dir", str(tmp_path / "run")], OPTIONS)
-        state = format.read_state(path) | {"config": yaml.safe_load(to_yaml(asked, options))}
+        state = checkpoint_list.read_state(path) | {"config": yaml.safe_load(to_yaml(asked, options))}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(resume, "read_state", lambda folder: state)
             patch.setattr(atomic_folder, "verify", lambda folder: [])

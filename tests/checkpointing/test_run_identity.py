@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import train
-from src.checkpointing import format, resume, run_identity
+from src.checkpointing import checkpoint_list, resume, run_identity
 from src.config import parsing
 from src.config.errors import UsageError
 from src.runtime import run_status
@@ -272,7 +272,7 @@ def test_a_run_that_began_from_a_checkpoint_is_resumed_by_the_same_command(tiny,
         patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, run, *flags)
-    assert len(format.list_checkpoints(run)) == at // 2
+    assert len(checkpoint_list.list_checkpoints(run)) == at // 2
     if at == 3:
         shutil.rmtree(source)
     again = kit.run_training(1, run, *flags)
@@ -355,9 +355,9 @@ def test_a_fork_that_is_killed_early_does_not_become_the_other_run(tiny, tmp_pat
             )
             with pytest.raises(kit.RankFailed):
                 kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")
-        assert format.step_of(format.list_checkpoints(fork)[-1]) == newest
-    [own] = {run_identity._id(path) for path in format.list_checkpoints(fork)}
-    assert own not in {run_identity._id(path) for path in format.list_checkpoints(first.folder)}
+        assert checkpoint_list.step_of(checkpoint_list.list_checkpoints(fork)[-1]) == newest
+    [own] = {run_identity._id(path) for path in checkpoint_list.list_checkpoints(fork)}
+    assert own not in {run_identity._id(path) for path in checkpoint_list.list_checkpoints(first.folder)}
     with pytest.raises(UsageError, match=r"of another run"):
         find(fork, words, resume=folder / "step_00000005")
     again = kit.run_training(1, fork, *words, "--resume", folder / "step_00000004")

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from src.checkpointing import sharded
-from src.checkpointing.format import write_index
+from src.checkpointing.model_folder import write_index
 from src.checkpointing.sharded import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
 from src.config.errors import UsageError
 from src.distributed.host_group import HostGroup

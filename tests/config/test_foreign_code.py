@@ -371,7 +371,7 @@ def test_final_model_says_what_it_is_and_loads(trained):
 
 
 def test_card_of_another_library(tmp_path):
-    from src.checkpointing.format import write_card
+    from src.checkpointing.model_folder import write_card
 
     run, _ = parsing.parse(kit.flags(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path), OPTIONS)
     write_card(tmp_path, run, torch.nn.Linear(1, 1), {"train_file": run.train_file})

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.checkpointing import async_writer, format, sharded
+from src.checkpointing import async_writer, checkpoint_list, format, model_folder, sharded
 from src.distributed import prepare_model, strategies
 from src.distributed.host_group import HostGroup
 from src.models import loading
@@ -64,10 +64,10 @@ def at_step(run: kit.Run | Path, number: int) -> Path:
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written anywhere."""
-    found = format.list_checkpoints(folder)
+    found = checkpoint_list.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".parts", ".old")]
-    return [format.step_of(path) for path in found]
+    return [checkpoint_list.step_of(path) for path in found]
 
 
 def same_state(one: Path, other: Path) -> bool:
@@ -101,8 +101,8 @@ def begun(run: kit.Run, folder: Path, step: int) -> Path:
     """Return a copy of a run as it was after some step, as a kill leaves it: lines and steps beyond its last checkpoint."""
     shutil.copytree(run.folder, folder)
     shutil.rmtree(folder / "final")
-    for path in format.list_checkpoints(folder):
-        if format.step_of(path) > step:
+    for path in checkpoint_list.list_checkpoints(folder):
+        if checkpoint_list.step_of(path) > step:
             shutil.rmtree(path)
     return folder
 
@@ -344,7 +344,7 @@ def test_a_checkpoint_holds_what_that_of_one_process_holds(one, two):
         for part in ("model", "optimizer"):
             parts = [kit.load_weights(at_step(run, number), part) for run in (one, two)]
             assert kit.distance(*parts) <= 2e-6
-        states = [format.read_state(at_step(run, number)) for run in (one, two)]
+        states = [checkpoint_list.read_state(at_step(run, number)) for run in (one, two)]
         assert states[0]["progress"] | {"best": 0} == states[1]["progress"] | {"best": 0}
         assert states[0]["numbers"] == states[1]["numbers"]
 
@@ -368,7 +368,7 @@ def test_one_process_and_more_processes_than_layers_write_checkpoints_too(tmp_pa
 def test_resumed_on_as_many_ranks_it_is_bitwise_the_same(files, two, tmp_path, monkeypatch, mutant):
     """The mutant leaves the moments as they are in a new optimizer."""
     if mutant:
-        monkeypatch.setattr(format, "_set_named", lambda *args: None)
+        monkeypatch.setattr(format, "_load_optimizer", lambda *args: None)
     folder = begun(two, tmp_path / "run", 15)
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, two.weights) == (not mutant)
@@ -407,7 +407,7 @@ def test_a_flipped_bit_in_the_file_of_another_rank_is_noticed(files, two, tmp_pa
 
 def at_write(monkeypatch, numbers, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of these checkpoints (20: and of the final model)."""
-    write, export = format.write_checkpoint, format.write_final
+    write, export = format.write_checkpoint, model_folder.write_final
 
     def wrote(folder, model_with_loss, tensors, state, mine=0, world=1):
         write(folder, model_with_loss, tensors, state, mine, world)
@@ -416,7 +416,9 @@ def at_write(monkeypatch, numbers, rank: int, act) -> None:
 
     monkeypatch.setattr(format, "write_checkpoint", wrote)
     if numbers == ["final"]:
-        monkeypatch.setattr(format, "write_final", lambda *args: (export(*args), act() if args[4] == rank else None))
+        monkeypatch.setattr(
+            model_folder, "write_final", lambda *args: (export(*args), act() if args[4] == rank else None)
+        )
 
 
 def disk_full():
@@ -485,7 +487,7 @@ def test_killed_while_parts_are_written_it_goes_on_from_the_checkpoint_before(
         ranks.signal(signal.SIGKILL)
         assert ranks.wait() == [-signal.SIGKILL] * 2
     assert list(folder.rglob(".*.parts"))
-    assert format.newest_intact(folder) == at_step(folder, 15 if number == 20 else 20)
+    assert checkpoint_list.newest_intact(folder) == at_step(folder, 15 if number == 20 else 20)
     assert not (folder / "final").exists()
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, two.weights)

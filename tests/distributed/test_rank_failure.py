@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list, format
 from src.runtime import run_status
 from src.tasks import causal_lm
 from src.training import evaluation
@@ -112,7 +112,7 @@ def test_an_exception_while_saving_ends_all_with_its_traceback(tiny, tmp_path, m
     """What is no fault of the disk is one of the code: it is raised where training goes on, and nothing is published."""
     strike(monkeypatch, "saving", 0, ValueError("a cosmic ray in the saver"))
     check_failed(tmp_path, recipe(tiny), 0, "ValueError: a cosmic ray in the saver")
-    assert format.list_checkpoints(tmp_path / "run") == []
+    assert checkpoint_list.list_checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

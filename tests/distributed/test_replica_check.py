@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.config.errors import Failure
 from src.distributed import replica_check
 from src.distributed.host_group import HostGroup
@@ -53,7 +53,7 @@ def flip_at(step: int, rank: int, monkeypatch, change=flip, names=(PARAMETER,)):
 
 
 def saved(folder) -> list[int]:
-    return [format.step_of(path) for path in format.list_checkpoints(folder / "run")]
+    return [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(folder / "run")]
 
 
 def trained(files, folder, world: int, **fields):

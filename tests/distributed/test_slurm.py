@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.runtime import run_status
 from src.storage import atomic_folder
 from tests.helpers import kill_storm as storm
@@ -127,8 +127,8 @@ class Job:
         self.until(lambda: len(starts()) > restarts, timeout)
         if len(starts()) != restarts + 1 or f"{self.folder}: stopped, step" not in starts()[restarts - 1]:
             return False
-        newest = format.newest_intact(self.folder)
-        return not atomic_folder.verify(newest) and format.step_of(newest) >= step
+        newest = checkpoint_list.newest_intact(self.folder)
+        return not atomic_folder.verify(newest) and checkpoint_list.step_of(newest) >= step
 
 
 # ---- what needs no Slurm -------------------------------------------------------------------------------------------------
@@ -223,9 +223,9 @@ def test_a_seed_that_is_cancelled_is_saved_and_not_put_back(jobs):
     job = jobs["seed"]
     assert job.end() == ("CANCELLED", 0, "75"), job.text()
     kit.until(lambda: run_status.read_status(job.folder).get("status") == "stopped")
-    newest = format.newest_intact(job.folder)
+    newest = checkpoint_list.newest_intact(job.folder)
     assert not atomic_folder.verify(newest)
-    assert format.step_of(newest) >= job.at >= 3
+    assert checkpoint_list.step_of(newest) >= job.at >= 3
     assert "seed: 7" in (job.folder / "config.yaml").read_text()
 
 

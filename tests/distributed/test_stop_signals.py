@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.checkpointing.async_writer import CheckpointWriter
 from src.config.errors import Stopped
 from src.distributed import stop_signals
@@ -60,9 +60,9 @@ def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
     """Assert that all ranks ended with 75 in time, and that every step whose line was written is saved; return the step."""
     codes = ranks.wait(15)
     assert codes == [75] * len(codes), ranks.text()
-    newest = format.list_checkpoints(folder)[-1]
+    newest = checkpoint_list.list_checkpoints(folder)[-1]
     assert atomic_folder.verify(newest) == []
-    step = format.step_of(newest)
+    step = checkpoint_list.step_of(newest)
     assert step == kit.last_step(folder)
     told = run_status.read_status(folder)
     assert (told["status"], told["step"], told["exit_code"]) == ("stopped", step, 75)
@@ -131,7 +131,9 @@ def test_mutant_a_stop_that_does_not_save_is_caught(tiny, tmp_path, monkeypatch)
     flags = recipe(tiny, save_steps=10)
     monkeypatch.setattr(CheckpointWriter, "leave", leave)
     ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
-    kit.until(lambda: kit.last_step(tmp_path / "run") % 10 in (3, 4, 5) and format.list_checkpoints(tmp_path / "run"))
+    kit.until(
+        lambda: kit.last_step(tmp_path / "run") % 10 in (3, 4, 5) and checkpoint_list.list_checkpoints(tmp_path / "run")
+    )
     ranks.signal(signal.SIGTERM)
     with pytest.raises(AssertionError):
         check_stopped(ranks, tmp_path / "run")
@@ -199,7 +201,7 @@ def test_the_file_save_counts_during_an_evaluation_too(tiny, tmp_path, monkeypat
     (tmp_path / "run" / "save").touch()
     assert ranks.wait() == [0, 0], ranks.text()
     assert not (tmp_path / "run" / "save").exists()
-    saved = [format.step_of(path) for path in format.list_checkpoints(tmp_path / "run")]
+    saved = [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "run")]
     assert saved[0] in (10, 11)
     assert saved[1:] == [20]
 
@@ -283,11 +285,11 @@ def test_the_files_save_and_stop_do_what_they_say(tiny, straight, tmp_path, monk
     flags, folder = recipe(tiny), tmp_path / "run"
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
-    saved = kit.until(lambda: format.newest_intact(folder))
+    saved = kit.until(lambda: checkpoint_list.newest_intact(folder))
     assert atomic_folder.verify(saved) == []
-    kit.until(lambda: kit.last_step(folder) > format.step_of(saved) + 3)  # it goes on
+    kit.until(lambda: kit.last_step(folder) > checkpoint_list.step_of(saved) + 3)  # it goes on
     (folder / "stop").touch()
-    assert check_stopped(ranks, folder) > format.step_of(saved)
+    assert check_stopped(ranks, folder) > checkpoint_list.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not (folder / "save").exists()
     assert not (folder / "stop").exists()
@@ -485,7 +487,7 @@ def test_torchrun_is_told_to_stop_then_loses_a_worker_and_then_heals(slow, undis
     assert one.process.wait(60) != 0
     told = run_status.read_status(folder)
     assert (told["status"], told["exit_code"]) == ("stopped", 75), one.output.read_text()
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
+    assert told["step"] == kit.last_step(folder) == checkpoint_list.step_of(checkpoint_list.newest_intact(folder))
     assert code_of(folder) == 75
 
     two = Launched(tmp_path, *TORCHRUN, *command).trained(told["step"] + 30)
@@ -510,7 +512,7 @@ def test_a_worker_that_was_told_to_stop_is_not_started_again(slow, tmp_path):
     assert run.process.wait(60) != 0
     told = run_status.read_status(folder)
     assert (told["status"], told["exit_code"]) == ("stopped", 75), run.output.read_text()
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
+    assert told["step"] == kit.last_step(folder) == checkpoint_list.step_of(checkpoint_list.newest_intact(folder))
     assert run.output.read_text().count("saving after this step") == 1
 
 
@@ -525,7 +527,7 @@ def test_accelerate_launch_leaves_its_child_which_saves_and_ends(slow, tmp_path)
     kit.until(lambda: run_status.read_status(folder)["status"] == "stopped", 15)
     told = run_status.read_status(folder)
     assert told["reason"].startswith("Stopped by the end of the launcher")
-    assert told["step"] == kit.last_step(folder) == format.step_of(format.newest_intact(folder))
+    assert told["step"] == kit.last_step(folder) == checkpoint_list.step_of(checkpoint_list.newest_intact(folder))
     kit.until(lambda: not run.workers(), 15)
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
@@ -41,7 +41,7 @@ def recipe(tiny, **fields) -> list[str]:
 
 def states(folder) -> dict[str, dict[str, torch.Tensor]]:
     """Return weights and moments of every checkpoint of a run, by the name of its folder."""
-    found = format.list_checkpoints(folder)
+    found = checkpoint_list.list_checkpoints(folder)
     return {path.name: kit.load_weights(path) | kit.load_weights(path, "optimizer") for path in found}
 
 
@@ -204,7 +204,7 @@ def check_resumed(run: kit.Run, straight: kit.Run) -> None:
     assert states(run.folder).keys() == states(straight.folder).keys()
     for name, state in states(run.folder).items():
         assert kit.same(state, states(straight.folder)[name])
-        told = [format.read_state(one.folder / "checkpoints" / name)["progress"] for one in (run, straight)]
+        told = [checkpoint_list.read_state(one.folder / "checkpoints" / name)["progress"] for one in (run, straight)]
         assert told[0] == told[1]
 
 
@@ -258,7 +258,7 @@ def test_a_loss_that_is_not_finite_leaves_out_the_update_of_its_rank_only(tiny, 
     for step in (3, 6, 9, 10):
         assert kit.same(good["average", step], bad["average", step])
         assert all(value.isfinite().all() for value in good["average", step].values())
-        told = format.read_state(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")["progress"]
+        told = checkpoint_list.read_state(tmp_path / "run" / "checkpoints" / f"step_{step:08d}")["progress"]
         assert (told["updates"], told["skipped"]) == (step, 0)
     lines = kit.Run(tmp_path / "run").kind("train")
     assert [line["learning_rate"] for line in lines] == pytest.approx([3e-3 * (1 - s / STEPS) for s in range(STEPS)])
@@ -288,9 +288,9 @@ def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(t
     said = "failed: 5 updates in a row were left out on some rank because the loss or the gradient was not finite, the last"
     assert f"{said} at step 9 (max_skipped_steps)" in texts[0].rstrip().splitlines()[-1]
     assert "Traceback" not in "".join(texts)
-    found = format.list_checkpoints(tmp_path / "here" / "run")
+    found = checkpoint_list.list_checkpoints(tmp_path / "here" / "run")
     assert [path.name for path in found] == ["step_00000003", "step_00000006"]
-    assert format.read_state(found[1])["progress"]["skipped"] == 2  # the main process left out none itself
+    assert checkpoint_list.read_state(found[1])["progress"]["skipped"] == 2  # the main process left out none itself
 
 
 # ---- between two averages ------------------------------------------------------------------------------------------------
@@ -322,7 +322,12 @@ def test_a_save_or_a_stop_that_somebody_asks_for_averages_first(tiny, tmp_path, 
         interrupted(patch)
         codes, texts = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [75, 75], texts
-    assert [format.step_of(path) for path in format.list_checkpoints(tmp_path / "here" / "run")] == [3, 5, 6, 8]
+    assert [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "here" / "run")] == [
+        3,
+        5,
+        6,
+        8,
+    ]
 
 
 def test_mutant_that_saves_what_one_rank_has_is_caught(tiny, tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src.checkpointing.format import read_state
+from src.checkpointing.checkpoint_list import read_state
 from src.config import best_metric
 from src.config.errors import Failure, UsageError
 from src.config.parsing import RunConfig

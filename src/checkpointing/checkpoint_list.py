@@ -1,0 +1,70 @@
+"""The checkpoints of a run: list them, read their state, find the newest intact one, delete old ones.
+
+Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+from src.config.schema import RunConfig
+from src.storage import atomic_folder
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the checkpoint folders of a run, intact or not, oldest first."""
+    found = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
+    return [path for _, path in sorted(item for item in found if item[0] is not None)]
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step of a checkpoint folder, which a user may have renamed; None for other folders."""
+    if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
+        return int(match[1])
+    if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
+        return None
+    try:
+        return read_state(checkpoint)["progress"]["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def checkpoint_of_step(output_dir: str | Path, step: int) -> Path | None:
+    """Return the checkpoint of a step, or None."""
+    return next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
+
+
+def is_inside(checkpoint: Path, output_dir: Path) -> bool:
+    """Return whether a checkpoint lies in the checkpoints folder of the run in `output_dir`."""
+    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
+
+
+def newest_intact(output_dir: str | Path) -> Path | None:
+    """Return the newest intact checkpoint of a run, or None. Reads every byte of the ones it checks."""
+    return next((path for path in reversed(list_checkpoints(output_dir)) if not atomic_folder.verify(path)), None)
+
+
+def read_state(checkpoint: Path) -> dict:
+    """Return state.json: progress, meter, identity, lineage, configuration, numbers of the optimizer and scaler."""
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
+    """Return all checkpoints but the last `save_total_limit`, every `save_keep_every`-th, and the best one if
+    `metric_for_best_model` is set. Checkpoints that a user renamed or linked are never deleted."""
+    found = [
+        path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_") and not path.is_symlink()
+    ]
+    kept = set(found[-cfg.save_total_limit :])
+    if cfg.save_keep_every:
+        kept |= {path for path in found if step_of(path) % cfg.save_keep_every == 0}
+    if cfg.metric_for_best_model:
+        kept |= {path for path in found if step_of(path) == best_step}
+    return [path for path in found if path not in kept]
+
+
+def prune(cfg: RunConfig, best_step: int = 0) -> None:
+    """Delete the checkpoints that the run no longer keeps."""
+    for path in checkpoints_to_delete(cfg, best_step):
+        shutil.rmtree(path)

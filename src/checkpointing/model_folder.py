@@ -1,0 +1,115 @@
+"""A Hugging Face model folder: weights, tokenizer, index of the shards, model card, configuration of the run.
+
+Tests: tests/checkpointing/test_format.py, tests/distributed/test_fsdp2.py, tests/config/test_foreign_code.py.
+"""
+
+import json
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import torch
+import yaml
+from safetensors import safe_open
+
+from src.checkpointing.sharded import file_name
+from src.config.redact import publishable, redact_all
+from src.config.schema import RunConfig
+from src.training.step import ModelWithLoss
+
+RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, without credentials
+
+
+def write_model(
+    model_with_loss: ModelWithLoss,
+    folder: Path,
+    tensors: dict[str, torch.Tensor] | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> None:
+    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; or one rank's shard of them.
+
+    `tensors` are written in place of the weights of the model, and emptied by transformers."""
+    dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
+    has_tensors = bool(tensors)
+    if world == 1:
+        model_with_loss.model.save_pretrained(folder, state_dict=tensors)
+    else:
+        _write_shard(model_with_loss.model, folder, tensors, rank, world)
+    if rank > 0:
+        return
+    if has_tensors:
+        _set_dtype(folder / "config.json", dtypes)
+    if getattr(model_with_loss.task, "tokenizer", None) is not None:
+        model_with_loss.task.tokenizer.save_pretrained(folder)
+
+
+def _write_shard(model: torch.nn.Module, folder: Path, tensors: dict, rank: int, world: int) -> None:
+    """Write one rank's tensors as model-RANK-of-WORLD.safetensors, and the configuration files on rank 0."""
+    inner, has_tensors = folder / "model", bool(tensors)
+    model.should_save_on_this_rank = lambda is_main_process: True  # transformers would write on rank 0 only
+    model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
+    if has_tensors:  # none if there are more ranks than layers
+        (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))
+    for path in inner.iterdir():
+        if rank == 0 or path.suffix == ".safetensors":
+            path.rename(folder / path.name)
+        else:
+            path.unlink()
+    inner.rmdir()
+
+
+def _set_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
+    """Set the dtype of the written weights in config.json; transformers writes the dtype of the model in memory."""
+    config = json.loads(path.read_text())
+    if len(dtypes) == 1 and config.get("dtype") != (name := str(*dtypes).removeprefix("torch.")):
+        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n")
+
+
+def write_index(folder: Path) -> None:
+    """Write model.safetensors.index.json, which `from_pretrained` needs if the weights are in several files."""
+    paths = sorted(folder.glob("model-*-of-*.safetensors"))
+    if not paths:
+        return
+    weight_map = {name: path.name for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
+    size = sum(path.stat().st_size for path in paths)
+    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+
+
+def write_final(
+    folder: Path,
+    cfg: RunConfig,
+    model_with_loss: ModelWithLoss,
+    tensors: dict[str, torch.Tensor] | None,
+    rank: int,
+    world: int,
+    config: dict,
+) -> None:
+    """Write a final model: weights, tokenizer, model card and the run's `config`; or one rank's shard of it."""
+    write_model(model_with_loss, folder, tensors, rank, world)
+    if rank == 0:
+        write_card(folder, cfg, model_with_loss.model, config)
+
+
+def write_card(folder: Path, cfg: RunConfig, model: torch.nn.Module, config: dict) -> None:
+    """Write what is published beside the weights: README.md and, for eval.py, the run's configuration."""
+    from transformers import PreTrainedModel
+
+    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
+    data = ", ".join(_public_name(source) for source in sources if source)
+    base = cfg.model_name_or_path
+    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
+    (folder / "README.md").write_text(
+        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds its configuration.\n"
+    )
+    text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _public_name(source: str) -> str:
+    """Return a Hub name as it is, and only the last part of a URL or a local path."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
