@@ -1,6 +1,6 @@
 """environment.json: versions, git commit and diff, topology, batch arithmetic.
 
-A fork adds what its runs should remember. Tests: tests/reporting/test_metrics.py.
+A fork adds here what its runs should record. Tests: tests/reporting/test_environment.py.
 """
 
 import platform
@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,18 +21,22 @@ from src.distributed.tensor_parallel import data_parallel_rank_and_size
 from src.download import http_files
 from src.storage import atomic_folder
 
-LARGEST_DIFF = 5_000_000  # characters
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+MAX_DIFF = 5_000_000  # characters of code.diff
+PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
-def environment(accelerator, cfg: RunConfig) -> dict:
+def environment(accelerator: "Accelerator", cfg: RunConfig) -> dict:
     """Return versions, git commit, topology and batch arithmetic of this process group."""
-    packages = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
+    diff = uncommitted()
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {name: metadata.version(name) for name in PACKAGES},
         "git_commit": git_commit(),
-        "git_dirty": None if (diff := uncommitted()) is None else bool(diff),
+        "git_dirty": None if diff is None else bool(diff),
         "command": redact_all(sys.argv),
         "fetched": redact_all(http_files.fetched),
         **topology(accelerator, cfg),
@@ -39,7 +44,9 @@ def environment(accelerator, cfg: RunConfig) -> dict:
 
 
 def _git(*words: str) -> str | None:
-    """Return what git prints about this repository, without running what its configuration names; None where that fails."""
+    """Return the output of a git command in this repository, or None if it fails.
+
+    The options keep git from running programs that the repository's configuration names."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
     try:
         done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=False, timeout=60)
@@ -49,13 +56,15 @@ def _git(*words: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code; None where git does not know it, though a folder above may be a repository."""
-    commit = _git("rev-parse", "HEAD") if _git("ls-files", "--error-unmatch", "train.py") else None
+    """Return the commit of this code, or None if git does not track it."""
+    if not _git("ls-files", "--error-unmatch", "train.py"):  # the repository may be one of a parent folder
+        return None
+    commit = _git("rev-parse", "HEAD")
     return commit and commit.strip()
 
 
 def uncommitted() -> str | None:
-    """Return what differs from the commit: a diff, and the names of new files of code or configuration; None without one."""
+    """Return the diff to the commit and the names of new code and YAML files, or None without a commit."""
     if git_commit() is None:
         return None
     diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
@@ -64,44 +73,53 @@ def uncommitted() -> str | None:
 
 
 def save_diff(folder: Path) -> None:
-    """Leave code.diff in the run folder if the code differs from its commit."""
-    file, diff = folder / "code.diff", redact(uncommitted() or "")
-    if diff:
-        cut = f"\n# cut off here: {len(diff):,} characters\n" if len(diff) > LARGEST_DIFF else ""
-        atomic_folder.rewrite(file, diff[:LARGEST_DIFF] + cut)
-    else:
+    """Write code.diff to the run folder if the code differs from its commit, else remove it."""
+    file = folder / "code.diff"
+    diff = redact(uncommitted() or "")
+    if not diff:
         file.unlink(missing_ok=True)
+        return
+    if len(diff) > MAX_DIFF:
+        diff = f"{diff[:MAX_DIFF]}\n# truncated here: {len(diff):,} characters\n"
+    atomic_folder.rewrite(file, diff)
 
 
-def topology(accelerator, cfg: RunConfig, training: bool = True) -> dict:
-    """Return where the run is computed, and, for training, how its global batch is made up there."""
+def topology(accelerator: "Accelerator", cfg: RunConfig, training: bool = True) -> dict:
+    """Return device, precision, strategy and world size, and for training the arithmetic of the global batch."""
     device = accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    threads = torch.get_num_threads()
-    threads = f", {threads} thread{'s' * (threads > 1)} a rank" if device.type == "cpu" else ""
-    computing = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
-    where = {
-        "device": f"{device.type} ({name}{threads})",
-        "precision": f"weights {cfg.dtype}, computing in {computing}",
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = platform.processor() or platform.machine()
+    if device.type == "cpu":
+        name += f", {_plural(torch.get_num_threads(), 'thread')} per rank"
+    compute_dtype = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    found = {
+        "device": f"{device.type} ({name})",
+        "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
         "strategy": strategies.strategy_name(accelerator),
         "world_size": accelerator.num_processes,
         "nodes": num_nodes(),
     }
-    return where | ({"global_batch": arithmetic(cfg, data_parallel_rank_and_size(accelerator)[1])} if training else {})
+    if training:
+        found["global_batch"] = arithmetic(cfg, data_parallel_rank_and_size(accelerator)[1])
+    return found
 
 
-def arithmetic(cfg: RunConfig, world: int) -> str:
-    """Return how the global batch is made up, as a sum that can be checked."""
+def arithmetic(cfg: RunConfig, world_size: int) -> str:
+    """Return the global batch as examples = micro-batches = ranks × accumulation."""
+    batch, micro_batch = cfg.global_batch_size, cfg.per_device_batch_size
+    ranks = _plural(world_size, "rank")
     if cfg.per_device_batch_tokens:
-        return (
-            f"{cfg.global_batch_size} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens, shared among "
-            f"{world} rank{'s' * (world > 1)}: the sum stays exact"
-        )
-    micro = -(-cfg.global_batch_size // cfg.per_device_batch_size)
-    each = -(-micro // world)
-    even = micro % world == 0 and cfg.global_batch_size % cfg.per_device_batch_size == 0
-    rows = f"{cfg.global_batch_size} examples = {micro} micro-batches of {'' if even else 'up to '}{cfg.per_device_batch_size}"
-    share = f"{world} rank{'s' * (world > 1)} × {each} accumulated" + (
-        "" if even else ", some fewer: the sum stays exact"
-    )
-    return f"{rows} = {share}"
+        tokens = f"{cfg.per_device_batch_tokens:,}"
+        return f"{batch} examples = micro-batches of up to {tokens} tokens on {ranks}, exact sum"
+    micro_batches = -(-batch // micro_batch)
+    accumulated = -(-micro_batches // world_size)
+    even = micro_batches % world_size == 0 and batch % micro_batch == 0
+    size = micro_batch if even else f"up to {micro_batch}"
+    text = f"{batch} examples = {micro_batches} micro-batches of {size} = {ranks} × {accumulated} accumulated"
+    return text if even else f"{text} (fewer on some ranks), exact sum"
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -3,6 +3,9 @@
 Tests: tests/config/test_command_line.py.
 """
 
+from collections.abc import Callable
+from pathlib import Path
+
 import torch
 
 from src.config.schema import RunConfig
@@ -14,75 +17,91 @@ from src.training.state import TrainState
 from src.training.step import ModelWithLoss
 
 
-def plan_table(cfg: RunConfig, splits: dict, model: torch.nn.Module, schedule, total: int) -> dict[str, str]:
-    """Return the plan as a table: data, steps, tail, learning rate at its corners, parameters, memory and disk needed."""
+def plan_table(
+    cfg: RunConfig, splits: dict, model: torch.nn.Module, schedule: Callable[[int], float], total: int
+) -> dict[str, str]:
+    """Return the plan as a table: data, steps, learning rate, parameters, and the memory and disk needed."""
     train = splits["train"]
-    model = model.model if isinstance(model, ModelWithLoss) else model
+    if isinstance(model, ModelWithLoss):
+        model = model.model
     counted = memory_estimate.count(model)
     parameters, trainable = counted.parameters, counted.trained
-    width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
-    disk = (
-        width
-        * (parameters + memory_estimate.moments(cfg) * trainable)
-        * min(cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model), saves(cfg, total) + 1)
-        + width * parameters
-    )
-    warmup = warmup_updates(cfg, total)
-    corners = sorted({step for step in (0, warmup, total // 2, total - 1) if step < total})
     rows = {"task": cfg.task, "training data": format_stats(train.stats)}
     if train.quotas:
-        drawn = zip(train.segments(), train.quotas, strict=True)
-        rows["mixture"] = "; ".join(f"{name}: {draws:,} of {n:,} rows an epoch" for (name, *_), (n, draws) in drawn)
-    rows["evaluation data"] = (
-        format_stats(splits["validation"].stats) if "validation" in splits else "none: no evaluation"
-    )
+        rows["mixture"] = _mixture(train)
+    if "validation" in splits:
+        rows["evaluation data"] = format_stats(splits["validation"].stats)
+    else:
+        rows["evaluation data"] = "none: no evaluation"
     rows |= _length(cfg, train, total)
-    rows["learning rate"] = f"{cfg.lr_scheduler_type}: " + ", ".join(f"{schedule(s):.2e} at step {s}" for s in corners)
+    rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {cfg.dtype}"
-    # Activations are counted on a model that nothing has wrapped.
-    rows["memory"] = memory_estimate.in_words(cfg, model, _size, train.stats.get("longest") if cfg.dry_run else None)
+    # Only a dry run counts activations: later the model is wrapped.
+    longest = train.stats.get("longest") if cfg.dry_run else None
+    rows["memory"] = memory_estimate.in_words(cfg, model, _size, longest)
+    disk = _disk_bytes(cfg, parameters, trainable, total)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 
 
+def _mixture(train) -> str:
+    """Return how many rows of each source an epoch draws."""
+    names = [name for name, *_ in train.segments()]
+    return "; ".join(
+        f"{name}: {draws:,} of {size:,} rows per epoch" for name, (size, draws) in zip(names, train.quotas, strict=True)
+    )
+
+
 def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
-    """Return how long the run is, in steps and tokens."""
+    """Return the length of the run in steps and tokens."""
     batch = cfg.global_batch_size
+    steps = f"{total:,} of {batch} examples"
     if cfg.streaming:
-        return {
-            "steps": f"{total:,} of {batch} examples from a stream of {len(train.shards):,} shards in {train.lanes} lanes"
-        }
+        return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.lanes} lanes"}
     per_epoch = steps_per_epoch(len(train), batch)
     tail = len(train) - (per_epoch - 1) * batch
-    epochs = f"{total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
+    steps += f" = {total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
+    if tail != batch:
+        steps += f"; the last of an epoch has {tail}"
     tokens = train.stats["tokens"] * total / per_epoch
-    return {
-        "steps": f"{total:,} of {batch} examples = {epochs}"
-        + (f"; the last of an epoch has {tail}" if tail != batch else ""),
-        "tokens": f"{tokens:,.0f} in the whole run",
-    }
+    return {"steps": steps, "tokens": f"{tokens:,.0f} in the whole run"}
 
 
-def saves(cfg: RunConfig, total: int) -> int:
-    return max(1, total // cfg.save_steps)
+def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int) -> str:
+    """Return the learning rate at the start, the end of warmup, the middle and the end."""
+    corners = {0, warmup_updates(cfg, total), total // 2, total - 1}
+    rates = [f"{schedule(step):.2e} at step {step}" for step in sorted(corners) if step < total]
+    return f"{cfg.lr_scheduler_type}: {', '.join(rates)}"
 
 
-def run_notes(cfg: RunConfig, splits: dict, start, progress: TrainState, complete: bool) -> list[str]:
-    """Return what somebody may not expect: where the run goes on from, and what happened to the data."""
-    found = [f"going on from {start}, step {progress.step:,}"] if start else []
+def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int) -> int:
+    """Return the largest size of checkpoints/ and final/ during the run, in bytes."""
+    width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
+    checkpoint = width * (parameters + memory_estimate.moments(cfg) * trainable)
+    # Pruning follows the write of the next checkpoint, and the best one is kept besides the newest.
+    kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
+    saved = max(1, total // cfg.save_steps) + 1
+    return checkpoint * min(kept, saved) + width * parameters
+
+
+def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainState, complete: bool) -> list[str]:
+    """Return notes about this run: where it resumes, what its data lacks, which fields have no effect."""
+    notes = [f"Resuming from step {progress.step:,} ({start})"] if start else []
     if complete:
-        found.append(
-            f"nothing is left to train: this run is complete at step {progress.step:,}; for another one give "
-            "--output_dir, or --resume never to start it anew"
+        notes.append(
+            f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
+            "--output_dir, or --resume never to start over"
         )
-    found += data_notes(splits)
-    if cfg.warmup_steps > (total := total_steps(cfg, splits["train"].stats["examples"])):
-        found.append(
-            f"warning: warmup_steps {cfg.warmup_steps:g} is more than the {total} steps of the run (max_steps): {total} are used"
+    notes += data_notes(splits)
+    total = total_steps(cfg, splits["train"].stats["examples"])
+    if cfg.warmup_steps > total:
+        notes.append(
+            f"warning: warmup_steps is {cfg.warmup_steps:g}, but the run has only {total} steps (max_steps): "
+            f"the warmup takes all {total}"
         )
     if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
-        found.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored: max_steps {cfg.max_steps} wins")
-    return found
+        notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")
+    return notes
 
 
 def _size(count: float) -> str:

@@ -58,15 +58,16 @@ class JsonlWriter:
             )
 
 
-def read_lines(path: Path) -> list[dict]:
-    """Return the objects of a file of JSON lines that can be read: damage costs a line, not the run."""
+def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
+    """Return the readable objects with a step and the required keys; an unreadable line is skipped."""
     found = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        found += [line] if isinstance(line, dict) and isinstance(line.get("step"), int) and "kind" in line else []
+        if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= set(required):
+            found.append(line)
     return found
 
 

@@ -166,7 +166,7 @@ def test_resume_takes_a_folder_or_refuses_it(files, straight, tmp_path):
     checkpoint = straight[1].folder / "checkpoints" / "step_00000035"
     run = kit.run_training(1, tmp_path / "fork", *recipe(files), "--resume", checkpoint)
     assert kit.same(run.weights, straight[1].weights)
-    assert "going on from" in (tmp_path / "fork.out" / "rank0.txt").read_text()
+    assert "Resuming from step" in (tmp_path / "fork.out" / "rank0.txt").read_text()
     with pytest.raises(kit.RankFailed, match="neither a checkpoint nor a run with one"):
         kit.run_training(1, tmp_path / "none", *recipe(files), "--resume", files)
 

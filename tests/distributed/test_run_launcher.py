@@ -135,7 +135,7 @@ def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
     assert "Error 75" in run.text
     assert not (tmp_path / "own").exists()
     share = max(1, psutil.cpu_count(logical=False) // 2)
-    assert f"{share} thread{'s' * (share > 1)} a rank" in (folder / "environment.json").read_text()
+    assert f"{share} thread{'s' * (share > 1)} per rank" in (folder / "environment.json").read_text()
 
 
 @pytest.mark.parametrize("how", ["make", "python"])

@@ -215,7 +215,7 @@ def test_a_run_on_two_nodes_survives_a_time_limit_and_a_preemption(slurm, jobs, 
     assert job.end() == ("COMPLETED", 2, "0"), job.text()
     assert storm.differences(straight.folder, job.folder) == []
     assert kit.Run(job.folder).losses() == straight.losses()
-    assert len(set(re.findall(r"going on from \S*/(step_\d+)", job.text()))) == 2
+    assert len(set(re.findall(r"Resuming from step [\d,]+ \(\S*/(step_\d+)", job.text()))) == 2
     assert (job.folder / "logs" / "node_1.log").read_text()
 
 

@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_bitwise(recipe, float32, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")
     shutil.rmtree(tmp_path / "run" / "final")
     run = launched(tmp_path / "run", recipe(max_steps=20, save_steps=10, save_total_limit=2))
-    assert "going on from" in run.text
+    assert "Resuming from step" in run.text
     assert kit.same(run.weights, float32.weights)
 
 

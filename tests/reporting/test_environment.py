@@ -1,4 +1,4 @@
-"""What environment.json says of the code: its commit, and what was changed since."""
+"""environment.json and code.diff: the commit of the code and its uncommitted changes."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ from src.reporting import environment
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
-    """A repository of its own with a train.py, where git is asked."""
+    """Return a git repository with a committed train.py, in place of this one."""
     folder = tmp_path / "code"
     folder.mkdir()
     (folder / "train.py").write_text("a = 1\n")
@@ -25,15 +25,15 @@ def git(folder, *words):
     subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_clean_repository_leaves_no_diff(repository, tmp_path):
-    (tmp_path / "code.diff").write_text("of the start before")
+def test_clean_repository_has_no_diff(repository, tmp_path):
+    (tmp_path / "code.diff").write_text("from an earlier start")
     environment.save_diff(tmp_path)
     assert len(environment.git_commit()) == 40
     assert environment.uncommitted() == ""
     assert not (tmp_path / "code.diff").exists()
 
 
-def test_changes_and_new_files_are_saved_redacted(repository, tmp_path):
+def test_diff_is_redacted_and_runs_no_program(repository, tmp_path):
     (repository / "train.py").write_text("a = 'https://user:secret@host/'\n")
     (repository / "new.py").write_text("")
     (repository / "data.jsonl").write_text("")
@@ -48,16 +48,16 @@ def test_changes_and_new_files_are_saved_redacted(repository, tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("without", ["repository", "tracked", "git"])
-def test_code_that_git_does_not_know(repository, tmp_path, monkeypatch, capfd, without):
-    if without == "repository":
+@pytest.mark.parametrize("missing", ["repository", "tracked train.py", "git"])
+def test_no_commit_without_git(repository, tmp_path, monkeypatch, capfd, missing):
+    if missing == "repository":
         shutil.rmtree(repository / ".git")
-    elif without == "tracked":  # unpacked inside somebody's repository
+    elif missing == "git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    else:  # this code, unpacked inside another repository
         (repository / "inner").mkdir()
         shutil.copy(repository / "train.py", repository / "inner")
         monkeypatch.setattr(environment, "REPOSITORY", repository / "inner")
-    else:
-        monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.git_commit() is None
     assert environment.uncommitted() is None
     environment.save_diff(tmp_path)

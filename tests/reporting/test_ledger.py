@@ -124,7 +124,7 @@ def test_the_ledger_of_a_run_that_was_killed_and_goes_on_elsewhere_is_the_same(f
             kit.run_training(2, tmp_path / "run", *recipe(files))
     assert lines(tmp_path / "run")[-1]["step"] == 26
     run = kit.run_training(3, tmp_path / "run", *recipe(files))
-    assert "step_00000020, step 20" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert "Resuming from step 20 (" in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert lines(run.folder) == lines(one)
 
 

@@ -92,7 +92,7 @@ def test_evaluation_and_saving_are_no_part_of_the_throughput():
             32,
             5,
             2,
-            "32 examples = 7 micro-batches of up to 5 = 2 ranks × 4 accumulated, some fewer: the sum stays exact",
+            "32 examples = 7 micro-batches of up to 5 = 2 ranks × 4 accumulated (fewer on some ranks), exact sum",
         ),
     ],
 )

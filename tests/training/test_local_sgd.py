@@ -198,7 +198,7 @@ def resumed(tiny, folder, step: int) -> kit.Run:
 
 
 def check_resumed(run: kit.Run, straight: kit.Run) -> None:
-    assert "going on from" in (run.folder.with_suffix(".out") / "rank0.txt").read_text()
+    assert "Resuming from step" in (run.folder.with_suffix(".out") / "rank0.txt").read_text()
     assert kit.same(run.weights, straight.weights)
     assert kit.timeless(run.folder) == kit.timeless(straight.folder)
     assert states(run.folder).keys() == states(straight.folder).keys()

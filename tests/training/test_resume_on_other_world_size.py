@@ -74,7 +74,7 @@ def test_stopped_on_two_resumed_on_one_and_then_on_four_is_the_same_run(tiny, wh
     killed_at(7, 2, folder, flags, monkeypatch)
     killed_at(11, 1, folder, flags, monkeypatch)
     run = kit.run_training(4, folder, *flags)
-    assert "going on from" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert "Resuming from step" in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert "step_00000010" in (tmp_path / "run.out" / "rank0.txt").read_text()
     assert ledger.compare(folder, whole.folder) is None
     assert ledger.compare(folder) is None
