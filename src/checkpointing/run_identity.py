@@ -17,7 +17,7 @@ from src.config.errors import UsageError, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
-from src.models import loading
+from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: who wrote it, not what the model is
@@ -48,7 +48,7 @@ def model(cfg: RunConfig) -> dict:
     """Return the values of the model's configuration; of a pretrained model also its commit, and its code where that is run."""
     if cfg.model_config or not cfg.model_name_or_path:
         return {"model": read_yaml(cfg.model_config) if cfg.model_config else None}
-    folder, commit = loading.source(cfg)
+    folder, commit = pretrained_source(cfg)
     values = read_yaml(folder / "config.json") if (folder / "config.json").exists() else {}
     code = sorted(folder.glob("*.py")) if cfg.trust_remote_code else []
     values = {name: value for name, value in values.items() if name not in SAVED_BY}

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head in chunks, so that full logits never exist.
+"""Cross-entropy sums for training and evaluation; of a linear head in chunks, so that full logits never exist.
 
 Tests: tests/models/test_losses.py.
 """
@@ -7,12 +7,32 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-CHUNK_ELEMENTS = {"cpu": 1 << 22}  # logits alive at once: what a CPU's caches like, and 128 MiB of float32 elsewhere
+# Logits that exist at once: a CPU is fastest when they fit into its cache; elsewhere 128 MiB of float32.
+CHUNK_ELEMENTS = {"cpu": 1 << 22}
+DEVICE_CHUNK_ELEMENTS = 1 << 25
 
 
-def chunk_rows(weight: torch.Tensor) -> int:
-    """Return how many rows of logits are computed at a time for a head of shape (vocabulary, features)."""
-    return max(16, CHUNK_ELEMENTS.get(weight.device.type, 1 << 25) // weight.shape[0])
+def chunk_rows(device_type: str, vocabulary: int) -> int:
+    """Return how many rows of logits are computed at a time."""
+    return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
+
+
+def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
+    """Return the sums of logits (rows, classes): `loss`, and in evaluation `correct`; -100 is ignored."""
+    if training:
+        return {"loss": F.cross_entropy(_at_least_float32(logits), targets, reduction="sum")}
+    loss, correct = scores(logits, targets)
+    return {"loss": loss, "correct": correct}
+
+
+def sums_from_hidden(
+    hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool
+) -> dict[str, torch.Tensor]:
+    """Return the same sums for the logits that `head` computes of hidden (rows, features), in bounded memory."""
+    if training:
+        return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
+    loss, correct = linear_scores(hidden, head.weight, head.bias, targets)
+    return {"loss": loss, "correct": correct}
 
 
 def linear_cross_entropy(
@@ -21,9 +41,9 @@ def linear_cross_entropy(
     """Return the summed cross-entropy of `hidden @ weight.T + bias` against `targets`, -100 ignored.
 
     hidden (rows, features), weight (vocabulary, features), targets (rows,); the sum is float32 or better. Memory
-    beyond the inputs and their gradients is one chunk of logits, whatever the number of rows.
+    beyond the inputs and their gradients is one chunk of logits, for any number of rows.
     """
-    rows = chunk_rows(weight)
+    rows = chunk_rows(weight.device.type, weight.shape[0])
     if hidden.shape[0] <= rows:
         return _chunk(hidden, weight, bias, targets)
     low = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
@@ -32,8 +52,8 @@ def linear_cross_entropy(
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=-100, options=options
         )
-    # torch's chunked form does not autocast and returns its sum in the dtype of `hidden`: 8 bits are no loss. Ours
-    # computes a chunk's logits again in backward, one more matrix product.
+    # torch's chunked form ignores autocast and returns its sum in the dtype of `hidden`: bfloat16 has 8 bits, too few
+    # for a loss. Ours recomputes the logits of a chunk in backward, which costs one more matrix product.
     total = 0.0
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
         total = total + torch.utils.checkpoint.checkpoint(
@@ -42,25 +62,32 @@ def linear_cross_entropy(
     return total
 
 
-def _chunk(hidden, weight, bias, targets):
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-    return F.cross_entropy(logits, targets, reduction="sum")
+def _chunk(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> torch.Tensor:
+    return F.cross_entropy(_at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
 
 
 @torch.no_grad()
-def linear_scores(hidden, weight, bias, targets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, count of targets that have the largest logit), both float64, in bounded memory."""
+def linear_scores(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (summed cross-entropy, number of targets with the largest logit), both float64, in bounded memory."""
     loss = correct = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    rows = chunk_rows(weight)
+    rows = chunk_rows(weight.device.type, weight.shape[0])
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        more, right = scores(F.linear(h, weight, bias), t)
-        loss, correct = loss + more, correct + right
+        chunk_loss, chunk_correct = scores(F.linear(h, weight, bias), t)
+        loss = loss + chunk_loss
+        correct = correct + chunk_correct
     return loss, correct
 
 
 def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, count of right targets) of logits (rows, classes), both float64, -100 ignored."""
-    logits = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    """Return (summed cross-entropy, number of right targets) of logits (rows, classes), both float64; -100 is ignored."""
+    logits = _at_least_float32(logits)
     loss = F.cross_entropy(logits, targets, reduction="none")
     return loss.double().sum(), (logits.argmax(-1) == targets).double().sum()
+
+
+def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from src.config.schema import RunConfig
+from src.models.attention_masks import known_masks
 from src.models.losses import chunk_rows
-from src.text.tokenization import masks_known
 
 LOW = ("bf16", "fp16", "fp8")
 BUCKET, LIVE = (
@@ -197,7 +197,7 @@ def _kept(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, au
             own = {value.untyped_storage()._cdata for value in values.values()}
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": False}
             hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value)
-            with hooks, masks_known(packed=False), torch.autocast("cpu", dtype, enabled=autocast):
+            with hooks, known_masks(packed=False), torch.autocast("cpu", dtype, enabled=autocast):
                 hidden = torch.func.functional_call(base, values, kwargs=inputs)[0]
             return sum(size for key, (size, _) in kept.items() if key not in own), hidden.nbytes
     finally:
@@ -225,7 +225,7 @@ def activations(model: torch.nn.Module, n: Counted, length: int, cfg: RunConfig,
     if head is None:
         return rows * each
     vocabulary = head.weight.shape[0]
-    chunk = min(rows * length, chunk_rows(torch.empty(vocabulary, 0, device="meta")))
+    chunk = min(rows * length, chunk_rows("meta", vocabulary))
     return rows * each + chunk * vocabulary * (low.itemsize + 3 * max(4, low.itemsize))  # logits; softmax, its gradient
 
 

@@ -1,33 +1,33 @@
-"""Causal language models: text, chats, prompt and completion, or ids.
+"""Causal language models: text, chats, prompt and completion, or token ids.
 
-A row holds `text`; or `messages` (loss on assistant turns); or `prompt` and `completion` (loss on the completion); or
-`input_ids` with optional `labels` (-100 is ignored), used as they are.
+A row is one of
+    {"text": "…"}                                        loss on every token
+    {"messages": [{"role": "user", "content": "…"}, …]}  loss on the assistant's turns
+    {"prompt": "…", "completion": "…"}                   loss on the completion
+    {"input_ids": [5, 6, …], "labels": [-100, 6, …]}     used as it is; labels are optional, -100 is ignored
+Tests: tests/tasks/test_causal_lm.py.
 """
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from src.config.errors import UsageError, warn
-from src.config.paths import locate
-from src.config.schema import RunConfig, option
-from src.models.loading import (
-    build_model,
-    check_fit,
-    check_packing,
-    has_plain_lm_head,
-    load_config,
-    load_tokenizer,
-    tokenizer_fingerprint,
-)
-from src.models.losses import linear_cross_entropy, linear_scores, scores
-from src.tasks import Batch, width
+from src.config.errors import UsageError
+from src.config.schema import option
+from src.models.attention_masks import known_masks
+from src.models.build_model import build_model
+from src.models.load_config import check_fit, load_config
+from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
+from src.models.losses import sums_from_hidden, sums_from_logits
+from src.models.model_checks import check_packing, has_plain_lm_head
+from src.models.text_sample import sample_text
+from src.tasks import base
+from src.tasks.base import Batch, padded_length
+from src.text.chat import read_template
 from src.text.encode_rows import IGNORED, Encoder
-from src.text.packing import pack
-from src.text.tokenization import masks_known
+from src.text.packing import pack, packed_positions
 
 
 @dataclass
@@ -35,14 +35,14 @@ class Options:
     _argument_group_name = "task causal_lm"
 
     max_length: int | None = option(
-        "tokens per row; longer rows are cut (default: 1024, or what the model can)", from_checkpoint=True
+        "tokens per row; longer rows are truncated (default: 1024, or the model's limit)", from_checkpoint=True
     )
     packing: bool = option(
         "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
     )
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     append_eos: bool = option("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
-    # A checkpoint's tokenizer has the template.
+    # The tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
     )
@@ -52,18 +52,16 @@ class Options:
     sample_tokens: int = option("tokens of that sample", 120, may_change_on_resume=True, from_checkpoint=False)
 
     def check(self) -> list[str]:
-        short = self.max_length is not None and self.max_length < 2
-        faults = [f"max_length is {self.max_length}: a row needs two tokens to have a target"] if short else []
+        errors = []
+        if self.max_length is not None and self.max_length < 2:
+            errors.append(f"max_length is {self.max_length}: give at least 2, a token and its target")
         if self.sample_tokens <= 0:
-            faults.append(f"sample_tokens is {self.sample_tokens}: it must be above zero")
-        return faults
+            errors.append(f"sample_tokens is {self.sample_tokens}: it must be above zero")
+        return errors
 
 
-class Task:
+class Task(base.Task):
     attributes_from_weights = ("plain_head",)
-
-    def __init__(self, cfg: RunConfig, options: Options):
-        self.cfg, self.options = cfg, options
 
     def load(self) -> None:
         from transformers import AutoModelForCausalLM
@@ -72,60 +70,45 @@ class Task:
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
         self.config = load_config(self.cfg, self.tokenizer)
         if getattr(self.config, "is_decoder", None) is False:
-            self.config.is_decoder = True  # or BERT and its kin would look at the tokens that they are to predict
+            self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
         self.max_length = check_fit(
             self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
         )
         for name in ("chat_template", "sample_prompt"):
             if getattr(self.options, name) and self.tokenizer is None:
-                raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or leave it out")
+                raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or omit {name}")
         if self.options.chat_template:
-            try:
-                self.tokenizer.chat_template = Path(locate(self.options.chat_template)).read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise UsageError(f"chat_template: {self.options.chat_template} cannot be read: {error}") from None
+            self.tokenizer.chat_template = read_template(self.options.chat_template)
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
         o = self.options
         template = getattr(self.tokenizer, "chat_template", None)
-        return repr(
-            (
-                self.tokenizer_text,
-                template,
-                self.max_length,
-                self.config.vocab_size,
-                o.packing,
-                o.text_column,
-                o.append_eos,
-            )
-        )
-
-    def on_prepared(self, features) -> None:
-        pass
-
-    # ---- rows ------------------------------------------------------------------------------------------------------
+        model = (self.max_length, self.config.vocab_size)
+        return repr((self.tokenizer_text, template, *model, o.packing, o.text_column, o.append_eos))
 
     def inspect_columns(self, examples, split: str, whole: bool = True):
         from datasets import Features, List, Value
 
+        o = self.options
         self.encoder = Encoder(
-            self.tokenizer,
-            self.config.vocab_size,
-            self.max_length,
-            self.options.packing,
-            self.options.text_column,
-            self.options.append_eos,
+            self.tokenizer, self.config.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos
         )
-        columns, names = self.encoder.choose(examples.column_names, split)
-        names = [*names, "documents"] if self.options.packing else names
-        lists = ("input_ids", "labels", "documents")
-        return columns, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in names})
+        needed, made = self.encoder.choose(examples.column_names, split)
+        features = {name: Value("int64") for name in made}
+        for name in ("input_ids", "labels"):
+            if name in made:
+                features[name] = List(Value("int32"))
+        if o.packing:
+            features["documents"] = List(Value("int32"))  # their lengths
+        return needed, Features(features)
 
-    def encode(self, batch: dict[str, list], places) -> dict[str, list]:
-        rows = self.encoder.encode_batch(batch, places)
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        rows = self.encoder.encode_batch(batch, locations)
         return pack(self.max_length, rows) if self.options.packing else rows
 
-    # ---- model and loss --------------------------------------------------------------------------------------------
+    # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM
@@ -140,93 +123,48 @@ class Task:
 
     def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
-        shape = (len(rows), width(lengths, self.cfg.pad_to_multiple_of, self.max_length))
-        ids, targets = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        positions = np.zeros(shape, np.int64) if self.options.packing else None
-        for i, (row, n) in enumerate(zip(rows, lengths, strict=True)):
-            ids[i, :n] = row["input_ids"]
-            # The target of a position is the next token, so the weight counts what is predicted, not what is read.
-            targets[i, : max(0, n - 1)] = row.get("labels", row["input_ids"])[1:]
-            if positions is not None:
-                sizes = row["documents"]
-                targets[i, np.cumsum(sizes) - 1] = IGNORED  # nothing predicts the first token of the next document
-                starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
-                positions[i, :n] = np.arange(n) - starts
-                positions[i, n:] = np.arange(shape[1] - n)
-        # Padding stands on the right, where causal attention never looks back from; so there is no mask, which keeps
-        # attention on its fast path and lets transformers see the documents of a packed row in position_ids.
+        width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
+        ids = np.zeros((len(rows), width), np.int64)
+        targets = np.full((len(rows), width), IGNORED, np.int64)
+        positions = np.zeros((len(rows), width), np.int64)
+        for i, row in enumerate(rows):
+            ids[i, : lengths[i]] = row["input_ids"]
+            # The target of a token is the next one, so the weight counts predicted tokens, not read ones.
+            labels = row.get("labels", row["input_ids"])
+            targets[i, : max(0, lengths[i] - 1)] = labels[1:]
+            if self.options.packing:
+                targets[i, np.cumsum(row["documents"]) - 1] = IGNORED  # the next token is of another document
+                positions[i] = packed_positions(row["documents"], width)
+        # Padding is on the right, where causal attention never looks. So there is no mask: attention uses its fast
+        # kernels, and transformers recognizes the documents of a packed row by their position_ids.
         inputs = {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
-        if positions is not None:
+        if self.options.packing:
             inputs["position_ids"] = torch.from_numpy(positions)
-        weight = int((targets != IGNORED).sum())
-        return Batch(inputs, weight, sum(lengths), ids.size, {"bytes": float(sum(int(row["bytes"]) for row in rows))})
+        text_bytes = float(sum(int(row["bytes"]) for row in rows))
+        return Batch(inputs, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         targets = inputs["targets"].flatten()
-        # A cache, even an empty one, switches the recognition of packed documents off without a word.
+        # A cache, even an empty one, turns the recognition of packed documents off without a warning.
         arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
-        if not self.plain_head:
-            with masks_known(packed="position_ids" in inputs):
+        with known_masks(packed="position_ids" in inputs):
+            if self.plain_head:
+                hidden = model.base_model(**arguments).last_hidden_state.flatten(0, 1)
+            else:
                 logits = model(**arguments).logits.flatten(0, 1)
-            if model.training:
-                return {"loss": torch.nn.functional.cross_entropy(_full(logits), targets, reduction="sum")}
-            loss, correct = scores(logits, targets)
-            return {"loss": loss, "correct": correct}
-        with masks_known(packed="position_ids" in inputs):
-            hidden = model.base_model(**arguments).last_hidden_state.flatten(0, 1)
-        head = model.get_output_embeddings()
-        if model.training:
-            return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
-        loss, correct = linear_scores(hidden, head.weight, head.bias, targets)
-        return {"loss": loss, "correct": correct}
+        if self.plain_head:
+            return sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training)
+        return sums_from_logits(logits, targets, model.training)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         loss = sums["loss"] / weight
-        more = {"bits_per_byte": sums["loss"] / math.log(2) / sums["bytes"]} if sums["bytes"] else {}
-        return {"perplexity": math.exp(min(loss, 700.0)), "accuracy": sums["correct"] / weight} | more
-
-    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
-        return {}
+        numbers = {"perplexity": math.exp(min(loss, 700.0)), "accuracy": sums["correct"] / weight}
+        if sums["bytes"]:
+            numbers["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+        return numbers
 
     def sample(self, model: torch.nn.Module) -> str | None:
-        if not self.options.sample_prompt or self.tokenizer is None:
+        o = self.options
+        if not o.sample_prompt or self.tokenizer is None:
             return None
-        model.eval()  # without dropout
-        torch.manual_seed(self.cfg.seed)
-        ids = self._prompt()
-        if not ids:
-            return None
-        inputs = torch.tensor([ids], device=model.device)
-        tokens = model.generate(
-            input_ids=inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(self.options.sample_tokens, self.max_length - len(ids)),
-            do_sample=True,
-            temperature=0.7,
-            top_k=40,
-            pad_token_id=self.tokenizer.pad_token_id
-            if self.tokenizer.pad_token_id is not None
-            else self.tokenizer.eos_token_id,
-        )
-        return self.tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-    def _prompt(self) -> list[int]:
-        """Return the tokens of `sample_prompt`: of a long one the last ones, so that the sample fits into max_length."""
-        ids = self.tokenizer(self.options.sample_prompt)["input_ids"]
-        if len(ids) >= self.max_length:
-            keep = max(1, self.max_length - min(self.options.sample_tokens, self.max_length // 2))
-            warn(
-                f"sample_prompt has {len(ids)} tokens, max_length is {self.max_length}: the sample continues the last {keep}",
-                alone=True,
-            )
-            ids = ids[-keep:]
-        if not ids:  # a tokenizer may drop spaces
-            first = [self.tokenizer.bos_token_id, self.tokenizer.eos_token_id]
-            ids = [token for token in first if token is not None][:1]
-        if not ids:
-            warn(f"sample_prompt {self.options.sample_prompt!r} has no tokens: no sample is printed", alone=True)
-        return ids
-
-
-def _full(logits: torch.Tensor) -> torch.Tensor:
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        return sample_text(model, self.tokenizer, o.sample_prompt, o.sample_tokens, self.max_length, self.cfg.seed)

@@ -1,12 +1,23 @@
 """Render chats and find the assistant's turns in the text."""
 
+from pathlib import Path
+
 from src.config.errors import UsageError, warn
+from src.config.paths import locate
 from src.text.tokenization import ASSISTANTS
 
 _warned: list = []  # once is enough
 
 
 MARK = "\u2042content\u2042"  # stands for an assistant's words, to find where a template writes them
+
+
+def read_template(file: str) -> str:
+    """Return the text of a file with a Jinja chat template."""
+    try:
+        return Path(locate(file)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"chat_template: {file} cannot be read: {error}") from None
 
 
 def checked_chat(tokenizer, messages: list[dict]) -> list[dict]:

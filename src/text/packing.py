@@ -2,6 +2,8 @@
 
 import bisect
 
+import numpy as np
+
 
 def pack(max_length: int, batch: dict) -> dict:
     """Return rows of up to max_length tokens made of the batch's documents, by best fit, longest first.
@@ -32,3 +34,10 @@ def pack(max_length: int, batch: dict) -> dict:
     }
     added = {name: [sum(batch[name][d] for d in row) for row in rows] for name in ("length", "targets", "bytes", "cut")}
     return joined | added | {"documents": [[lengths[d] for d in row] for row in rows]}
+
+
+def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
+    """Return the position of each token in its document, for a row of `width`; padding counts as one more document."""
+    sizes = np.append(documents, width - documents.sum())
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(width) - np.repeat(starts, sizes)

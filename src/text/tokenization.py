@@ -1,12 +1,9 @@
-"""Tokenization helpers: bytes per token, packing, chat templates, attention masks that need no sync.
+"""Tokenization helpers: bytes per token, batches of limited size, checks.
 
 Tests: tests/text/test_tokenization.py.
 """
 
-from contextlib import contextmanager
-
 import numpy as np
-import torch
 
 from src.config.errors import UsageError
 
@@ -46,29 +43,3 @@ def bytes_reached(text: str, ends: list[int]) -> np.ndarray:
 
 
 ASSISTANTS = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # what other formats call it
-
-
-@contextmanager
-def masks_known(packed: bool):
-    """Within, transformers takes from us whether rows are packed or padded, instead of reading it from the device.
-
-    It asks `mask.all()` in every forward pass, where the host then waits for all work in flight. Private functions of
-    transformers: where a version has none of that name, nothing changes but the wait.
-    """
-    from transformers import masking_utils
-
-    def sequences(position_ids):
-        if not packed:
-            return None
-        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
-
-    def can_be_ignored(padding_mask, kv_length, local_attention_size=None):
-        return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
-
-    ours = {"find_packed_sequence_indices": sequences, "_ignore_bidirectional_mask_sdpa": can_be_ignored}
-    theirs = {name: getattr(masking_utils, name) for name in ours if hasattr(masking_utils, name)}
-    try:
-        vars(masking_utils).update({name: ours[name] for name in theirs})
-        yield
-    finally:
-        vars(masking_utils).update(theirs)

@@ -90,8 +90,8 @@ def optimizer_step(
 
 
 def window_counts(window: Window) -> list[float]:
-    """Return weight, tokens, positions, examples and the two sums of their ids of this rank's window, before any forward."""
+    """Return weight, tokens, padded tokens, examples and the two sums of their ids of this rank's window, before any forward."""
     real = [(micro, batch) for micro, batch in window if not micro.dummy]
-    sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "positions")]
+    sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "padded_tokens")]
     ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
     return [*sums, float(len(ids)), *hash_ids(ids)]

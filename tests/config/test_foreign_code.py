@@ -12,9 +12,9 @@ from src.checkpointing.locate_weights import evaluation_args
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.models.evaluate_metrics import load_metric
 from src.storage import atomic_folder
 from src.tasks import OPTIONS, make_task
-from src.tasks.text_classification import load_metric
 from tests.helpers import kit
 
 EVIL = {

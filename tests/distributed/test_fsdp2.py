@@ -19,7 +19,7 @@ import train
 from src.checkpointing import async_writer, checkpoint_list, format, model_folder, sharded
 from src.distributed import prepare_model, strategies
 from src.distributed.host_group import HostGroup
-from src.models import loading
+from src.models.build_model import build_model
 from src.storage import atomic_folder
 from src.tasks import causal_lm
 from src.training import evaluation, step
@@ -595,7 +595,7 @@ def _resident(folder: Path, empty: bool) -> float:
     config = AutoConfig.for_model(**kit.LLAMA | {"vocab_size": 25_000, "hidden_size": 1024})
     pages = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
     before = pages()
-    model = loading.build_model(RunConfig(), config, AutoModelForCausalLM, empty=empty)
+    model = build_model(RunConfig(), config, AutoModelForCausalLM, empty=empty)
     assert sum(p.nbytes for p in model.parameters()) > 205e6
     return (pages() - before) * os.sysconf("SC_PAGE_SIZE") / 1e6
 

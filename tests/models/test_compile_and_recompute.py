@@ -151,10 +151,10 @@ def test_a_model_that_cannot_checkpoint_is_refused():
         ([70], 8, 64, 70),
     ],
 )
-def test_width(lengths, multiple, most, expected):
-    from src.tasks import width
+def test_padded_length(lengths, multiple, most, expected):
+    from src.tasks.base import padded_length
 
-    assert width(lengths, multiple, most) == expected
+    assert padded_length(lengths, multiple, most) == expected
 
 
 def test_a_multiple_changes_the_padding_and_not_the_numbers(files, plain, tmp_path):

@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.models.loading import build_model, check_fit, load_config, load_tokenizer, tokenizer_fingerprint
+from src.models.build_model import build_model
+from src.models.load_config import check_fit, load_config
+from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from tests.helpers import kit
 
 CLASSIFIER = AutoModelForSequenceClassification
@@ -89,7 +91,7 @@ def test_weights_of_another_shape_are_refused_but_for_a_new_head(saved, tmp_path
     run = RunConfig(model_name_or_path=str(saved))
     wide = load_config(run, None)
     wide.intermediate_size = 96
-    with pytest.raises(UsageError, match=r"no weights for 6 parameters.*mlp.*there it is \[.*\], here \["):
+    with pytest.raises(UsageError, match=r"no weights for 6 parameters.*mlp.*shape \[.*\] in the file, \["):
         build_model(run, wide, AutoModelForCausalLM)
     pretrained(saved, CLASSIFIER, new_weights=("score",)).save_pretrained(tmp_path)
     more = load_config(RunConfig(model_name_or_path=str(tmp_path)), None)

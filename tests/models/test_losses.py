@@ -141,7 +141,7 @@ def test_memory_is_bounded_by_the_chunk(path, low):
 
 
 def test_chunks_follow_the_vocabulary():
-    rows = {v: losses.chunk_rows(torch.empty(v, 1)) for v in (50, 4096, 128_256, 1 << 24)}
+    rows = {v: losses.chunk_rows("cpu", v) for v in (50, 4096, 128_256, 1 << 24)}
     assert rows[4096] == 1024
     assert all(n * v <= losses.CHUNK_ELEMENTS["cpu"] for v, n in rows.items() if n > CHUNK)
     assert rows[1 << 24] == CHUNK  # never a matrix product of a few rows

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models import losses
+from src.models.text_sample import prompt_ids
 from src.runtime import run_status
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -159,7 +160,7 @@ def test_text(folder, tokenizer):
         assert target_rows(batch) == [ids[1:] for ids in expected]
         assert batch.weight == splits["train"].stats["targets"] == sum(max(0, len(ids) - 1) for ids in expected)
         assert batch.tokens == sum(map(len, expected))
-        assert batch.positions == 4 * max(map(len, expected))
+        assert batch.padded_tokens == 4 * max(map(len, expected))
 
 
 def test_another_text_column(folder, tokenizer):
@@ -598,7 +599,7 @@ def test_positions_of_padding_do_not_continue_a_document():
 def test_packing_is_refused_where_documents_would_see_each_other(kind, isolates):
     from transformers import AutoConfig
 
-    from src.models.loading import check_packing
+    from src.models.model_checks import check_packing
 
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
     more = (
@@ -625,7 +626,7 @@ def test_sample_of_a_prompt_longer_than_the_context(folder, prompt, tokens, caps
     sample = task.sample(task.build())
     assert len(task.tokenizer(sample)["input_ids"]) <= 64  # random weights may write bytes that are no text
     assert ("sample_prompt has" in capsys.readouterr().err) == (len(prompt) > 2)
-    kept = task._prompt()
+    kept = prompt_ids(task.tokenizer, prompt, tokens, task.max_length)
     assert 1 <= len(kept) < 16
     assert task.tokenizer(prompt)["input_ids"][-len(kept) :] == kept
 
@@ -634,7 +635,7 @@ def test_sample_of_a_prompt_without_tokens(folder, monkeypatch, capsys):
     task, _ = open_data(folder, sample_prompt="def")
     end = task.tokenizer.eos_token_id
     monkeypatch.setattr(type(task.tokenizer), "__call__", lambda self, text: {"input_ids": []})
-    assert task._prompt() == [end]
+    assert prompt_ids(task.tokenizer, "def", 9, 16) == [end]
     monkeypatch.setattr(task.tokenizer, "_special_tokens_map", {})
     assert task.tokenizer.eos_token_id is None
     assert task.sample(torch.nn.Identity()) is None

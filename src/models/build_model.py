@@ -1,0 +1,88 @@
+"""Build a model on the CPU: from a checkpoint, pretrained, with random weights by the seed, or empty.
+
+Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from src.config.errors import UsageError, warn
+from src.config.paths import locate
+from src.config.schema import RunConfig
+from src.models.model_files import model_folder, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def build_model(
+    cfg: RunConfig,
+    config: "PreTrainedConfig",
+    auto_class: type,
+    weights: str | None = None,
+    new_weights: tuple[str, ...] = (),
+    empty: bool = False,
+) -> "PreTrainedModel":
+    """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random by the seed.
+
+    With `empty`, its parameters are allocated and not initialized. Weights that are read must all be present, except
+    pretrained ones whose name contains one of `new_weights` (a new head)."""
+    dtype = getattr(torch, cfg.dtype)
+    if dtype is torch.bfloat16:
+        warn(
+            "dtype is bfloat16: weights without a float32 copy. Updates smaller than 1/256 of a weight are lost; "
+            "for speed use mixed_precision: bf16 in the accelerate file and keep dtype float32.",
+        )
+    torch.manual_seed(cfg.seed)
+    options = {"dtype": dtype}
+    if cfg.attn_implementation:
+        options["attn_implementation"] = cfg.attn_implementation
+    name = str(weights or cfg.model_name_or_path or "")
+    try:
+        if empty:
+            return _empty_model(auto_class, config, options)
+        if not name:
+            return auto_class.from_config(config, **options)
+        model, info = auto_class.from_pretrained(
+            locate(name) if weights else model_folder(cfg, name),
+            config=config,
+            trust_remote_code=cfg.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # _check_complete names them
+            **options,
+        )
+    except Exception as error:
+        raise UsageError(f"{name or cfg.model_config}: the model could not be built: {reason(error)}") from error
+    _check_complete(model, name, info, may_be_missing=() if weights else new_weights)
+    return model
+
+
+def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missing: tuple[str, ...]) -> None:
+    """Raise UsageError if parameters are missing in the files, or have another shape there: they would stay random."""
+    missing = dict.fromkeys(info["missing_keys"], "")
+    for key, in_file, in_model in info["mismatched_keys"]:
+        missing[key] = f" (shape {list(in_file)} in the file, {list(in_model)} in the model)"
+    names = sorted(key for key in missing if not any(part in key for part in may_be_missing))
+    if names:
+        raise UsageError(
+            f"model_name_or_path: {name} has no weights for {len(names)} parameters of {type(model).__name__}, first "
+            f"{names[0]}{missing[names[0]]}: they would stay random; give a folder saved from this kind of model"
+        )
+
+
+def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) -> torch.nn.Module:
+    """Return a model whose parameters are allocated and never written: the system assigns such memory on first use.
+
+    Not on the meta device: there all addresses are equal, and accelerate tells parameters apart by their addresses."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = auto_class.from_config(config, **options)
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                memory = torch.empty(value.shape, dtype=value.dtype)
+                module._parameters[name] = torch.nn.Parameter(memory, requires_grad=value.requires_grad)
+    model.tie_weights()
+    return model

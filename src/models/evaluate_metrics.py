@@ -1,0 +1,63 @@
+"""Metrics of the library `evaluate`: files of src/metrics/, or scripts that the user trusts.
+
+Tests: tests/config/test_foreign_code.py and tests/tasks/test_text_classification.py.
+"""
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+from src.config.errors import UsageError
+from src.config.paths import REPOSITORY
+
+METRICS = REPOSITORY / "src" / "metrics"  # a fork adds files here
+
+
+def shipped_metrics() -> dict[str, Path]:
+    """Return the files of src/metrics/ by name. Names are looked up here and never made into a path."""
+    return {path.stem: path for path in METRICS.glob("*.py")}
+
+
+def load_metric(name: str, trust_remote_code: bool):
+    """Return the metric: a shipped one, or with `trust_remote_code` a script of the Hub or of this machine."""
+    shipped = shipped_metrics()
+    if name in shipped:
+        return _load_shipped(name, shipped[name])
+    if not trust_remote_code:
+        raise UsageError(
+            f"metrics: {name} is not in src/metrics/ ({', '.join(sorted(shipped))}), so it is a script that would be "
+            "run: give --trust_remote_code true if you trust it"
+        )
+    local = Path(name, f"{name}.py")
+    if Path(name).name == name and local.exists():
+        raise UsageError(f"metrics: {name} could be the Hub's or {local} in this folder: give ./{local} for that one")
+    import evaluate  # takes seconds, so only here
+
+    try:
+        return evaluate.load(name)
+    except Exception as error:
+        raise UsageError(f"metrics: {name} could not be loaded: {error}") from error
+
+
+def _load_shipped(name: str, path: Path):
+    """Return the metric of a file. evaluate.load would run a copy of it in a cache that other users may write to."""
+    import evaluate
+
+    spec = spec_from_file_location(f"src.metrics.{name}", path)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, evaluate.Metric) and value.__module__ == module.__name__:
+            return value()
+    raise UsageError(f"metrics: {path} defines no subclass of evaluate.Metric")
+
+
+def compute_metrics(
+    names: list[str], predictions: list[int], references: list[int], trust_remote_code: bool
+) -> dict[str, float]:
+    """Return the values of the named metrics; those that need an average over labels use macro."""
+    values = {}
+    for name in names:
+        options = {"average": "macro"} if name in ("f1", "precision", "recall") else {}
+        metric = load_metric(name, trust_remote_code)
+        values |= metric.compute(predictions=predictions, references=references, **options)
+    return {name: float(value) for name, value in values.items()}

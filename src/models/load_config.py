@@ -1,0 +1,161 @@
+"""Read a model's configuration: pretrained, or from the file `model_config`; check its values and that it fits the task.
+
+Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.config.errors import UsageError, did_you_mean
+from src.config.paths import not_found_locally
+from src.config.schema import RunConfig, plain_name
+from src.config.yaml_files import read_yaml
+from src.models.model_files import model_folder, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+DEFAULT_MAX_LENGTH = 1024
+POSITIVE_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+
+
+def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
+    """Return the transformers configuration; a random model gets vocabulary size and special ids from the tokenizer."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # its bars for reading and writing weights would break the bar of training
+    return _pretrained_config(cfg) if cfg.model_name_or_path else _config_from_file(cfg, tokenizer)
+
+
+def _pretrained_config(cfg: RunConfig) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
+    name = cfg.model_name_or_path
+    try:
+        folder = model_folder(cfg, name)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:
+        raise UsageError(
+            f"model_name_or_path: no model could be read from {name}: {not_found_locally(name)}{reason(error)} (give a "
+            "folder made by save_pretrained, or a Hub id)"
+        ) from error
+    file = Path(folder, "config.json")
+    _refuse_hub_kernels(cfg, str(file), json.loads(file.read_text(encoding="utf-8")))
+    return config
+
+
+def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    file = cfg.model_config
+    values = read_yaml(file)
+    _refuse_hub_kernels(cfg, file, values)
+    model_type = values.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise UsageError(
+            f"{file}: model_type is {model_type}: give a name that transformers knows (llama, gpt2, bert, …)"
+        )
+    try:
+        defaults = AutoConfig.for_model(model_type)
+    except ValueError:
+        raise UsageError(
+            f"{file}: model_type: unknown value {model_type!r}{did_you_mean(model_type, list(CONFIG_MAPPING))}"
+        ) from None
+    names = {*defaults.to_dict(), *getattr(defaults, "attribute_map", {})}
+    for name in values:
+        if name not in names and not hasattr(defaults, name):
+            raise UsageError(f"{file}: {name}: {model_type} has no such field{did_you_mean(name, names)}")
+    if tokenizer is not None:
+        values.setdefault("vocab_size", len(tokenizer))
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            values.setdefault(name, getattr(tokenizer, name))
+    for name, value in values.items():
+        if isinstance(value, int) and isinstance(getattr(defaults, name, None), float):
+            values[name] = float(value)
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except Exception as error:
+        raise UsageError(f"{file}: not a valid {model_type} configuration: {reason(error)}") from error
+    if errors := _value_errors(config, values):
+        raise UsageError(f"{file}: {'; '.join(errors)}")
+    return config
+
+
+def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
+    """Raise UsageError if a model's configuration names a kernel of the Hub: transformers would download and run its code."""
+    if cfg.attn_implementation or cfg.trust_remote_code:  # the user has chosen
+        return
+    mappings = [values]
+    while mappings:
+        for name, value in mappings.pop().items():
+            if isinstance(value, dict):
+                mappings.append(value)
+            if name.endswith("attn_implementation") and isinstance(value, str) and not plain_name(value):
+                raise UsageError(
+                    f"{file}: {name} is {value}, code from the Hub: give --attn_implementation sdpa, or "
+                    "--trust_remote_code true if you trust it"
+                )
+
+
+def _value_errors(config: "PreTrainedConfig", values: dict) -> list[str]:
+    """Return errors of sizes and probabilities that transformers accepts: the first step would fail, or training would be useless."""
+    sizes = {name: getattr(config, name, None) for name in POSITIVE_SIZES}
+    sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
+    errors = [
+        f"{name} is {size}: it must be above zero" for name, size in sizes.items() if size <= 0 and name in values
+    ]
+    heads = sizes.get("num_attention_heads", 1)
+    key_heads = sizes.get("num_key_value_heads", 1)
+    if not errors and heads % key_heads:
+        errors.append(f"num_key_value_heads is {key_heads}: it must divide num_attention_heads, which is {heads}")
+    for name, value in values.items():
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float) and not 0 <= value < 1:
+            errors.append(f"{name} is {value}: give a probability from 0 to below 1")
+    return errors
+
+
+def check_fit(
+    cfg: RunConfig,
+    config: "PreTrainedConfig",
+    tokenizer: "PreTrainedTokenizerBase | None",
+    max_length: int | None,
+    auto_class: type,
+) -> int:
+    """Return the largest length of a row; raise UsageError if task, tokenizer, model and max_length do not fit together."""
+    source = cfg.model_name_or_path or cfg.model_config
+    if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+        raise UsageError(
+            f"{source}: transformers has no {auto_class.__name__} of model_type {config.model_type}: give another "
+            f"model, or another --task than {cfg.task}"
+        )
+    size = getattr(config, "vocab_size", None)
+    if tokenizer is not None and size is not None and len(tokenizer) > size:
+        raise UsageError(
+            f"{source}: vocab_size is {size}, but the tokenizer {cfg.tokenizer_name or source} has {len(tokenizer)} "
+            "tokens: its ids would be outside the embedding; use the model's own tokenizer or a larger vocab_size"
+        )
+    limit = _max_positions(config)
+    if max_length and limit and max_length > limit:
+        raise UsageError(
+            f"max_length is {max_length}, but {source} has {limit} positions: give at most --max_length {limit}"
+        )
+    return max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
+
+
+def _max_positions(config: "PreTrainedConfig") -> int | None:
+    """Return how many tokens a row may have, None if the model has no limit."""
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is None or limit <= 0:  # some models have -1
+        return None
+    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
+        limit -= 2  # their positions begin after the padding index
+    return limit

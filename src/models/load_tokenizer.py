@@ -1,0 +1,54 @@
+"""Load the tokenizer of a run.
+
+Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
+"""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from src.config.errors import UsageError
+from src.config.paths import not_found_locally
+from src.config.schema import RunConfig
+from src.download.cache_folder import cache_root
+from src.download.sample_datasets import sample_tokenizer
+from src.models.model_files import model_folder, reason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+)
+
+
+def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
+    """Return the tokenizer of `tokenizer_name`, else of the model, or None if there is neither."""
+    from transformers import AutoTokenizer
+
+    name = cfg.tokenizer_name or cfg.model_name_or_path
+    if name is None:
+        return None
+    field = "tokenizer_name" if cfg.tokenizer_name else "model_name_or_path"
+    folder = sample_tokenizer(name, cache_root(cfg))
+    if not folder:  # a Hub repository named only for its tokenizer is downloaded without weights
+        folder = model_folder(cfg, name, field, weights=name == cfg.model_name_or_path)
+    has_tokenizer = any(Path(folder, file).exists() for file in TOKENIZER_FILES)
+    if not cfg.tokenizer_name and Path(folder).is_dir() and not has_tokenizer:
+        return None  # a model without a tokenizer is enough for rows of input_ids
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
+    except Exception as error:
+        raise UsageError(
+            f"{field}: no tokenizer could be loaded from {name}: {not_found_locally(folder)}{reason(error)} (give a "
+            "folder made by save_pretrained, or a Hub id)"
+        ) from error
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
+    """Return everything that a tokenizer's output depends on. Call it before the first use, which changes settings."""
+    return tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else repr(tokenizer)

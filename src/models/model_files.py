@@ -1,0 +1,31 @@
+"""The folder of a model or tokenizer: a local one, or the snapshot of a Hub repository.
+
+Tests: tests/models/test_loading.py.
+"""
+
+from pathlib import Path
+
+from src.config.schema import RunConfig
+from src.download import http_files, hub
+from src.download.cache_folder import cache_root
+
+
+def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
+    """Return the folder of the files of `name`, which the run file names in `field`; download them at most once."""
+    revision = cfg.model_revision if name == cfg.model_name_or_path else "main"
+    return hub.model_folder(name, revision, field, cache_root(cfg), weights, cfg.trust_remote_code)
+
+
+def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
+    """Return the folder of the pretrained model and, if it is from the Hub, its commit."""
+    folder = Path(model_folder(cfg, cfg.model_name_or_path))
+    fetched = http_files.fetched.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
+    return folder, fetched.get("commit")
+
+
+def reason(error: Exception) -> str:
+    """Return the beginning of a library's message on one line."""
+    if isinstance(error, KeyError):
+        return f"unknown value {error}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2])[:400] or type(error).__name__
