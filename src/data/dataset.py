@@ -111,11 +111,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
 
     Without validation data the key is missing. Everything is looked up before anything is fetched or prepared."""
     work = SharedWork(cache_folder.cache_root(cfg))
-    with (
-        _room(work),
-        work.joined(),
-        _room(work),
-    ):  # without, for what `joined` writes; within, so that other ranks get its message
+    # The outer one covers what `joined` writes; the inner one is first, so that other ranks get its message.
+    with _room(work), work.peers.joined(), _room(work):
         task.load()
         return load_splits(cfg, task, work, wanted)
 

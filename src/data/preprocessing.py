@@ -87,7 +87,7 @@ def _make(cfg: RunConfig, task: Task, split: str, source: Source, work: SharedWo
         _with_helpers(cfg, work, targets, make, f"preparing {split} data")
         work.run_once(folder / STATS, lambda: _assemble(split, source, task, len(raw), targets, work), f"{split} data")
     except UsageError:
-        if work.alone:  # pieces of data that has to be mended are of no use, as those of a start that was killed are
+        if work.peers.alone:  # pieces of data that must be fixed are of no use; those of a killed start are
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -105,13 +105,13 @@ def _piece(task, raw, split, source, features, starts: range, target: Path, work
     schema, digest = features.arrow_schema, xxhash.xxh3_128()
     sums = dict.fromkeys(("tokens", "targets", "rows_cut", "tokens_cut", "without_target"), 0)
     blocks, lengths, hashes = [], [], []
-    ending = f".{work.host}.{os.getpid()}.tmp"
+    ending = f".{work.peers.host}.{os.getpid()}.tmp"
     arrow, numbers = target.with_suffix(".arrow"), target.with_suffix(".npz")
     temporary, other = Path(f"{arrow}{ending}"), Path(f"{numbers}{ending}")
     try:
         with pa.OSFile(str(temporary), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
             for start in starts:
-                work.raise_if_failed()
+                work.peers.raise_if_failed()
                 stop = min(start + starts.step, starts.stop)
                 places = RowLocations(source, split, start, stop)
                 try:
@@ -170,7 +170,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
             f"{split} data: none of the {raw_rows} rows of {source} has anything to train on: every row is too short, or all of its "
             "labels are masked (-100)"
         )
-    stats["longest"], ending = 0, f"{work.host}.{os.getpid()}.tmp"
+    stats["longest"], ending = 0, f"{work.peers.host}.{os.getpid()}.tmp"
     for name, kind, count in (("lengths", np.int32, examples), ("hashes", np.uint64, sum(p["hashes"] for p in pieces))):
         whole = np.lib.format.open_memmap(folder / f"{name}.{ending}", "w+", kind, (count,))
         start = 0
@@ -196,7 +196,7 @@ def _assemble(split: str, source: Source, task: Task, raw_rows: int, targets: li
     written = [folder / "lengths.npy", folder / "hashes.npy", *(target.with_suffix(".arrow") for target in targets)]
     stats["bytes"] = {path.name: path.stat().st_size for path in written}
     write_atomic(folder / STATS, json.dumps(stats))
-    if work.locks_work:  # else somebody may still be reading them
+    if work.peers.locks_work:  # else somebody may still be reading them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
             left.unlink(missing_ok=True)
     _sweep(folder.parent)
@@ -224,7 +224,7 @@ def _with_helpers(cfg: RunConfig, work: SharedWork, targets: list[Path], make, w
         try:
             work.run_all(targets, lambda i: make(i) if os.getppid() == parent else os._exit(1), what)
         except BaseException as error:
-            work.report_failure(error)
+            work.peers.report_failure(error)
             os._exit(1)
         os._exit(0)
 
@@ -235,7 +235,7 @@ def _with_helpers(cfg: RunConfig, work: SharedWork, targets: list[Path], make, w
         work.run_all(targets, make, what)
         for child in children:
             child.join()
-        work.raise_if_failed()
+        work.peers.raise_if_failed()
         if died := [child.exitcode for child in children if child.exitcode]:
             raise Failure(f"a helper process of {what} ended with {died[0]} (killed?)")
     finally:

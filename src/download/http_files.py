@@ -11,7 +11,6 @@ import re
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -41,12 +40,7 @@ def ask_once(key: str, root: Path, work: SharedWork, find: Callable[[], dict], w
     """Return what `find()` returns, called by one process of the launch on this disk, and once."""
     if key in fetched:
         return fetched[key]
-    answer = work.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-    with suppress(OSError):
-        if not work.recent(answer.stat().st_mtime):
-            answer.unlink()  # an earlier launch of the same name asked
-    work.run_once(answer, lambda: write_atomic(answer, json.dumps(find())), what)
-    fetched[key] = found = json.loads(answer.read_text())
+    fetched[key] = found = work.compute_once(key, find, what)
     return found
 
 
@@ -148,7 +142,7 @@ def _http(url: str, folder: Path, told: dict | None, work: SharedWork) -> dict |
                         target.write(chunk)
                         target.flush()  # what is killed now goes on from here
                         came += len(chunk)
-                        work.raise_if_failed()
+                        work.peers.raise_if_failed()
             size, total = part.stat().st_size, version["total"]
             if size != begun + came or size != (total or size):
                 reason = f"the connection ended after {size:,} of {total or 0:,} bytes"

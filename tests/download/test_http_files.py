@@ -22,7 +22,7 @@ from src.config import parsing, validation
 from src.data import dataset
 from src.download import http_files
 from src.runtime.exit_codes import run_main
-from src.storage import shared_work
+from src.storage import launch_peers
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
@@ -68,7 +68,7 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
         found.append(dataset.prepare_datasets(run, make_task(run, options))["train"])
 
     adopt(environment)
-    shared_work.STARTED, http_files.TRIES = time.time(), 2  # as in a new process, but for its patience
+    launch_peers.STARTED, http_files.TRIES = time.time(), 2  # as in a new process, but for its patience
     before()
     sys.argv = ["train.py", *argv]
     run_main(work)
@@ -521,12 +521,12 @@ def _owner(part: Path, ranks) -> int:
 def test_who_waits_for_a_process_that_is_killed_says_so_and_stops(hub, tmp_path):
     codes, text = _killed_while_two_wait(hub, tmp_path, "owner.jsonl")
     assert codes == [1, 1], text
-    assert "failed: rank OWNER ended without a word while data was made ready (killed?)" in text
+    assert "failed: rank OWNER ended without an error message while data was prepared (killed?)" in text
 
 
 def test_mutant_without_a_look_at_the_others_is_caught(hub, tmp_path):
     codes, _ = _killed_while_two_wait(
-        hub, tmp_path, "alone.jsonl", lambda: setattr(shared_work.SharedWork, "raise_if_failed", _nothing)
+        hub, tmp_path, "alone.jsonl", lambda: setattr(launch_peers.LaunchPeers, "raise_if_failed", _nothing)
     )
     assert codes != [1, 1]
 

@@ -17,7 +17,7 @@ from src.checkpointing import hub_upload
 from src.data import sources
 from src.download import http_files
 from src.download import hub as hub_module
-from src.storage import shared_work
+from src.storage import launch_peers
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
 
@@ -73,7 +73,7 @@ def recipe(folder, run="run", **fields) -> list[str]:
 
 def _train(environment, argv, folder, before):
     adopt(environment)
-    shared_work.STARTED = time.time()  # as in a new process
+    launch_peers.STARTED = time.time()  # as in a new process
     before()
     kit._command("train.py", argv, folder)
 

@@ -9,7 +9,7 @@ from src.config.errors import UsageError
 from src.data import sources
 from src.data.streaming import Stream
 from src.download import http_files, remote_files
-from src.storage import shared_work
+from src.storage import launch_peers
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
 
@@ -21,7 +21,7 @@ def put(hub, name: str, first: int, count: int = 20) -> str:
 
 def _opened(environment, fields, before, then):
     adopt(environment)
-    shared_work.STARTED, http_files.TRIES, remote_files.PATIENCE = time.time(), 2, 20.0
+    launch_peers.STARTED, http_files.TRIES, remote_files.PATIENCE = time.time(), 2, 20.0
     before()
     try:
         _, splits = kit.open_data(**fields)
