@@ -10,8 +10,7 @@ from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import training_order
-from src.data.data_loader import read_batches, windows
+from src.data.data_loader import train_batches
 from src.data.dataset import check_same_data, prepare_datasets
 from src.distributed import prepare_model, replica_check, strategies
 from src.distributed.host_group import HostGroup
@@ -130,17 +129,10 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         score()
         if when.saved():
             save()
-    first, last = progress.step, progress.step if when.finished() else total
+    last = progress.step if when.finished() else total
     pin, each = accelerator.device.type == "cuda", strategies.sync_every_micro_batch(accelerator, cfg)
-    if cfg.streaming:
-        coming = examples.windows(rank, world, progress, pin)
-    else:
-        cut = {"tokens": cfg.per_device_batch_tokens, "quotas": examples.quotas}
-        order = training_order(
-            len(examples), batch, cfg.per_device_batch_size, cfg.seed, rank, world, first, last, examples.lengths, **cut
-        )
-        coming = windows(read_batches(examples, task, order, cfg, pin))
-    for window, waited in coming:  # a window: this rank's micro-batches of one optimizer step
+    batches = train_batches(cfg, task, examples, progress, last, rank, world, pin)
+    for window, waited in batches:  # a window: this rank's micro-batches of one optimizer step
         sums = host_group.sum(
             [
                 *window_counts(window),
@@ -153,7 +145,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         if stop or failed or when.finished():
             break
         if not rows:  # no rank has any left of this pass through a stream
-            examples.turn()
+            examples.next_pass()
             continue
         progress.step += 1
         losses = None

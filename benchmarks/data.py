@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from src.config import parsing, validation
 from src.config.schema import RunConfig
-from src.data.batch_plan import training_order
+from src.data.batch_plan import PlanConfig, training_order
 from src.data.data_loader import read_batches
 from src.data.dataset import prepare_datasets
 from src.download import cache_folder, sample_datasets
@@ -104,7 +104,7 @@ def reading() -> dict:
             run, task, split = opened(Path(folder), train_file=file, max_length=1024, global_batch_size=256)
             ours, plain = [], {}
             for turn in range(3):
-                order = training_order(len(split), 256, 8, turn, 0, 1, 0, 100_000, split.lengths)
+                order = training_order(PlanConfig(len(split), 256, 8, turn, split.lengths), 0, 1, 0, 100_000)
                 ours.append(throughput(read_batches(split, task, order, run, False)))
                 for form in (None, "numpy", "arrow") if turn == 0 else (max(plain, key=plain.get),):
                     if form != "arrow":  # whose rows are tables
@@ -145,7 +145,7 @@ def child(folder: Path, file: str) -> None:
         run, task, split = opened(
             folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true"
         )
-        order = training_order(len(split), 8, 8, 0, 0, 1, 0, 1, split.lengths)
+        order = training_order(PlanConfig(len(split), 8, 8, 0, split.lengths), 0, 1, 0, 1)
         next(read_batches(split, task, order, run, False))
         times.append(time.perf_counter() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

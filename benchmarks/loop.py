@@ -30,7 +30,7 @@ import train
 from benchmarks.plain import Plain, direct_loss, labels_loss
 from src.config import parsing
 from src.config.paths import REPOSITORY
-from src.data.batch_plan import training_order
+from src.data.batch_plan import PlanConfig, training_order
 from src.data.data_loader import BatchReader
 from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
@@ -143,8 +143,8 @@ def make_plain(task, run, accelerator, loss) -> Plain:
 def steps_in_memory(run, task, split, accelerator):
     """Yield (batches, weight) of this rank for every step, as the plan cuts it."""
     ranks = accelerator.num_processes
-    shape = (len(split), run.global_batch_size, run.per_device_batch_size, run.seed)
-    every = [training_order(*shape, r, ranks, 0, run.max_steps, split.lengths) for r in range(ranks)]
+    config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
+    every = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
     reader = BatchReader(split, task)
     while True:
         yield _one_step(every, accelerator.process_index, reader)

@@ -1,7 +1,7 @@
 """The batch plan: which examples are in which micro-batch of which step, with which seed.
 
+Pure functions of the plan and the step: no torch, no processes, no files.
 Tests: tests/data/test_batch_plan.py and tests/conformance/.
-Nothing here knows about torch, processes or files.
 """
 
 import hashlib
@@ -14,8 +14,25 @@ import numpy as np
 
 Quotas = tuple[tuple[int, int], ...]  # (rows, draws per epoch) of each source of a mixture
 ROUNDS = 8
-OVERHEAD = 1 / 32  # what a forward pass costs besides its positions, as a share of the token budget
-BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is by the call, not by the number
+OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
+BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is per call, not per number
+
+
+@dataclass(frozen=True, eq=False)
+class PlanConfig:
+    """Everything besides the step that decides which examples a step holds and how they are split."""
+
+    num_examples: int  # draws per epoch
+    global_batch: int
+    micro_batch: int
+    seed: int
+    lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
+    max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
+    quotas: Quotas | None = None  # of a mixture
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return steps_per_epoch(self.num_examples, self.global_batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,13 +43,13 @@ class MicroBatch:
     seed: int
     step: int = 0  # optimizer step since the start of the run
     index: int = 0  # position in the step's plan
-    cost: int = 0  # positions in the padded rectangle, or rows where lengths are unknown
-    last: bool = True  # of its rank's window: gradients are reduced after it
-    dummy: bool = False  # run for the backend's sake only, with weight zero
+    cost: int = 0  # tokens including padding, or rows where lengths are unknown
+    last: bool = True  # the last one of its rank's window: gradients are reduced after it
+    dummy: bool = False  # weight zero; run because every rank must take part in the reduction
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return 63 bits that depend on every part and on nothing else."""
+    """Return a 63-bit seed that depends on every part and on nothing else."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -40,8 +57,8 @@ def derive_seed(*parts: int | str) -> int:
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the images of `positions` under the epoch's permutation of range(n), in O(len(positions)) memory.
 
-    A Feistel network over the next even power of two, walked along its cycles until the image is below n
-    (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002): a bijection for any round function.
+    A Feistel network over the next power of four, applied again while the image is not below n (cycle walking:
+    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is a bijection for any round function.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
@@ -55,21 +72,21 @@ def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
 
     x = encrypt(np.asarray(positions).astype(np.uint64))
     outside = np.flatnonzero(x >= n)
-    while outside.size:  # the domain is below 4n, so a walk takes fewer than four turns on average
+    while outside.size:  # the domain is smaller than 4n, so this takes fewer than four rounds on average
         x[outside] = encrypt(x[outside])
         outside = outside[x[outside] >= n]
     return x.astype(np.int64)
 
 
 def splitmix64(x: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): every input bit reaches every output bit."""
+    """Return the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects each output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def epoch_order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of the epoch: the same as permute, in a fraction of the time."""
+    """Return the ids at positions start … stop−1 of the epoch: the same as `permute`, and faster, block by block."""
     first = start // BLOCK
     blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
     return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
@@ -83,27 +100,29 @@ def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
 def example_ids(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
     """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one data set or a mixture of several.
 
-    A mixture has a quota of draws for each of its sources in every epoch, at random places. Over the epochs a source is
-    gone through again and again, in another order each time, so that of its rows none is drawn twice before all are drawn
-    once. Ids count through the sources one after the other."""
-    places = epoch_order(start, stop, n, seed, epoch)
+    Each source of a mixture has a quota of draws per epoch, at random positions. The draws of all epochs pass through
+    the rows of a source again and again, in a new order each time, so all rows are drawn once before one is drawn twice.
+    Ids number the rows of all sources consecutively."""
+    positions = epoch_order(start, stop, n, seed, epoch)
     if quotas is None:
-        return places
-    ids, first_draw, first_id = np.empty_like(places), 0, 0
+        return positions
+    ids = np.empty_like(positions)
+    first_draw = first_id = 0
     for source, (rows, draws) in enumerate(quotas):
-        mine = np.flatnonzero((places >= first_draw) & (places < first_draw + draws))
-        passes, within = np.divmod(epoch * draws + places[mine] - first_draw, rows)
-        for turn in np.unique(passes).tolist():
-            now = passes == turn
-            ids[mine[now]] = first_id + permute(within[now], rows, derive_seed("source", seed, source), turn)
-        first_draw, first_id = first_draw + draws, first_id + rows
+        mine = np.flatnonzero((positions >= first_draw) & (positions < first_draw + draws))
+        passes, within = np.divmod(epoch * draws + positions[mine] - first_draw, rows)
+        for number in np.unique(passes).tolist():
+            now = passes == number
+            ids[mine[now]] = first_id + permute(within[now], rows, derive_seed("source", seed, source), number)
+        first_draw += draws
+        first_id += rows
     return ids
 
 
 def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
-    """Return (rows, draws per epoch) of each source of a mixture whose epochs are as long as all its sources together.
+    """Return (rows, draws per epoch) of each source of a mixture; an epoch has as many draws as all sources have rows.
 
-    Without weights every row is drawn once; with them, draws are shared out in their proportion, by largest remainder."""
+    Without weights every row is drawn once; with them, draws are in their proportion, rounded by largest remainder."""
     if weights is None:
         return tuple((n, n) for n in rows)
     exact = np.asarray(weights, float) / sum(weights) * sum(rows)
@@ -114,66 +133,60 @@ def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quot
 
 
 def steps_per_epoch(num_examples: int, global_batch: int) -> int:
-    """Return the optimizer steps of one epoch; the last one takes what is left, exactly."""
+    """Return the optimizer steps of one epoch; the last one holds exactly the remaining examples."""
     return -(-num_examples // global_batch)
 
 
-def plan(
-    num_examples: int,
-    global_batch: int,
-    micro_batch: int,
-    seed: int,
-    epoch: int,
-    step: int,
-    lengths: Sequence[int] | np.ndarray | None = None,
-    tokens: int | None = None,
-    quotas: Quotas | None = None,
-) -> list[MicroBatch]:
+def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     """Return the micro-batches of step `step` of epoch `epoch`, the same for any number of processes.
 
-    With `lengths` (indexed by id; read for this step's ids only) the global batch is sorted by length before it is
-    cut, so that rows of like length are padded together; with `tokens` it is cut by that budget instead of a number of
-    rows. The sum over the global batch does not notice.
+    With lengths, the global batch is sorted by length before it is split, so rows of similar length are padded
+    together. The sum over the global batch, and so the gradient, does not depend on the split.
     """
-    start = step * global_batch
-    ids = example_ids(start, min(start + global_batch, num_examples), num_examples, seed, epoch, quotas)
-    first = epoch * steps_per_epoch(num_examples, global_batch)
-    cuts = split_into_micro_batches(ids, micro_batch, lengths, tokens)
+    start = step * config.global_batch
+    stop = min(start + config.global_batch, config.num_examples)
+    ids = example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
+    parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens)
+    first = epoch * config.steps_per_epoch
     return [
-        MicroBatch(part, derive_seed("micro-batch", seed, epoch, step, j), first + step, j, cost)
-        for j, (part, cost) in enumerate(cuts)
+        MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), first + step, j, cost)
+        for j, (part, cost) in enumerate(parts)
     ]
 
 
 def split_into_micro_batches(
-    ids: np.ndarray, micro_batch: int, lengths=None, tokens: int | None = None
+    ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None
 ) -> list[tuple[np.ndarray, int]]:
-    """Return `ids` in parts, longest rows first, each with its cost: of `micro_batch` rows (the last may be smaller), or of
-    at most `tokens` positions, padding included."""
+    """Return (part of `ids`, its cost), longest rows first.
+
+    A part has `micro_batch` rows (the last may be smaller), or at most `max_tokens` tokens including padding."""
     if lengths is None:
         parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
         return [(part, len(part)) for part in parts]
-    long = np.asarray(lengths[ids]).astype(np.int64)
-    order = np.argsort(-long, kind="stable")
-    ids, long = ids[order], long[order]
-    bounds = split_by_tokens(long, tokens) if tokens else [*range(0, len(ids), micro_batch), len(ids)]
-    return [(ids[a:b], int(long[a]) * (b - a)) for a, b in pairwise(bounds)]
+    by_row = np.asarray(lengths[ids]).astype(np.int64)
+    order = np.argsort(-by_row, kind="stable")
+    ids, by_row = ids[order], by_row[order]
+    bounds = split_by_tokens(by_row, max_tokens) if max_tokens else [*range(0, len(ids), micro_batch), len(ids)]
+    return [(ids[a:b], int(by_row[a]) * (b - a)) for a, b in pairwise(bounds)]
 
 
-def split_by_tokens(lengths: np.ndarray, tokens: int) -> list[int]:
-    """Return the bounds that cut rows, longest first, into parts of at most `tokens` positions each, at the least cost: their
-    positions, padding included, and OVERHEAD for each part. A row that is longer stands alone."""
-    count, overhead = len(lengths), max(1, int(tokens * OVERHEAD))
-    best, back = np.zeros(count + 1, np.int64), np.zeros(count + 1, np.int64)
+def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
+    """Return the bounds that split rows, longest first, into parts of at most `max_tokens` tokens, at the least cost.
+
+    The cost of a part is its tokens, padding included, and OVERHEAD. A longer row is a part of its own."""
+    count = len(lengths)
+    overhead = max(1, int(max_tokens * OVERHEAD))
+    best = np.zeros(count + 1, np.int64)  # least cost of the first `end` rows
+    back = np.zeros(count + 1, np.int64)  # where the last part of that split starts
     for end in range(1, count + 1):
         shortest = max(1, int(lengths[end - 1]))
-        starts = np.arange(max(0, end - max(1, tokens // shortest)), end)
-        area = lengths[starts] * (end - starts)
-        values = np.where(
-            (area <= tokens) | (starts == end - 1), best[starts] + area + overhead, np.iinfo(np.int64).max
-        )
+        starts = np.arange(max(0, end - max(1, max_tokens // shortest)), end)
+        tokens = lengths[starts] * (end - starts)
+        fits = (tokens <= max_tokens) | (starts == end - 1)
+        values = np.where(fits, best[starts] + tokens + overhead, np.iinfo(np.int64).max)
         chosen = int(np.argmin(values))
-        best[end], back[end] = values[chosen], starts[chosen]
+        best[end] = values[chosen]
+        back[end] = starts[chosen]
     bounds = [count]
     while bounds[-1]:
         bounds.append(int(back[bounds[-1]]))
@@ -181,13 +194,14 @@ def split_by_tokens(lengths: np.ndarray, tokens: int) -> list[int]:
 
 
 def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
-    """Return each rank's window: costs balanced, forward counts equal up to one, never empty.
+    """Return each rank's window: costs balanced, lengths equal up to one, never empty.
 
-    The costliest micro-batch goes to the least loaded rank that still has room (longest processing time first). A
-    rank with nothing to do gets a filler of weight zero, because every rank must take part in the reduction.
+    The costliest micro-batch goes to the least loaded rank that has room (longest processing time first). A rank
+    without one gets a dummy batch of weight zero, because every rank must take part in the reduction.
     """
     room = -(-len(micro_batches) // world_size)
-    windows, loads = [[] for _ in range(world_size)], [0] * world_size
+    windows = [[] for _ in range(world_size)]
+    loads = [0] * world_size
     for micro in sorted(micro_batches, key=lambda m: -m.cost):
         rank = min((r for r in range(world_size) if len(windows[r]) < room), key=lambda r: (loads[r], r))
         windows[rank].append(replace(micro, last=False))
@@ -198,35 +212,19 @@ def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[li
     return windows
 
 
-def training_order(
-    num_examples: int,
-    global_batch: int,
-    micro_batch: int,
-    seed: int,
-    rank: int,
-    world_size: int,
-    start: int,
-    stop: int,
-    lengths=None,
-    tokens: int | None = None,
-    quotas: Quotas | None = None,
-) -> Iterator[MicroBatch]:
-    """Yield one rank's micro-batches of the run's optimizer steps start … stop−1; entering anywhere is O(1)."""
-    per_epoch = steps_per_epoch(num_examples, global_batch)
+def training_order(config: PlanConfig, rank: int, world_size: int, start: int, stop: int) -> Iterator[MicroBatch]:
+    """Yield one rank's micro-batches of the run's optimizer steps start … stop−1; starting at any step is O(1)."""
     for step in range(start, stop):
-        epoch, within = divmod(step, per_epoch)
-        micro_batches = plan(num_examples, global_batch, micro_batch, seed, epoch, within, lengths, tokens, quotas)
-        yield from assign_to_ranks(micro_batches, world_size)[rank]
+        epoch, within = divmod(step, config.steps_per_epoch)
+        yield from assign_to_ranks(plan(config, epoch, within), world_size)[rank]
 
 
 def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=None) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of an evaluation: every id once, cut inside blocks of 64 micro-batches."""
-    block = 64 * micro_batch
+    """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of 64 micro-batches."""
     index = 0
-    for start in range(0, num_examples, block):
-        for part, cost in split_into_micro_batches(
-            np.arange(start, min(start + block, num_examples)), micro_batch, lengths
-        ):
+    for start in range(0, num_examples, 64 * micro_batch):
+        ids = np.arange(start, min(start + 64 * micro_batch, num_examples))
+        for part, cost in split_into_micro_batches(ids, micro_batch, lengths):
             yield MicroBatch(part, derive_seed("evaluation", seed, index), index=index, cost=cost)
             index += 1
 
@@ -235,8 +233,8 @@ LOW = np.uint64(0xFFFFFFFF)
 
 
 def hash_ids(ids: np.ndarray) -> tuple[float, float]:
-    """Return two sums over hashes of `ids`, to be added over ranks: the same for any split and any order of the ids.
+    """Return two sums over hashes of `ids`. Added over ranks, they are the same for any split and any order of the ids.
 
-    Each summand has 32 bits, so a float64 holds the sum of two million of them exactly."""
+    Each hash has 32 bits, so a float64 holds the sum of two million of them exactly."""
     hashed = splitmix64(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
     return float((hashed & LOW).sum()), float((hashed >> np.uint64(32)).sum())

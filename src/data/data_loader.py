@@ -1,4 +1,4 @@
-"""Batches of a plan, read by loader processes ahead of time.
+"""Batches of the plan or a stream, read by loader processes ahead of time.
 
 Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
 """
@@ -17,20 +17,60 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, derive_seed
+from src.data.batch_plan import MicroBatch, PlanConfig, derive_seed, training_order
 from src.distributed.stop_signals import ignore_signals
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
+Window = list[Item]  # the micro-batches of one optimizer step on one rank
+
+
+def train_batches(
+    cfg: RunConfig, task: Task, train_set, state, num_steps: int, rank: int, world: int, pin_memory: bool
+) -> Iterator[tuple[Window, float]]:
+    """Yield (this rank's window, seconds waited for it) of each optimizer step from `state.step` to `num_steps`.
+
+    Which examples a step holds depends on seed and step only, so starting at any step is O(1). A stream has no last
+    step: when its windows are empty on all ranks, call `train_set.next_pass()`; that was no step."""
+    if cfg.streaming:
+        return train_set.windows(rank, world, state, pin_memory)
+    config = plan_config(cfg, train_set)
+    order = training_order(config, rank, world, state.step, num_steps)
+    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
+
+
+def plan_config(cfg: RunConfig, train_set) -> PlanConfig:
+    """Return what the training steps of a run are planned from."""
+    return PlanConfig(
+        num_examples=len(train_set),
+        global_batch=cfg.global_batch_size,
+        micro_batch=cfg.per_device_batch_size,
+        seed=cfg.seed,
+        lengths=train_set.lengths,
+        max_tokens=cfg.per_device_batch_tokens,
+        quotas=train_set.quotas,
+    )
+
+
+def group_into_windows(batches: Iterator[Item]) -> Iterator[tuple[Window, float]]:
+    """Yield (this rank's batches of one optimizer step, seconds waited for them)."""
+    window = []
+    started = time.perf_counter()
+    for item in batches:
+        window.append(item)
+        if item[0].last:
+            yield window, time.perf_counter() - started
+            window = []
+            started = time.perf_counter()
 
 
 def seed_everything(seed: int) -> None:
-    """Key every generator that a collator or a model may draw from: torch on all devices, numpy and random."""
+    """Seed every generator that a collator or a model may draw from: torch on all devices, numpy and random."""
     kind = torch.accelerator.current_accelerator()
     if kind is None or kind.type == "cuda":
-        # torch.manual_seed formats a stack trace for each kind of device that is not there: 0.4 ms.
+        # torch.manual_seed formats a stack trace for each kind of device that is absent: 0.4 ms.
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # not in a loader's process, which has no use for the device
+        if torch.cuda.is_initialized():  # not in a loader process, which does not use the device
             torch.cuda.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -38,8 +78,8 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def collated(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
-    """Return a micro-batch and its batch; its randomness is the same in any process or worker, and a fault names its ids."""
+def collate(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
+    """Return a micro-batch and its batch; its randomness is the same in any process, and an error names its ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
         return micro, task.collate(rows)
@@ -51,92 +91,99 @@ def collated(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
 
 
 class BatchReader(torch.utils.data.Dataset):
-    """Turns a micro-batch of the plan into a batch. In a loader process, `desk` says what it is reading."""
+    """Turns a micro-batch of the plan into a batch.
 
-    def __init__(self, split, task: Task, desk: torch.Tensor | None = None):
-        self.split, self.task, self.desk = split, task, desk
+    In a loader process, row `worker id` of `now_reading` holds (step, index) of what that process reads, or −1."""
+
+    def __init__(self, split, task: Task, now_reading: torch.Tensor | None = None):
+        self.split, self.task, self.now_reading = split, task, now_reading
 
     def __getitem__(self, micro: MicroBatch) -> Item:
         worker = torch.utils.data.get_worker_info()
-        if worker is not None and self.desk is not None:
-            self.desk[worker.id] = torch.tensor([micro.step, micro.index])
-        item = collated(self.task, micro, self.split.rows(micro.ids))
-        if worker is not None and self.desk is not None:
-            self.desk[worker.id] = -1
+        reports = worker is not None and self.now_reading is not None
+        if reports:
+            self.now_reading[worker.id] = torch.tensor([micro.step, micro.index])
+        item = collate(self.task, micro, self.split.rows(micro.ids))
+        if reports:
+            self.now_reading[worker.id] = -1
         return item
 
 
-def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin: bool) -> Iterator[Item]:
-    """Yield the batches of `order`, in order, read by loader processes ahead of time (none: here, when asked)."""
+def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool) -> Iterator[Item]:
+    """Yield the batches of `order`, in order, read ahead by loader processes (without workers: read when asked for)."""
     workers = cfg.dataloader_num_workers
-    if not workers and not pin:  # a loader would add a tenth of a millisecond and nothing else
+    if not workers and not pin_memory:  # a DataLoader would only add a tenth of a millisecond
         return map(BatchReader(split, task).__getitem__, order)
-    desk = torch.full((workers, 2), -1).share_memory_() if workers else None
-    sent: dict[tuple, list] = {}  # micro-batches that are read at the moment -> their ids
+    now_reading = torch.full((workers, 2), -1).share_memory_() if workers else None
+    in_flight: dict[tuple, list] = {}  # (step, index) of a micro-batch that is being read -> its ids
     loader = torch.utils.data.DataLoader(
-        BatchReader(split, task, desk),
-        sampler=_Once(order, sent),
+        BatchReader(split, task, now_reading),
+        sampler=_RecordedOrder(order, in_flight),
         batch_size=None,
-        pin_memory=pin,
-        **_options(cfg, workers),
+        pin_memory=pin_memory,
+        **_worker_options(cfg, workers),
     )
-    return _watched(iter(loader), desk, sent, cfg.dataloader_timeout)
+    return _explain_worker_failures(iter(loader), now_reading, in_flight, cfg.dataloader_timeout)
 
 
-def read_ahead(windows: torch.utils.data.IterableDataset, cfg: RunConfig, pin: bool) -> Iterator:
-    """Yield what `windows` yields, read by one loader process ahead of time if there are to be any."""
+def read_ahead(windows: torch.utils.data.IterableDataset, cfg: RunConfig, pin_memory: bool) -> Iterator:
+    """Yield the items of `windows`, read ahead by one loader process if the run has any."""
     workers = min(1, cfg.dataloader_num_workers)
-    if not workers and not pin:
+    if not workers and not pin_memory:
         return iter(windows)
-    loader = torch.utils.data.DataLoader(windows, batch_size=None, pin_memory=pin, **_options(cfg, workers))
-    return _watched(iter(loader), None, {}, cfg.dataloader_timeout)
+    loader = torch.utils.data.DataLoader(
+        windows, batch_size=None, pin_memory=pin_memory, **_worker_options(cfg, workers)
+    )
+    return _explain_worker_failures(iter(loader), None, {}, cfg.dataloader_timeout)
 
 
-def _options(cfg: RunConfig, workers: int) -> dict:
+def _worker_options(cfg: RunConfig, workers: int) -> dict:
     if not workers:
         return {}
     return {
         "num_workers": workers,
         "prefetch_factor": 4,
-        "worker_init_fn": _begin_worker,
+        "worker_init_fn": _init_worker,
         "timeout": cfg.dataloader_timeout,
     }
 
 
-def _begin_worker(*_) -> None:
-    """Make a loader process leave signals to its rank, and keep to one thread: there are as many of them as cores."""
+def _init_worker(*_) -> None:
+    """Make a loader process ignore stop signals, die with its rank, and use one thread, as there may be one per core."""
     ignore_signals()
-    with suppress(OSError, AttributeError):  # Linux: a process that hangs, and is deaf, ends with its rank
+    with suppress(OSError, AttributeError):  # Linux only. A hanging process that ignores signals ends with its rank
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     threads = ("OMP", "OPENBLAS", "MKL", "RAYON", "NUMEXPR")
-    os.environ |= {f"{name}_NUM_THREADS": "1" for name in threads}  # for what is imported from now on
+    os.environ |= {f"{name}_NUM_THREADS": "1" for name in threads}  # for libraries that are imported later
     os.environ |= {"OPENCV_FOR_THREADS_NUM": "1", "TOKENIZERS_PARALLELISM": "false"}
     torch.set_num_threads(1)
     from threadpoolctl import threadpool_limits
 
-    threadpool_limits(1)  # of BLAS and OpenMP that are loaded
+    threadpool_limits(1)  # BLAS and OpenMP libraries that are loaded already
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(0)
 
 
-def _watched(items: Iterator, desk: torch.Tensor | None, sent: dict, timeout: int) -> Iterator:
-    """Yield `items`; say which rows a loader process was reading when it died or did not answer."""
+def _explain_worker_failures(
+    items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int
+) -> Iterator:
+    """Yield `items`; RuntimeError names the rows that a loader process was reading when it died or did not answer."""
     while True:
         try:
             item = next(items, None)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):
                 raise
-            raise RuntimeError(_explain(items, desk, sent, timeout)) from None
+            raise RuntimeError(_describe_failure(items, now_reading, in_flight, timeout)) from None
         if item is None:
             return
         if isinstance(item[0], MicroBatch):
-            sent.pop((item[0].step, item[0].index), None)
+            in_flight.pop((item[0].step, item[0].index), None)
         yield item
 
 
-def _explain(items, desk: torch.Tensor | None, sent: dict, timeout: int) -> str:
-    """Return what happened to the loader processes, and what they were reading."""
+def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int) -> str:
+    """Return what happened to the loader processes and what they were reading."""
     processes = getattr(items, "_workers", [])
     dead = [number for number, process in enumerate(processes) if not process.is_alive()]
     what = f"did not answer for {timeout} s (dataloader_timeout)"
@@ -145,30 +192,20 @@ def _explain(items, desk: torch.Tensor | None, sent: dict, timeout: int) -> str:
         what = f"died (exit code {codes}; −9: killed, perhaps for memory)"
     found = []
     for number in dead or range(len(processes)):
-        place = tuple(desk[number].tolist()) if desk is not None else ()
-        if place in sent:
-            found.append(f"micro-batch {place[1]} of step {place[0] + 1}, of rows {sent[place]}")
-    reading = "; ".join(found) or "nothing that it had said"
+        key = tuple(now_reading[number].tolist()) if now_reading is not None else ()
+        if key in in_flight:
+            found.append(f"micro-batch {key[1]} of step {key[0] + 1}, of rows {in_flight[key]}")
+    reading = "; ".join(found) or "unknown rows"
     return f"a loader process {what} while it was reading {reading}"
 
 
-class _Once(torch.utils.data.Sampler):
-    """The plan's order, once; notes what it has handed out."""
+class _RecordedOrder(torch.utils.data.Sampler):
+    """The order of the plan; records the micro-batches that it handed out in `in_flight`."""
 
-    def __init__(self, order: Iterator[MicroBatch], sent: dict):
-        self.order, self.sent = order, sent
+    def __init__(self, order: Iterator[MicroBatch], in_flight: dict):
+        self.order, self.in_flight = order, in_flight
 
     def __iter__(self) -> Iterator[MicroBatch]:
         for micro in self.order:
-            self.sent[micro.step, micro.index] = micro.ids.tolist()
+            self.in_flight[micro.step, micro.index] = micro.ids.tolist()
             yield micro
-
-
-def windows(batches: Iterator[Item]) -> Iterator[tuple[list[Item], float]]:
-    """Yield (this rank's batches of one optimizer step, seconds spent waiting for them)."""
-    window, started = [], time.perf_counter()
-    for item in batches:
-        window.append(item)
-        if item[0].last:
-            yield window, time.perf_counter() - started
-            window, started = [], time.perf_counter()

@@ -18,7 +18,7 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.data.arrow_columns import check_kinds, views
 from src.data.batch_plan import MicroBatch, derive_seed, permute, split_into_micro_batches
-from src.data.data_loader import Item, collated, read_ahead
+from src.data.data_loader import Item, collate, read_ahead
 from src.data.row_location import ShardRowLocations, check_decodable
 from src.data.sources import Source
 from src.download.remote_files import retry_reads
@@ -191,7 +191,7 @@ class Stream:
     def windows(self, rank: int, world: int, progress, pin: bool) -> Iterator[tuple[list[Item], float]]:
         """Yield (this rank's micro-batches of a step, seconds waited) from where `progress` is, without an end.
 
-        A rank whose lanes are at their end gets fillers. When no rank has a row, the caller calls `turn`: that was no step,
+        A rank whose lanes are at their end gets fillers. When no rank has a row, the caller calls `next_pass`: that was no step,
         and the next pass begins."""
         if rank == 0 and world > min(self.lanes, len(self.shards)):
             warn(
@@ -218,8 +218,8 @@ class Stream:
             self.epoch, here = self.epoch + 1, {lane: StreamPosition() for lane in mine}
             self.positions = {step: (self.epoch, here)}
 
-    def turn(self) -> None:
-        """End the pass: no rank has a row left."""
+    def next_pass(self) -> None:
+        """Start the next pass with the next window: no rank has a row left in this one."""
         self.turned = True
 
     def position(self, step: int, host_group) -> dict:
@@ -232,7 +232,7 @@ class Stream:
 
     def _filler(self, step: int) -> Item:
         number, row, _ = self.dummy_row
-        return collated(self.task, MicroBatch(np.array([number]), 0, step, dummy=True), [row])
+        return collate(self.task, MicroBatch(np.array([number]), 0, step, dummy=True), [row])
 
 
 class _Pass(torch.utils.data.IterableDataset):
@@ -284,4 +284,4 @@ class _Pass(torch.utils.data.IterableDataset):
 def _closed(task: Task, window: list[tuple[MicroBatch, list[dict]]]) -> list[Item]:
     """Return the batches of a window, the last of which is marked."""
     last = len(window) - 1
-    return [collated(task, replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(window)]
+    return [collate(task, replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(window)]

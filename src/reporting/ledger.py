@@ -13,7 +13,7 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import LOW, hash_ids, plan, steps_per_epoch
+from src.data.batch_plan import LOW, PlanConfig, hash_ids, plan
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
@@ -70,10 +70,9 @@ def planned_step(settings: dict, step: int) -> tuple[int, str]:
     examples, batch = settings["examples"], settings["global_batch_size"]
     if examples is None:
         raise UsageError("a stream has no plan to compare with: give another run of the same stream (OTHER)")
-    epoch, step_in_epoch = divmod(step - 1, steps_per_epoch(examples, batch))
-    quotas = settings.get("quotas")
-    micro_batches = plan(examples, batch, batch, settings["seed"], epoch, step_in_epoch, quotas=quotas)
-    ids = np.concatenate([micro_batch.ids for micro_batch in micro_batches])
+    config = PlanConfig(examples, batch, batch, settings["seed"], quotas=settings.get("quotas"))
+    epoch, step_in_epoch = divmod(step - 1, config.steps_per_epoch)
+    ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, epoch, step_in_epoch)])
     return len(ids), hash_text(*hash_ids(ids))
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
+from src.data import data_loader
 from tests.helpers import kit
 
 STEPS = 40  # of 32 examples: the tail of the first epoch is step 32
@@ -72,16 +73,16 @@ def test_killed_and_resumed_is_bitwise_the_same(files, straight, tmp_path, monke
 
 def test_mutant_that_forgets_where_it_was_is_caught(files, straight, tmp_path, monkeypatch):
     """The order replayed from its start, as after accelerate's load_state."""
-    original = train.training_order
+    original = data_loader.training_order
 
-    def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths, **cut):
-        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
+    def from_the_start(config, rank, world, start, stop):
+        return original(config, rank, world, 0, stop - start)
 
     with monkeypatch.context() as patch:
         kill_at(23, patch)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe(files))
-    monkeypatch.setattr(train, "training_order", from_the_start)
+    monkeypatch.setattr(data_loader, "training_order", from_the_start)
     assert not kit.same(kit.run_training(1, tmp_path / "run", *recipe(files)).weights, straight[1].weights)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-import train
+from src.data import data_loader
 from tests.helpers import kit
 from tests.helpers.kill_storm import storm
 
@@ -32,10 +32,10 @@ def test_a_storm_leaves_no_trace(files, tmp_path, world, kills):
 def test_mutant_that_replays_the_order_is_seen_by_the_storm(files, tmp_path, monkeypatch):
     """The order from its beginning after each start, as with accelerate's load_state; the ledger names the step."""
 
-    def replayed(n, batch, micro, seed, rank, world, start, stop, lengths, original=train.training_order, **cut):
-        return original(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
+    def replayed(config, rank, world, start, stop, original=data_loader.training_order):
+        return original(config, rank, world, 0, stop - start)
 
-    monkeypatch.setattr(train, "training_order", replayed)
+    monkeypatch.setattr(data_loader, "training_order", replayed)
     found = storm(recipe(files), tmp_path, 1, 3, minutes=3, seed=3)
     assert any("final weights differ" in text for text in found["differences"])
     assert any("hash" in text for text in found["differences"])

@@ -691,9 +691,10 @@ def test_init_from_a_damaged_folder_or_none_ends_all_ranks_with_2(files, run, tm
 
 def _rows_read(argv, replay: bool = False):
     """Train on this rank; return the ids of all rows that were read, in order, and those trained on."""
+    from src.data import data_loader
     from src.data.dataset import Split
 
-    read, trained, rows, gradient, order = [], [], Split.rows, train.compute_gradient, train.training_order
+    read, trained, rows, gradient, order = [], [], Split.rows, train.compute_gradient, data_loader.training_order
 
     def spy(self, ids):
         read.extend(np.asarray(ids).tolist())
@@ -706,18 +707,18 @@ def _rows_read(argv, replay: bool = False):
     Split.rows, train.compute_gradient = spy, seen
     if replay:  # as skip_first_batches does: from the start, and thrown away
 
-        def windows(batches, original=train.windows):
+        def windows(batches, original=data_loader.group_into_windows):
             for n, item in enumerate(original(batches)):
                 if n >= first[0]:
                     yield item
 
         first = [0]
 
-        def training_order(n, batch, micro, seed, rank, world, start, stop, lengths, **cut):
+        def training_order(config, rank, world, start, stop):
             first[0] = start
-            return order(n, batch, micro, seed, rank, world, 0, stop, lengths, **cut)
+            return order(config, rank, world, 0, stop)
 
-        train.windows, train.training_order = windows, training_order
+        data_loader.group_into_windows, data_loader.training_order = windows, training_order
     train.main([str(word) for word in argv])
     return read, trained
 
@@ -737,7 +738,7 @@ def test_entering_the_order_at_step_a_billion_is_as_cheap_as_at_its_start():
     """No permutation of all examples is made, no step before is looked at."""
     from itertools import islice
 
-    from src.data.batch_plan import training_order
+    from src.data.batch_plan import PlanConfig, training_order
 
     asked = []
 
@@ -746,7 +747,7 @@ def test_entering_the_order_at_step_a_billion_is_as_cheap_as_at_its_start():
             asked.extend(ids.tolist())
             return np.ones(len(ids), np.int64)
 
-    order = training_order(10**9, 32, 8, 42, 0, 1, 10**9, 10**9 + 2, Lengths())
+    order = training_order(PlanConfig(10**9, 32, 8, 42, Lengths()), 0, 1, 10**9, 10**9 + 2)
     ids = [i for micro in islice(order, 4) for i in micro.ids.tolist()]
     assert sorted(asked) == sorted(ids)
     assert len(ids) == 32

@@ -9,6 +9,7 @@ import pytest
 
 from src.data.batch_plan import (
     BLOCK,
+    PlanConfig,
     assign_to_ranks,
     epoch_order,
     evaluation_order,
@@ -60,7 +61,7 @@ def test_an_epoch_holds_every_example_exactly_once(n, batch, micro):
     seen = []
     steps = steps_per_epoch(n, batch)
     for step in range(steps):
-        micro_batches = plan(n, batch, micro, 0, 2, step, LENGTHS)
+        micro_batches = plan(PlanConfig(n, batch, micro, 0, LENGTHS), 2, step)
         sizes = [len(m.ids) for m in micro_batches]
         assert max(sizes) <= micro
         assert sum(sizes) == (batch if step < steps - 1 else n - batch * (steps - 1))
@@ -70,13 +71,16 @@ def test_an_epoch_holds_every_example_exactly_once(n, batch, micro):
 
 def test_which_examples_a_step_has_does_not_depend_on_the_micro_batch():
     for step in range(steps_per_epoch(1003, 32)):
-        sets = [{int(i) for m in plan(1003, 32, micro, 0, 1, step, LENGTHS) for i in m.ids} for micro in (1, 4, 7, 32)]
+        sets = [
+            {int(i) for m in plan(PlanConfig(1003, 32, micro, 0, LENGTHS), 1, step) for i in m.ids}
+            for micro in (1, 4, 7, 32)
+        ]
         assert all(ids == sets[0] for ids in sets)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 def test_ranks_share_the_micro_batches_and_change_none(world):
-    micro_batches = plan(1003, 32, 4, 0, 0, 31, LENGTHS)  # the tail: 11 examples, 3 micro-batches
+    micro_batches = plan(PlanConfig(1003, 32, 4, 0, LENGTHS), 0, 31)  # the tail: 11 examples, 3 micro-batches
     windows = assign_to_ranks(micro_batches, world)
     real = [m for window in windows for m in window if not m.dummy]
     assert sorted(m.index for m in real) == list(range(len(micro_batches)))
@@ -91,7 +95,7 @@ def test_ranks_share_the_micro_batches_and_change_none(world):
 
 
 def test_seeds_differ_between_all_micro_batches():
-    seeds = [m.seed for e in range(3) for s in range(10) for m in plan(1003, 32, 4, 0, e, s)]
+    seeds = [m.seed for e in range(3) for s in range(10) for m in plan(PlanConfig(1003, 32, 4, 0), e, s)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -99,7 +103,8 @@ def test_seeds_differ_between_all_micro_batches():
 def test_training_goes_through_epochs_and_can_be_entered_anywhere():
     def ids(rank, world, start, stop):
         return [
-            (m.step, m.index, m.seed, m.ids.tolist()) for m in training_order(100, 32, 8, 5, rank, world, start, stop)
+            (m.step, m.index, m.seed, m.ids.tolist())
+            for m in training_order(PlanConfig(100, 32, 8, 5), rank, world, start, stop)
         ]
 
     whole = ids(0, 1, 0, 12)
@@ -119,7 +124,7 @@ def test_cutting_by_length_leaves_little_padding(micro, batch, bar, naive):
     def padding(step_lengths):
         real = rectangle = 0
         for step in range(steps_per_epoch(n, batch)):
-            ids = np.concatenate([m.ids for m in plan(n, batch, micro, 0, 0, step)])
+            ids = np.concatenate([m.ids for m in plan(PlanConfig(n, batch, micro, 0), 0, step)])
             for part, _ in split_into_micro_batches(ids, micro, step_lengths):
                 real += lengths[part].sum()
                 rectangle += lengths[part].max() * len(part)
@@ -133,7 +138,7 @@ def test_token_balanced_assignment():
     """No rank has more than a few percent above the mean; the mutant, dealing in order, has far more."""
     worst = naive = 0.0
     for step in range(30):
-        micro_batches = plan(1003, 64, 4, 0, 0, step % 15, LENGTHS)
+        micro_batches = plan(PlanConfig(1003, 64, 4, 0, LENGTHS), 0, step % 15)
         mean = sum(m.cost for m in micro_batches) / 4
         worst = max(worst, max(sum(m.cost for m in w) for w in assign_to_ranks(micro_batches, 4)) / mean)
         naive = max(naive, max(sum(m.cost for m in micro_batches[4 * r : 4 * r + 4]) for r in range(4)) / mean)
@@ -150,11 +155,11 @@ def test_evaluation_has_every_example_once_and_is_cut_the_same_for_every_world()
 
 BILLION = """
 import resource, time
-from src.data.batch_plan import plan
+from src.data.batch_plan import PlanConfig, plan
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 started = time.perf_counter()
-micro_batches = plan(10**9, 1024, 8, 0, 1, 10**7 % (10**9 // 1024))
+micro_batches = plan(PlanConfig(10**9, 1024, 8, 0), 1, 10**7 % (10**9 // 1024))
 seconds = time.perf_counter() - started
 ids = numpy.concatenate([m.ids for m in micro_batches])
 assert len(set(ids.tolist())) == 1024 and ids.min() >= 0 and ids.max() < 10**9
@@ -168,7 +173,9 @@ def test_a_billion_examples_cost_neither_memory_nor_time():
     assert mebibytes < 50
     assert seconds < 1
     started = time.perf_counter()
-    first = next(training_order(10**9, 1024, 8, 0, 3, 64, 10**7, 10**7 + 1))  # step 10^7 is in the eleventh epoch
+    first = next(
+        training_order(PlanConfig(10**9, 1024, 8, 0), 3, 64, 10**7, 10**7 + 1)
+    )  # step 10^7 is in the eleventh epoch
     assert first.step == 10**7
     assert time.perf_counter() - started < 1
 
@@ -186,6 +193,6 @@ def test_an_epoch_is_the_data_set_for_any_processes_micro_batches_budgets_and_re
         world, micro = int(rng.integers(1, 6)), int(rng.integers(1, batch + 1))
         tokens = int(rng.integers(60, 400)) if rng.random() < 0.5 else None
         for rank in range(world):
-            order = training_order(n, batch, micro, case, rank, world, begin, end, lengths, tokens)
+            order = training_order(PlanConfig(n, batch, micro, case, lengths, tokens), rank, world, begin, end)
             seen += [i for m in order if not m.dummy for i in m.ids.tolist()]
     assert sorted(seen) == list(range(n))

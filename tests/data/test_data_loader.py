@@ -18,7 +18,7 @@ import torch
 from src.config.schema import RunConfig
 from src.data import data_loader
 from src.data.arrow_columns import views
-from src.data.batch_plan import training_order
+from src.data.batch_plan import PlanConfig, training_order
 from src.tasks import causal_lm
 from tests.helpers import kit
 
@@ -36,7 +36,7 @@ def data(tiny, tmp_path_factory):
 
 
 def plan(split, steps: int = 11, micro: int = 4) -> list:
-    return list(training_order(len(split), 8, micro, 1, 0, 1, 0, steps, split.lengths))
+    return list(training_order(PlanConfig(len(split), 8, micro, 1, split.lengths), 0, 1, 0, steps))
 
 
 def strike(monkeypatch, blow) -> None:
@@ -138,14 +138,14 @@ def test_a_loader_process_that_hangs_is_named_with_its_rows(data, tmp_path, monk
 
 def test_mutant_that_names_what_was_asked_for_last_is_caught(data, tmp_path, monkeypatch):
     """The reader knows best what it has handed out; what a process was at, only that process knows."""
-    original = data_loader._explain
+    original = data_loader._describe_failure
 
     def last(items, desk, sent, timeout):
         for number in range(len(desk)):
             desk[number] = torch.tensor(list(sent)[-1])
         return original(items, desk, sent, timeout)
 
-    monkeypatch.setattr(data_loader, "_explain", last)
+    monkeypatch.setattr(data_loader, "_describe_failure", last)
     message, rows, _ = failure(data, tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
     with pytest.raises(AssertionError):
         check_named(data, message, rows)
@@ -237,7 +237,7 @@ def test_a_fault_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, wor
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_mutant_without_a_word_of_it_is_caught(data, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(data_loader, "collated", lambda task, micro, rows: (micro, task.collate(rows)))
+    monkeypatch.setattr(data_loader, "collate", lambda task, micro, rows: (micro, task.collate(rows)))
     text, bad = fault(data, tmp_path, monkeypatch, workers)
     assert "ValueError: a cosmic ray" in text
     assert str(bad.ids.tolist()) not in text
@@ -293,7 +293,7 @@ def test_a_loader_process_keeps_to_one_thread(tiny, tmp_path):
 
 
 def test_mutant_that_leaves_threads_alone_is_caught(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_loader, "_begin_worker", lambda *_: None)
+    monkeypatch.setattr(data_loader, "_init_worker", lambda *_: None)
     kit.spawn(1, threads, tiny | {"cache_dir": tmp_path / "cache"}, tmp_path, out=tmp_path / "out")
     assert False in single(tmp_path)
 
@@ -319,13 +319,13 @@ def test_batches_do_not_depend_on_workers(data):
 
 def test_mutant_that_takes_what_is_ready_is_caught(data, monkeypatch):
     """Batches of workers in another order than that of the plan."""
-    original = data_loader._watched
+    original = data_loader._explain_worker_failures
 
     def as_they_come(items, *rest):
         held = list(original(items, *rest))
         return iter(held[1::2] + held[::2])
 
-    monkeypatch.setattr(data_loader, "_watched", as_they_come)
+    monkeypatch.setattr(data_loader, "_explain_worker_failures", as_they_come)
     assert batches(data, 2) != batches(data, 0)
 
 

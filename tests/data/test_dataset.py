@@ -21,7 +21,7 @@ from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, dataset_spec, preprocessing
-from src.data.batch_plan import evaluation_order, training_order
+from src.data.batch_plan import PlanConfig, evaluation_order, training_order
 from src.storage import launch_peers, shared_work
 from src.tasks import Batch, causal_lm
 from tests.helpers import kit
@@ -223,7 +223,7 @@ def test_a_rank_reads_only_the_rows_of_its_own_micro_batches(ragged, tmp_path):
 
     def work():
         rank, seen = int(os.environ["RANK"]), []
-        order = list(training_order(len(rows), 32, 4, 1, rank, 2, 0, 32, split.lengths))
+        order = list(training_order(PlanConfig(len(rows), 32, 4, 1, split.lengths), rank, 2, 0, 32))
         spy = _Spy(split, seen)
         for micro, batch in data_loader.read_batches(spy, task, iter(order), RunConfig(), False):
             lengths = [len(rows[i]) for i in micro.ids]
@@ -247,8 +247,10 @@ class _Spy:
 
 def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
     task, split, rows = ragged
-    order = list(training_order(len(rows), 32, 4, 1, 0, 1, 29, 35, split.lengths))
-    windows = list(data_loader.windows(data_loader.read_batches(split, task, iter(order), RunConfig(), False)))
+    order = list(training_order(PlanConfig(len(rows), 32, 4, 1, split.lengths), 0, 1, 29, 35))
+    windows = list(
+        data_loader.group_into_windows(data_loader.read_batches(split, task, iter(order), RunConfig(), False))
+    )
     assert [len(window) for window, _ in windows] == [8, 8, 3, 8, 8, 8]  # 1003 = 31 × 32 + 11
     assert [[micro.step for micro, _ in window] for window, _ in windows] == [
         [s] * n for s, n in zip(range(29, 35), (8, 8, 3, 8, 8, 8), strict=True)
@@ -271,7 +273,7 @@ class Drawing(causal_lm.Task):
 
 def draws(split, workers, rank=0, world=1):
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
-    order = training_order(len(split), 32, 4, 1, rank, world, 0, 3, split.lengths)
+    order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 3)
     task = Drawing(None, causal_lm.Options())
     read = data_loader.read_batches(split, task, order, RunConfig(dataloader_num_workers=workers), False)
     return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.dummy}

@@ -8,7 +8,7 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data import batch_plan
-from src.data.batch_plan import example_ids, mixture_quotas, steps_per_epoch, training_order
+from src.data.batch_plan import PlanConfig, example_ids, mixture_quotas, steps_per_epoch, training_order
 from tests.helpers import kit
 
 ROWS = [100, 37, 5]
@@ -58,7 +58,9 @@ def test_any_slice_of_any_split_of_the_work_holds_the_same_ids(weights):
         lengths = np.arange(142) % 50 + 1
         seen = [[] for _ in range(15)]
         for rank in range(world):
-            order = training_order(142, 10, micro, 3, rank, world, first, first + 15, lengths, tokens, quotas)
+            order = training_order(
+                PlanConfig(142, 10, micro, 3, lengths, tokens, quotas), rank, world, first, first + 15
+            )
             for item in order:
                 seen[item.step - first] += [] if item.dummy else item.ids.tolist()
         assert [sorted(ids) for ids in seen] == [sorted(ids) for ids in whole]

@@ -87,7 +87,7 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
         if progress.step == steps:
             break
         if not host_group.sum([len(rows)])[0]:
-            stream.turn()
+            stream.next_pass()
             turns.append(progress.step)
             continue
         progress.step += 1
@@ -312,7 +312,7 @@ def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
             opened(tmp_path, files)
         return
     kit.write_jsonl(files[1], [*rows, {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}])
-    number, *_ = opened(tmp_path, files).spare
+    number, *_ = opened(tmp_path, files).dummy_row
     assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
 
 

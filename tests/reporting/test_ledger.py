@@ -12,7 +12,7 @@ import pytest
 
 import train
 from src.config.errors import UsageError
-from src.data import batch_plan
+from src.data import batch_plan, data_loader
 from src.reporting import ledger
 from tests.helpers import kit
 
@@ -187,30 +187,23 @@ def test_half_a_line_at_the_end_is_no_step(one, tmp_path):
 # ---- mutants ---------------------------------------------------------------------------------------------------------
 
 
-def from_the_start(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order, **cut):
+def from_the_start(config, rank, world, start, stop, order=data_loader.training_order):
     """The order replayed from its start after a resume, as after accelerate's load_state."""
-    return (
-        replace(item, step=item.step + start)
-        for item in order(n, batch, micro, seed, rank, world, 0, stop - start, lengths, **cut)
-    )
+    return (replace(item, step=item.step + start) for item in order(config, rank, world, 0, stop - start))
 
 
-def another_seed(n, batch, micro, seed, *rest, order=train.training_order, **cut):
-    return order(n, batch, micro, seed + 1, *rest, **cut)
+def another_seed(config, *rest, order=data_loader.training_order):
+    return order(replace(config, seed=config.seed + 1), *rest)
 
 
-def the_first_ranks(n, batch, micro, seed, rank, *rest, order=train.training_order, **cut):
+def the_first_ranks(config, rank, *rest, order=data_loader.training_order):
     """Every rank reads what the first one reads, as without a distributed sampler."""
-    return order(n, batch, micro, seed, 0, *rest, **cut)
+    return order(config, 0, *rest)
 
 
-def same_every_epoch(n, batch, micro, seed, rank, world, start, stop, lengths, order=train.training_order, **cut):
+def same_every_epoch(config, rank, world, start, stop, order=data_loader.training_order):
     """No set_epoch: the order of the first epoch again and again."""
-    return (
-        item
-        for step in range(start, stop)
-        for item in order(n, batch, micro, seed, rank, world, step % 32, step % 32 + 1, lengths, **cut)
-    )
+    return (item for step in range(start, stop) for item in order(config, rank, world, step % 32, step % 32 + 1))
 
 
 @pytest.mark.parametrize(
@@ -219,7 +212,7 @@ def same_every_epoch(n, batch, micro, seed, rank, world, start, stop, lengths, o
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, mutant, world, first):
-    monkeypatch.setattr(train, "training_order", mutant)
+    monkeypatch.setattr(data_loader, "training_order", mutant)
     run = kit.run_training(world, tmp_path / "run", *recipe(files))
     assert ledger.compare(run.folder).startswith(f"step {first} differs: ")
     assert ledger.compare(one, run.folder).startswith(f"step {first} differs: ")
@@ -228,6 +221,6 @@ def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, muta
 def test_mutant_that_goes_on_with_the_wrong_data_is_caught(files, tmp_path, monkeypatch):
     flags = {"lr_scheduler_type": "constant"}
     kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=6, **flags))
-    monkeypatch.setattr(train, "training_order", from_the_start)
+    monkeypatch.setattr(data_loader, "training_order", from_the_start)
     run = kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=9, **flags))
     assert ledger.compare(run.folder).startswith("step 7 differs: ")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import train
+from src.data import data_loader
 from src.reporting import ledger
 from src.tasks import causal_lm
 from src.training import step
@@ -103,14 +104,14 @@ def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypa
 
 
 def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path, monkeypatch):
-    original = train.training_order
+    original = data_loader.training_order
 
-    def replayed(n, batch, micro, seed, rank, world, first, last, lengths, **cut):
-        return original(n, batch, micro, seed, rank, world, 0, last - first, lengths, **cut)
+    def replayed(config, rank, world, first, last):
+        return original(config, rank, world, 0, last - first)
 
     flags, folder = recipe(tiny, dtype="float64"), tmp_path / "run"
     killed_at(7, 2, folder, flags, monkeypatch)
-    monkeypatch.setattr(train, "training_order", replayed)
+    monkeypatch.setattr(data_loader, "training_order", replayed)
     kit.run_training(1, folder, *flags)
     assert "step 7 differs" in ledger.compare(folder, whole.folder)
 

@@ -6,7 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
-from src.data.batch_plan import plan
+from src.data.batch_plan import PlanConfig, plan
 from src.distributed.host_group import HostGroup
 from tests.helpers import kit
 
@@ -49,7 +49,7 @@ def plain_loop(files, steps: int) -> tuple[list[float], list[float], dict]:
     losses, norms = [], []
     for s in range(steps):
         epoch, within = divmod(s, 32)
-        ids = np.concatenate([m.ids for m in plan(1003, 32, 32, 42, epoch, within)])
+        ids = np.concatenate([m.ids for m in plan(PlanConfig(1003, 32, 32, 42), epoch, within)])
         batch = [torch.tensor(rows[i]) for i in ids]
         inputs = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
         labels = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-100)
