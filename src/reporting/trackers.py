@@ -1,6 +1,6 @@
 """Trackers (wandb, tensorboard, …): one thread each, so that none can delay or end a run.
 
-The trackers are Accelerate's. What reaches them under which project, name and id: docs/tracking.md.
+The trackers are Accelerate's; docs/tracking.md says which project, run name and id they get.
 Tests: tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
 """
 
@@ -15,8 +15,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.config.errors import warn
 from src.config.paths import REPOSITORY
@@ -25,135 +27,162 @@ from src.config.schema import RunConfig
 from src.runtime.exit_hooks import on_exit
 from src.storage import atomic_folder
 
-START = 10.0  # seconds that the first step waits for trackers to start
-CLOSE = 10.0  # seconds that the end of a process waits for them
-BACKLOG = 100_000  # lines that a slow tracker may be behind
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker
+
+START_TIMEOUT = 10.0  # seconds that the first step waits for trackers to start
+CLOSE_TIMEOUT = 10.0  # seconds that the end of a process waits for them
+MAX_QUEUED = 100_000  # lines; a tracker that is slower than training loses those above
 FILE = "trackers.json"  # in the run folder: the run id, and for each tracker the step up to which it has every line
 
 log = logging.getLogger("run")
-_senders: list["_Sender"] = []
-_closing: list[float] = []  # the moment at which close() gives up, once it was called
+_threads: list["_TrackerThread"] = []
+_close_deadlines: list[float] = []  # set by the first close(); later calls wait no longer
 
 
-class _Sender:
-    """One tracker, its waiting lines, and the thread that makes every call to it, in order."""
+class _TrackerThread:
+    """One tracker, its queue of lines, and the thread that makes every call to it, in order."""
 
-    def __init__(self, kind: str, make: Callable, closed: Callable):
-        self.kind, self.lines = kind, queue.SimpleQueue()
-        self.offered = self.taken = 0
-        self.error: str | None = None  # the first one
-        self.since: float | None = time.monotonic()  # when the call under way began
-        self.ready, self.reported, self.pid = threading.Event(), False, os.getpid()
-        self.thread = threading.Thread(target=self._work, args=(make, closed), name=f"tracker {kind}", daemon=True)
+    def __init__(self, name: str, create: Callable[[], "GeneralTracker"], on_closed: Callable[[str, int], None]):
+        self.name, self.create, self.on_closed = name, create, on_closed
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step), then None
+        self.queued = self.sent = 0
+        self.failed: str | None = None  # what failed first, as part of a sentence
+        self.call_began: float | None = time.monotonic()  # None between two calls
+        self.started = threading.Event()  # also set when the start failed
+        self.warned = False
+        self.pid = os.getpid()  # a forked loader process has a copy of this object, but not the thread
+        self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self.thread.start()
 
     def add(self, values: dict, step: int) -> None:
-        """Queue one line; returns at once."""
-        if self.pid == os.getpid():
-            self.offered += 1
-            if self.offered - self.taken <= BACKLOG and self.thread.is_alive():
-                self.lines.put((values, step))
+        """Queue one line; return at once."""
+        if self.pid != os.getpid():
+            return
+        self.queued += 1
+        if self.queued - self.sent <= MAX_QUEUED and self.thread.is_alive():
+            self.queue.put((values, step))
 
-    def _work(self, make: Callable, closed: Callable) -> None:
-        started = self._try("does not start", lambda: setattr(self, "tracker", make()))
-        self.since, last = None, 0
-        self.ready.set()
-        while started and (line := self.lines.get()) is not None:
-            self.since, (values, last) = time.monotonic(), line
-            self.taken += self._try("does not take a line", self.tracker.log, values, step=last)
-            self.since = None
-        if started:
-            self.since = time.monotonic()
-            if self._try("does not close", self.tracker.finish) and self.taken == self.offered:
-                closed(self.kind, last)
+    def _run(self) -> None:
+        started = self._try("does not start", self._start)
+        self.started.set()
+        if not started:
+            return
+        last_step = 0
+        while (line := self.queue.get()) is not None:
+            values, last_step = line
+            self.sent += self._try("does not take a line", self.tracker.log, values, step=last_step)
+        if self._try("does not close", self.tracker.finish) and self.sent == self.queued:
+            self.on_closed(self.name, last_step)
+
+    def _start(self) -> None:
+        self.tracker = self.create()
 
     def _try(self, what: str, call: Callable, *args, **kwargs) -> bool:
-        """Return whether the call raised nothing; the first error is a warning, the others are in the log file."""
+        """Return whether the call raised nothing; the first error is a warning, all are in the log file."""
+        self.call_began = time.monotonic()
         try:
             call(*args, **kwargs)
             return True
-        except BaseException as error:  # a thread has no other place for a SystemExit, either
-            text = f"report_to: {self.kind} {what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
-            log.warning("%s", text, exc_info=self.error is None)
-            if self.error is None:
-                self.error = what
-                warn(f"{text}; training goes on, and metrics.jsonl has every line")
+        except BaseException as error:  # SystemExit too: nothing above would catch it in a thread
+            text = f"report_to: {self.name} {what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            log.warning("%s", text, exc_info=self.failed is None)
+            if self.failed is None:
+                self.failed = what
+                warn(f"{text}; training continues, and metrics.jsonl has every line")
             return False
+        finally:
+            self.call_began = None
 
-    def close(self, until: float) -> bool:
-        """Return whether the tracker is closed, at the latest at `until`; warn about lines that it did not take."""
+    def close(self, deadline: float) -> bool:
+        """Return whether the tracker closed before the deadline; warn about lines that it did not take."""
         if self.pid != os.getpid():
             return True
-        if self.since:  # a call that hangs since long before needs no further patience
-            until = min(until, max(self.since + CLOSE, time.monotonic() + 1))
-        self.thread.join(max(0.0, until - time.monotonic()))
-        alive, missing = self.thread.is_alive(), self.offered - self.taken
-        if not self.reported and (alive or (missing and self.error != "does not start")):
-            self.reported = True
-            took = f"has not taken {missing} of {self.offered} lines" if missing else "has not closed"
-            warn(f"report_to: {self.kind} {took}{' in time' * alive}; metrics.jsonl has every line")
+        if began := self.call_began:  # a call that already hangs for long gets no further CLOSE_TIMEOUT
+            deadline = min(deadline, max(began + CLOSE_TIMEOUT, time.monotonic() + 1))
+        self.thread.join(max(0.0, deadline - time.monotonic()))
+        alive, missing = self.thread.is_alive(), self.queued - self.sent
+        if not self.warned and (alive or (missing and self.failed != "does not start")):
+            self.warned = True
+            what = f"has not taken {missing} of {self.queued} lines" if missing else "has not closed"
+            warn(f"report_to: {self.name} {what}{' in time' if alive else ''}; metrics.jsonl has every line")
         return not alive
 
 
-def start(accelerator, cfg: RunConfig, config: str, step: int, lines: list[dict]) -> None:
-    """Start every tracker of `report_to` on this process, and send it the lines of this run that it may not have yet.
+def start(accelerator: "Accelerator", cfg: RunConfig, config: str, step: int, lines: list[dict]) -> None:
+    """Start the trackers of `report_to` and send the lines of this run that they may lack; main process only.
 
-    `config` is the resolved YAML, `step` where the run continues. Returns when all have started, after START seconds
-    at the latest: packages are imported by then, so that no loader process is forked in the middle of an import."""
+    `config` is the resolved YAML, `step` where the run resumes. Waits until all have started, at most START_TIMEOUT:
+    their packages must be imported before loader processes are forked."""
     if not accelerator.log_with:
         return
     folder = Path(cfg.output_dir).resolve()
-    known = _identity(folder, config, step)
-    project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
-    settings, lock = _settings(cfg, folder, known["run_id"]), threading.Lock()
+    known, lock = _run_identity(folder, config, step), threading.Lock()
 
-    def closed(kind: str, last: int) -> None:
+    def on_closed(name: str, last_step: int) -> None:
         with lock, suppress(OSError):
-            known["complete"][kind] = max(last, known["complete"].get(kind, 0))
+            known["complete"][name] = max(last_step, known["complete"].get(name, 0))
             atomic_folder.rewrite(folder / FILE, json.dumps(known))
 
-    _senders.clear()
-    _closing.clear()
+    _threads.clear()
+    _close_deadlines.clear()
     on_exit(close)
-    sys.argv[1:] = []  # wandb uploads the command line, and a URL in there may carry a signature
-    terminal, sys.stdin = sys.stdin, open(os.devnull)  # noqa: SIM115 (a tracker that asks for a key would wait for ever)
-    for kind in map(str, accelerator.log_with):
-        complete = min(step, known["complete"].get(kind, 0))
-        keywords = settings.get(kind, {}) | ({"purge_step": complete + 1} if kind == "tensorboard" else {})
-        arguments = (accelerator, kind, project, folder, keywords, _flat(cfg))
-        sender = _Sender(kind, lambda a=arguments: _make(*a), closed)
-        for line in lines:
-            if line["step"] > complete:
-                sender.add(*_numbers(line))
-        _senders.append(sender)
-    until = time.monotonic() + START
-    for sender in _senders:
-        if not sender.ready.wait(max(0.0, until - time.monotonic())):
-            warn(f"report_to: {sender.kind} has not started in {START:g} s; training does not wait for it")
-    sys.stdin = terminal
+    sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
+    settings = _settings(cfg, folder, known["run_id"])
+    with _no_stdin():
+        for name in map(str, accelerator.log_with):
+            complete = min(step, known["complete"].get(name, 0))
+            options = dict(settings.get(name, {}))
+            if name == "tensorboard":
+                options["purge_step"] = complete + 1
+            thread = _TrackerThread(name, partial(_create, accelerator, cfg, name, folder, options), on_closed)
+            for line in lines:
+                if line["step"] > complete:
+                    thread.add(*_numbers(line))
+            _threads.append(thread)
+        deadline = time.monotonic() + START_TIMEOUT
+        for thread in _threads:
+            if not thread.started.wait(max(0.0, deadline - time.monotonic())):
+                warn(f"report_to: {thread.name} has not started in {START_TIMEOUT:g} s; training does not wait for it")
 
 
-def _make(accelerator, kind: str, project: str, folder: Path, keywords: dict, config: dict):
-    """Return a tracker that has started, as Accelerator.init_trackers makes it; one at a time, so that none needs another."""
+@contextmanager
+def _no_stdin():
+    """Within, a tracker that asks for a password reads an empty file instead of waiting forever."""
+    terminal = sys.stdin
+    with open(os.devnull) as empty:
+        sys.stdin = empty
+        try:
+            yield
+        finally:
+            sys.stdin = terminal
+
+
+def _create(accelerator: "Accelerator", cfg: RunConfig, name: str, folder: Path, options: dict) -> "GeneralTracker":
+    """Return a started tracker, made as Accelerator.init_trackers makes it, but alone: none can block another."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-    make, where = LOGGER_TYPE_TO_CLASS[kind], []
-    if make.requires_logging_directory:  # there, the project is the name of a folder
+    project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
+    tracker_class, where = LOGGER_TYPE_TO_CLASS[name], []
+    if tracker_class.requires_logging_directory:  # the project becomes a folder name
         project, where = re.sub(r"[^\w.-]+", "_", project), [str(folder / "trackers")]
-    tracker = make(project, *where, **keywords)
+    tracker = tracker_class(project, *where, **options)
     tracker.start()
     accelerator.trackers.append(tracker)  # for accelerator.get_tracker
-    tracker.store_init_configuration(config)
+    values = redact_all(vars(cfg))
+    simple = (int, float, str, bool)
+    tracker.store_init_configuration({k: v if isinstance(v, simple) else str(v) for k, v in values.items()})
     with suppress(Exception):
         if url := getattr(tracker.tracker, "url", None):
-            print(f"{kind}: {url}", flush=True)
+            print(f"{name}: {url}", flush=True)
     return tracker
 
 
-def _identity(folder: Path, config: str, step: int) -> dict:
-    """Return the id of this run, and up to which step each tracker has every line; another run gets another id.
+def _run_identity(folder: Path, config: str, step: int) -> dict:
+    """Return the run id and the step up to which each tracker has every line; a new run gets a new id.
 
-    A run that was killed before its first checkpoint and begins again, with the same configuration, is the same run."""
+    Started again from step 0, it is the same run if the configuration is the same (a kill before the first checkpoint)."""
     digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], {}
     with suppress(OSError, ValueError):
         known = json.loads((folder / FILE).read_text())
@@ -166,45 +195,39 @@ def _identity(folder: Path, config: str, step: int) -> dict:
 
 
 def _settings(cfg: RunConfig, folder: Path, run_id: str) -> dict[str, dict]:
-    """Return what Accelerate passes on to each tracker; an environment variable of wandb's wins over a default of ours."""
+    """Return the options of each tracker; wandb's environment variables win over our defaults."""
     name = cfg.run_name or folder.name
-    ours = {
-        "name": name if cfg.run_name or not os.environ.get("WANDB_NAME") else None,
-        "id": None if os.environ.get("WANDB_RUN_ID") else run_id,
-        "resume": None if os.environ.get("WANDB_RESUME") else "allow",
-        "dir": None if os.environ.get("WANDB_DIR") else str(folder),
-    }
-    # Its own lines and a copy of ours would be in the way; a run that is killed loses a second of its file, not 15.
-    for variable, value in (("SILENT", "true"), ("CONSOLE", "off"), ("X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")):
-        os.environ.setdefault(f"WANDB_{variable}", value)
-    return {"wandb": {key: value for key, value in ours.items() if value}, "mlflow": {"run_name": name}}
+    options = {"id": ("RUN_ID", run_id), "resume": ("RESUME", "allow"), "dir": ("DIR", str(folder))}
+    wandb = {option: value for option, (variable, value) in options.items() if not os.environ.get(f"WANDB_{variable}")}
+    if cfg.run_name or not os.environ.get("WANDB_NAME"):
+        wandb["name"] = name
+    os.environ.setdefault("WANDB_SILENT", "true")
+    os.environ.setdefault("WANDB_CONSOLE", "off")  # no second copy of our lines
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses 1 s of its file, not 15 s
+    return {"wandb": wandb, "mlflow": {"run_name": name}}
 
 
 def add(line: dict) -> None:
-    """Send a line of metrics.jsonl to every tracker; returns at once."""
-    for sender in _senders:
-        sender.add(*_numbers(line))
+    """Send a line of metrics.jsonl to every tracker; return at once."""
+    for thread in _threads:
+        thread.add(*_numbers(line))
 
 
 def _numbers(line: dict) -> tuple[dict, int]:
-    names = [k for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "kind")]
-    return {f"{line['kind']}/{name}": line[name] for name in names}, line["step"]
-
-
-def _flat(cfg: RunConfig) -> dict:
-    values = redact_all(vars(cfg))
-    return {k: v if isinstance(v, int | float | str | bool) else str(v) for k, v in values.items()}
+    """Return the numbers of a line under their tracker names (`train/loss`), and its step."""
+    numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "kind")}
+    return {f"{line['kind']}/{name}": value for name, value in numbers.items()}, line["step"]
 
 
 def close(seconds: float | None = None) -> bool:
-    """Return whether every tracker is closed, after so many seconds (CLOSE) at the latest; called before a process ends.
+    """Return whether every tracker closed within `seconds` (default CLOSE_TIMEOUT); call it before a process ends.
 
-    From any thread, and more than once: later calls wait no longer than the first one does."""
-    until = time.monotonic() + (CLOSE if seconds is None else seconds)
-    if _senders and not _closing:
-        _closing.append(until)
-    until = min([until, *_closing])
-    for sender in _senders:
-        sender.lines.put(None)
-    closed = [sender.close(until) for sender in _senders]  # each of them, though one may not have closed
+    Any thread may call it, more than once; later calls wait no longer than the first."""
+    deadline = time.monotonic() + (CLOSE_TIMEOUT if seconds is None else seconds)
+    if _threads and not _close_deadlines:
+        _close_deadlines.append(deadline)
+    deadline = min([deadline, *_close_deadlines])
+    for thread in _threads:
+        thread.queue.put(None)
+    closed = [thread.close(deadline) for thread in _threads]  # all of them, even if the first has not closed
     return all(closed)

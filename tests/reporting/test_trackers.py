@@ -1,4 +1,4 @@
-"""Trackers get every line of a run under one id, and one that fails or hangs neither delays nor ends it."""
+"""Trackers: every line of a run under one id; a failing or hanging tracker is a warning."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ from tests.helpers import kit
 
 
 class Good(GeneralTracker):
-    """Keeps what it gets in a file; each call takes some time, as with a server."""
+    """Writes what it gets to a file, slowly, like a server."""
 
     name, requires_logging_directory, main_process_only = "good", True, False
 
@@ -69,8 +69,8 @@ def registered():
     yield _register()
     LOGGER_TYPE_TO_CLASS.clear()
     LOGGER_TYPE_TO_CLASS.update(before)
-    trackers._senders.clear()
-    trackers._closing.clear()
+    trackers._threads.clear()
+    trackers._close_deadlines.clear()
 
 
 def received(folder) -> list[dict]:
@@ -100,17 +100,18 @@ def flags(files, **values):
         "report_to": "good",
         "output_dir": "run",
     } | values
-    return [str(word) for name, value in values.items() for word in (f"--{name}", *str(value).split())]
+    return kit.flags(**values)
 
 
-def _train(argv, folder, patience, fails=None):
+def _train(argv, folder, timeout, failing_rank=None):
+    """Run train.py with the trackers of this file; with `failing_rank`, that rank raises at step 4."""
     import os
 
     import train
 
     _register()
-    trackers.START = trackers.CLOSE = patience
-    if fails is not None and os.environ["RANK"] == str(fails):
+    trackers.START_TIMEOUT = trackers.CLOSE_TIMEOUT = timeout
+    if failing_rank is not None and os.environ["RANK"] == str(failing_rank):
         original, calls = train.optimizer_step, []
 
         def update(*args):
@@ -123,20 +124,20 @@ def _train(argv, folder, patience, fails=None):
     kit._command("train.py", argv, folder)
 
 
-def run(files, folder, patience=10.0, world=1, fails=None, **values):
-    """Return the exit codes of a run, and what the main process printed."""
+def run(files, folder, timeout=10.0, world=1, failing_rank=None, **values):
+    """Return the exit codes of a run, and the output of the main process."""
     folder.mkdir()
     argv, out = flags(files, **values), folder / "out"
-    ranks = kit.fork(world, _train, argv, folder, patience, fails, out=out)
+    ranks = kit.fork(world, _train, argv, folder, timeout, failing_rank, out=out)
     for process in ranks:
         process.join(90)
         process.kill()
     return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
 
 
-def test_trackers_that_hang_or_raise_are_warnings(files, tmp_path, registered):
-    names = " ".join([*registered, "good"])
-    codes, text = run(files, tmp_path / "all", patience=2.0, max_steps=3, report_to=names)
+def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
+    names = [*registered, "good"]
+    codes, text = run(files, tmp_path / "all", timeout=2.0, max_steps=3, report_to=names)
     assert codes == [0], text
     folder = tmp_path / "all" / "run"
     assert (folder / "final" / "config.json").exists()
@@ -155,8 +156,8 @@ def test_trackers_that_hang_or_raise_are_warnings(files, tmp_path, registered):
 @pytest.mark.parametrize("end", ["complete", "time limit", "rank 0 fails", "rank 1 fails"])
 def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
     limit = {"time_limit": 0.0001, "max_steps": 500} if end == "time limit" else {"max_steps": 6}
-    fails = int(end.split()[1]) if end.startswith("rank") else None
-    codes, text = run(files, tmp_path / "end", world=2, fails=fails, **limit)
+    failing_rank = int(end.split()[1]) if end.startswith("rank") else None
+    codes, text = run(files, tmp_path / "end", world=2, failing_rank=failing_rank, **limit)
     assert codes == [{"complete": 0, "time limit": 75}.get(end, 1)] * 2, text
     folder = tmp_path / "end" / "run"
     assert losses(received(folder)) == expected(folder) != []
@@ -165,7 +166,7 @@ def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
 
 
 def start(folder, config="a: 1", step=0, lines=()):
-    """Start the good tracker in this process, as train.py does; return what is in trackers.json."""
+    """Start the good tracker in this process, as train.py does; return trackers.json."""
     folder.mkdir(exist_ok=True)
     run = RunConfig(output_dir=str(folder), report_to=["good"], project="p/q")
     trackers.start(SimpleNamespace(log_with=["good"], trackers=[]), run, config, step, list(lines))
@@ -176,7 +177,7 @@ def line(step):
     return {"kind": "train", "step": step, "loss": float(step)}
 
 
-def test_a_resumed_run_sends_what_a_tracker_may_lack(tmp_path, registered, monkeypatch):
+def test_resume_sends_lines_that_a_tracker_may_lack(tmp_path, registered, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
     first = start(tmp_path / "run")
     assert sys.argv == ["train.py"]
@@ -185,8 +186,8 @@ def test_a_resumed_run_sends_what_a_tracker_may_lack(tmp_path, registered, monke
     assert trackers.close()
     assert start(tmp_path / "run", "a: 2", 2, map(line, (1, 2)))["run_id"] == first["run_id"]
     trackers.add(line(3))
-    trackers._senders[0].lines.put(None)  # this process is killed: nothing is noted in trackers.json
-    trackers._senders[0].thread.join()
+    trackers._threads[0].queue.put(None)  # as after a kill, trackers.json does not have step 3
+    trackers._threads[0].thread.join()
     (tmp_path / "run" / "trackers.json").write_text(json.dumps(first | {"complete": {"good": 2}}))
     start(tmp_path / "run", "a: 2", 4, map(line, (1, 2, 3, 4)))
     assert trackers.close()
@@ -194,17 +195,17 @@ def test_a_resumed_run_sends_what_a_tracker_may_lack(tmp_path, registered, monke
     assert json.loads((tmp_path / "run" / "trackers.json").read_text())["complete"] == {"good": 4}
 
 
-def test_only_another_run_gets_another_id(tmp_path):
-    first = trackers._identity(tmp_path, "a: 1", 0)["run_id"]
-    assert trackers._identity(tmp_path, "a: 1", 0)["run_id"] == first  # killed before its first checkpoint
-    assert trackers._identity(tmp_path, "a: 2", 10)["run_id"] == first  # resumed, with another flag
-    second = trackers._identity(tmp_path, "a: 3", 0)["run_id"]
+def test_only_a_new_run_gets_a_new_id(tmp_path):
+    first = trackers._run_identity(tmp_path, "a: 1", 0)["run_id"]
+    assert trackers._run_identity(tmp_path, "a: 1", 0)["run_id"] == first  # killed before its first checkpoint
+    assert trackers._run_identity(tmp_path, "a: 2", 10)["run_id"] == first  # resumed, with another flag
+    second = trackers._run_identity(tmp_path, "a: 3", 0)["run_id"]
     assert second != first
     (tmp_path / "trackers.json").write_text("[]")
-    assert trackers._identity(tmp_path, "a: 3", 10)["run_id"] not in (first, second)
+    assert trackers._run_identity(tmp_path, "a: 3", 10)["run_id"] not in (first, second)
 
 
-def test_variables_of_wandb_win_over_defaults(tmp_path, monkeypatch):
+def test_wandb_variables_win_over_our_defaults(tmp_path, monkeypatch):
     run, folder = RunConfig(output_dir=str(tmp_path / "x")), tmp_path / "x"
     keywords = trackers._settings(run, folder, "id")["wandb"]
     assert keywords == {"name": "x", "id": "id", "resume": "allow", "dir": str(folder)}

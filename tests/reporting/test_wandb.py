@@ -1,4 +1,4 @@
-"""The real wandb, offline: stopped, killed, failed and resumed, one run holds every line."""
+"""The real wandb (offline) and TensorBoard: one run has every line after a stop, a kill and a failure."""
 
 import json
 import signal
@@ -17,7 +17,7 @@ BLOCK = 32_768  # bytes; wandb's files are LevelDB logs with a header of seven b
 
 
 def records(file: Path):
-    """Yield the records of a .wandb file, up to where a kill has cut it off."""
+    """Yield the records of a .wandb file, up to where a kill truncated it."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     data, at, parts = file.read_bytes(), 7, b""
@@ -46,7 +46,7 @@ def rows(files) -> tuple[set, set]:
 
 
 def services() -> set[int]:
-    """Return the processes of wandb that live."""
+    """Return the ids of running wandb processes."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -63,7 +63,7 @@ def test_wandb_has_every_line_after_stop_kill_and_failure(files, tmp_path):
     argv = flags(files, report_to="wandb", max_steps=400, save_steps=20, eval_steps=10, save_total_limit=1)
 
     def begin(steps: int):
-        """Start the run, and return it when it has gone on for so many steps."""
+        """Start the run; return it when it has trained `steps` more steps, or has ended."""
         ranks = kit.Ranks("train.py", *argv, folder=loader, env=env)
         first = kit.last_step(folder)
         kit.until(lambda: first + steps <= kit.last_step(folder) or ranks.processes[0].exitcode is not None)
