@@ -1,13 +1,13 @@
-"""Check of Python and its packages before anything else is imported; `python src/__init__.py` checks only the version.
+"""Check Python and its packages before anything is imported; `python src/__init__.py` checks the version only.
 
-Written for any Python, so that an old one reads it and prints one sentence instead of a SyntaxError.
+Written for any Python, so that an old one prints one sentence instead of a SyntaxError.
 """
 
 import os
 import sys
 
-OLDEST = (3, 11)
-PACKAGES = (
+OLDEST_PYTHON = (3, 11)
+PACKAGES = [
     "torch",
     "accelerate",
     "transformers",
@@ -17,16 +17,16 @@ PACKAGES = (
     "yaml",
     "filelock",
     "xxhash",
-)
+]
 
 
-def problem(version, packages):
+def find_problem(version, packages):
     """Return why this Python cannot run the project, or None."""
-    if tuple(version[:2]) < OLDEST:
+    if tuple(version[:2]) < OLDEST_PYTHON:
         found = "%d.%d.%d at %s" % (tuple(version[:3]) + (sys.executable,))
         return (
             "Python %d.%d or newer is needed, found %s: install a newer one and name it, for example "
-            "make setup PYTHON=python3.12" % (OLDEST + (found,))
+            "make setup PYTHON=python3.12" % (OLDEST_PYTHON + (found,))
         )
     from importlib.util import find_spec
 
@@ -39,29 +39,30 @@ def problem(version, packages):
     return None
 
 
-_problem = problem(sys.version_info, () if __name__ == "__main__" else PACKAGES)
+_problem = find_problem(sys.version_info, () if __name__ == "__main__" else PACKAGES)
 if _problem:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write("error: %s\n" % _problem)
     sys.exit(2)
 
 
-_words = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
+_command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
+_is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py")
+_is_launcher = "src.distributed.run_launcher" in _command[1:3]
 
 
-def _stop(number, _):
-    """End at once, while libraries are imported or a model is evaluated: nothing can be lost."""
-    training = "train.py" in _words
+def _stop(number, frame):
+    """End at once on Ctrl-C during imports or an evaluation: there is nothing to save."""
+    training = "train.py" in _command
     if os.environ.get("RANK", "0") == "0":
-        early = " before training began: there is nothing to save" if training else ""
-        os.write(2, ("\nStopped by Ctrl-C%s.\n" % early).encode())
+        detail = " before training began: there is nothing to save" if training else ""
+        os.write(2, ("\nStopped by Ctrl-C%s.\n" % detail).encode())
     os._exit(75 if training else 130)
 
 
-if os.path.basename(sys.argv[0]) in ("train.py", "eval.py") or "src.distributed.run_launcher" in _words[1:3]:
+if _is_script or _is_launcher:
     import signal
 
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # a job in the background
-        signal.signal(
-            signal.SIGINT, _stop
-        )  # until src/distributed/stop_signals.py or src/distributed/run_launcher.py takes over
+    # Until src/distributed/stop_signals.py or src/distributed/run_launcher.py takes over.
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
+        signal.signal(signal.SIGINT, _stop)

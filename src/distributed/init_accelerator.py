@@ -1,4 +1,4 @@
-"""Create the Accelerator and check that its process group is the requested one; shut it down.
+"""Create the Accelerator, check that its process group is the requested one, and shut it down.
 
 Tests: tests/distributed/test_launch.py.
 """
@@ -8,6 +8,7 @@ import os
 import warnings
 from contextlib import suppress
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,82 +17,47 @@ from src.config.errors import UsageError, did_you_mean, warn
 from src.config.schema import RunConfig
 from src.distributed import stop_signals, strategies
 from src.runtime import console
-from src.runtime.exit_hooks import run_exit_hooks
+from src.runtime.exit_codes import run_exit_hooks
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator, InitProcessGroupKwargs
+
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def check_environment() -> None:
-    """Raise UsageError when several processes were asked for and accelerate launch started one, as it sometimes does, or
-    when the launcher's variables make no sense."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        if not (value := os.environ.get(name, "0")).isdecimal():
-            raise UsageError(
-                f"the environment variable {name} is {value!r}, where a launcher sets a whole number: unset it"
-            )
-    alone = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if alone and not {"WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE"} & set(os.environ):
+    """Raise UsageError if the launcher's variables are invalid, or if it started one process instead of several."""
+    for name in RANK_VARIABLES:
+        value = os.environ.get(name, "0")
+        if not value.isdecimal():
+            raise UsageError(f"the environment variable {name} is {value!r}, not a whole number: unset it")
+    # accelerate launch sets both only if several processes were requested; then it must have set a world size.
+    several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if several and not {"WORLD_SIZE", *MPI_WORLD_SIZES} & set(os.environ):
         raise UsageError(
-            "several processes were asked for, but accelerate launch started one (it does so for --cpu and for "
+            "several processes were requested, but accelerate launch started one (it does so for --cpu and for "
             "distributed_type: MULTI_CPU without mpirun): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
         )
 
 
-def init_accelerator(cfg: RunConfig):
-    """Return an Accelerator whose process group is the one that was asked for; UsageError says what differs and why."""
-    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-    from accelerate.utils import DDPCommunicationHookType
-
+def init_accelerator(cfg: RunConfig) -> "Accelerator":
+    """Return an Accelerator whose process group is the requested one; UsageError says what differs and why."""
     stop_signals.check_launcher()
     console.reroute()
-    asked = int(os.environ.get("WORLD_SIZE", 1))
-    sharded = [name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"]
-    accelerated = torch.accelerator.is_available()
-    cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes") or (not accelerated and not sharded)
-    # broadcast_buffers would be a collective per forward pass, and ranks may run different numbers of those.
-    hook = DDPCommunicationHookType(cfg.ddp_comm_hook)
-    # static_graph would be a little faster, but fails an assertion in torch when the first backward pass is one of no_sync.
-    ddp = DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, comm_hook=hook)
-    # accelerate has no field for what torch would have instead.
-    warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     check_trackers(cfg.report_to)
-    if "FSDP" in sharded:
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    sharding = [
+        name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
+    ]
+    if "FSDP" in sharding:
         strategies.check_version()
-    strategies.complete_mesh(asked)
-    try:
-        accelerator = Accelerator(
-            cpu=cpu,
-            kwargs_handlers=[ddp, _group(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))],
-            log_with=[name for name in cfg.report_to if name != "none"] or None,
-            project_dir=cfg.output_dir,
-        )
-    except (ValueError, ImportError) as error:
-        if dist.is_initialized():  # who ends first would be a lost connection to those that still set up theirs
-            with suppress(RuntimeError):
-                dist.barrier()
-        raise UsageError(f"accelerate cannot start what its configuration asks for: {error}") from error
-    accelerator.wait_for_everyone()  # who refuses below would end while others still connect to it
-    for name in sharded:
-        if accelerator.distributed_type.value != name:
-            raise UsageError(
-                f"{name} was asked for, but accelerate gave {accelerator.distributed_type.value}: it needs a GPU or NPU"
-            )
-    got = accelerator.num_processes
-    if asked != got:
-        raise UsageError(
-            f"the launcher started {asked} processes, but accelerate made a group of {got}: each would train alone on all "
-            "data and write to the same folder; set ACCELERATE_USE_CPU=true for CPU, or launch with torchrun"
-        )
-    if accelerator.mixed_precision not in (known := ("no", "bf16", "fp16", "fp8")):
-        raise UsageError(
-            f"mixed_precision is {accelerator.mixed_precision!r}: give one of {', '.join(known)} in the accelerate file"
-        )
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UsageError(
-            "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"
-        )
-    if accelerator.mixed_precision != "no" and cfg.dtype == "float64":
-        raise UsageError(
-            f"dtype is float64, but the accelerate file asks for {accelerator.mixed_precision}: use mixed_precision: 'no'"
-        )
+    strategies.complete_mesh(world_size)
+    accelerator = _create(cfg, sharding)
+    accelerator.wait_for_everyone()  # a rank that raises below would end while others still connect to it
+    _check_group(accelerator, world_size, sharding)
+    _check_precision(accelerator, cfg)
     if accelerator.gradient_accumulation_steps != 1:
         warn(
             f"gradient accumulation of {accelerator.gradient_accumulation_steps} is set for accelerate and ignored here: it "
@@ -102,54 +68,119 @@ def init_accelerator(cfg: RunConfig):
     return accelerator
 
 
-def _group(kind, timeout: timedelta):
-    """Return accelerate's settings of the process group; after a restart with a store that forgets the attempt before.
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
 
-    torchrun keeps one store over its restarts, in which ranks find the addresses of processes that are dead, and fail or
-    not as the race goes (torch 2.13, pytorch#135712). Among several nodes the count of restarts is no common name for an
-    attempt: there TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 helps, in the environment of the launchers."""
+
+def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
+    """Return a new Accelerator; a configuration that accelerate cannot start is a UsageError."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+    from accelerate.utils import DDPCommunicationHookType
+
+    ddp = DistributedDataParallelKwargs(
+        broadcast_buffers=False,  # a collective per forward pass, but ranks may run different numbers of those
+        gradient_as_bucket_view=True,
+        # No static_graph: it would be a little faster, but torch fails an assertion if the first backward is in no_sync.
+        comm_hook=DDPCommunicationHookType(cfg.ddp_comm_hook),
+    )
+    # torch suggests another argument, which accelerate has no field for.
+    warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
+    group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
+    use_cpu = _is_true("ACCELERATE_USE_CPU") or not (torch.accelerator.is_available() or sharding)
+    try:
+        return Accelerator(
+            cpu=use_cpu,
+            kwargs_handlers=[ddp, group],
+            log_with=[name for name in cfg.report_to if name != "none"] or None,
+            project_dir=cfg.output_dir,
+        )
+    except (ValueError, ImportError) as error:
+        if dist.is_initialized():  # the first rank to end would break the connection of ranks that are still starting
+            with suppress(RuntimeError):
+                dist.barrier()
+        raise UsageError(f"accelerate cannot start what its configuration requests: {error}") from error
+
+
+def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
+    """Return accelerate's settings of the process group; after a restart with a store of its own.
+
+    torchrun keeps one store over all restarts. Ranks find the addresses of dead processes there and, depending on timing,
+    fail (torch 2.13, pytorch#135712). A prefix for each attempt hides them. This is possible on one node only, since nodes
+    count restarts differently; for several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
+    settings = settings_type(timeout=timeout)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    settings = kind(timeout=timeout)
     if not attempt or num_nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return settings
-    host, port, world = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
-    store = dist.PrefixStore(f"attempt_{attempt}", dist.TCPStore(host, port, world, False, timeout))
-
-    passed = {"timeout": timeout, "store": store, "rank": int(os.environ["RANK"]), "world_size": world}
-    settings.to_kwargs = lambda: passed  # it has no field for a store, but hands on what it returns
+    host, port, world_size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
+    shared_store = dist.TCPStore(host, port, world_size, False, timeout)
+    arguments = {
+        "timeout": timeout,
+        "store": dist.PrefixStore(f"attempt_{attempt}", shared_store),
+        "rank": int(os.environ["RANK"]),
+        "world_size": world_size,
+    }
+    settings.to_kwargs = lambda: arguments  # there is no field for a store; accelerate passes on what this returns
     return settings
 
 
+def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str]) -> None:
+    """Raise UsageError if accelerate silently made another kind or size of process group."""
+    kind, size = accelerator.distributed_type.value, accelerator.num_processes
+    for name in sharding:
+        if kind != name:
+            raise UsageError(f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU")
+    if size != world_size:
+        raise UsageError(
+            f"the launcher started {world_size} processes, but accelerate made a group of {size}: each would train alone on all "
+            "data and write to the same folder; set ACCELERATE_USE_CPU=true for CPU, or launch with torchrun"
+        )
+
+
+def _check_precision(accelerator: "Accelerator", cfg: RunConfig) -> None:
+    """Raise UsageError for a precision that accelerate would ignore, or that contradicts the run file."""
+    precision = accelerator.mixed_precision
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"mixed_precision is {precision!r}: give one of {', '.join(PRECISIONS)} in the accelerate file"
+        )
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise UsageError(
+            "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"
+        )
+    if precision != "no" and cfg.dtype == "float64":
+        raise UsageError(f"dtype is float64, but the accelerate file asks for {precision}: use mixed_precision: 'no'")
+
+
 def check_trackers(names: list[str]) -> None:
-    """Raise UsageError for a tracker that accelerate does not know, or would leave out because its package is missing."""
+    """Raise UsageError for a tracker that accelerate does not know, or would skip because its package is missing."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    own = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}  # registered by a fork
+    added_by_fork = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}
     known = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
-    ready = [*map(str, get_available_trackers()), *own, "all", "none"]
+    installed = [*map(str, get_available_trackers()), *added_by_fork, "all", "none"]
     for name in names:
         if name not in known:
-            raise UsageError(
-                f"report_to: unknown tracker {name!r}{did_you_mean(name, known)}; there is {', '.join(known)}"
-            )
-        if name not in ready:
-            raise UsageError(f"report_to: the package of {name} is not installed: install it, or leave {name} out")
+            hint = did_you_mean(name, known)
+            raise UsageError(f"report_to: unknown tracker {name!r}{hint}; there is {', '.join(known)}")
+        if name not in installed:
+            raise UsageError(f"report_to: the package of {name} is not installed: install it, or remove {name}")
 
 
 def num_nodes() -> int:
-    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1) or 1))
+    """Return the number of machines of this launch."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) or 1
+    return max(1, int(os.environ.get("WORLD_SIZE", 1)) // per_node)
 
 
-def shutdown(accelerator) -> None:
-    """End trackers and the process group; the caller holds no wrapped model any more.
+def shutdown(accelerator: "Accelerator") -> None:
+    """End trackers and the process group. The caller must hold no wrapped model.
 
-    The wrapper of DDP must be gone before its group is: freed later, it waits for a thread that waits for the GIL.
-    """
+    DDP's wrapper must be freed before its group: freed later, it waits for a thread that waits for the GIL."""
     accelerator.free_memory()
     gc.collect()
     run_exit_hooks()
-    accelerator.trackers.clear()  # or it would close them once more
+    accelerator.trackers.clear()  # or end_training would close them again
     accelerator.end_training()

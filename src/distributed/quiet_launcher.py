@@ -6,6 +6,7 @@ Started by src/distributed/run_launcher.py. Tests: tests/distributed/test_run_la
 import logging
 import os
 import sys
+from argparse import Namespace
 from signal import Signals
 from subprocess import CalledProcessError
 
@@ -17,35 +18,35 @@ from src.config.errors import UsageError
 from src.config.yaml_files import read_yaml
 
 
-def threads(args) -> int:
-    """Return the threads of each process: its share of the cores on a CPU, one beside a GPU, as accelerate has it."""
-    where = read_yaml(args.config_file) if args.config_file else {}
-    if not (args.cpu or where.get("use_cpu")):
+def threads_per_process(args: Namespace) -> int:
+    """Return the threads of each process: its share of the cores on a CPU, one beside a GPU (accelerate's choice)."""
+    config = read_yaml(args.config_file) if args.config_file else {}
+    if not (args.cpu or config.get("use_cpu")):
         return 1
-    processes, machines = (getattr(args, name) or where.get(name) or 1 for name in ("num_processes", "num_machines"))
+    processes = args.num_processes or config.get("num_processes") or 1
+    machines = args.num_machines or config.get("num_machines") or 1
     cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
     return max(1, cores * machines // processes)
 
 
 def main(argv: list[str]) -> int:
-    """Launch, and return the exit code of the rank that failed first; it has said why, unless a signal ended it."""
+    """Launch, and return the exit code of the rank that failed first; the rank has printed why, unless it was killed."""
     args = launch_command_parser().parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads(args)))
-    for name in ("multiprocessing.api", "agent.server.api"):  # torchrun's words about processes that ended
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(args)))
+    for name in ("multiprocessing.api", "agent.server.api"):  # torchrun's messages about processes that ended
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     try:
         launch_command(args)
     except CalledProcessError as error:
-        return failed({0: error.returncode}, 0)
+        return report_killed({0: error.returncode}, 0)
     except ChildFailedError as error:
-        return failed(
-            {rank: failure.exitcode for rank, failure in error.failures.items()}, error.get_first_failure()[0]
-        )
+        codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return report_killed(codes, error.get_first_failure()[0])
     return 0
 
 
-def failed(codes: dict[int, int], first: int) -> int:
-    """Name the ranks that a signal ended, and return the exit code of the first rank that failed."""
+def report_killed(codes: dict[int, int], first: int) -> int:
+    """Print which ranks a signal ended, and return the exit code of rank `first`."""
     for rank, code in sorted(codes.items()):
         if code < 0:
             name = Signals(-code).name

@@ -1,9 +1,10 @@
-"""Reasons to stop or save: SIGTERM, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
+"""Reasons to stop or save: SIGTERM, SIGUSR1, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
 
-Tests: tests/distributed/test_stop_signals.py. A thread listens, because the main thread may be inside a collective where
-Python runs no signal handler; what it hears is agreed on by all ranks at the next boundary between two steps.
+A thread listens, since Python runs no signal handler while the main thread waits in a collective. Between two steps all
+ranks add up what they heard and decide together. Tests: tests/distributed/test_stop_signals.py.
 """
 
+import logging
 import os
 import select
 import signal
@@ -13,167 +14,194 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
-from src.runtime.exit_hooks import exiting, run_exit_hooks
-from src.runtime.run_status import EXIT_STOPPED, failed_rank, lost, read_status, unlock_run_folder, write_status
+from src.runtime import run_status
+from src.runtime.exit_codes import exit_process, is_exiting
+from src.runtime.run_status import EXIT_STOPPED
 from src.storage import held_folder
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-NAMES = {"SIGINT": "Ctrl-C"}  # what people call it
-SAME = 1.0  # seconds in which further signals are taken for copies of the first: a launcher passes on what it got, too
-AT_ONCE = 2.0  # seconds that trackers get where somebody wants the process to end at once
-LOOK = 0.5  # seconds between two looks at files and clocks
-PARENT = os.getppid()  # the launcher, if there is one: read before anything slow, in which it may end
-STARTED = time.monotonic()  # when this process imported its first file of src/
+DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
+COPY_SECONDS = (
+    1.0  # signals within this time are copies of the first: a launcher passes on what the whole group received
+)
+TRACKER_SECONDS = 2.0  # time for trackers to close when the process must end at once
+POLL_SECONDS = 0.5  # between two looks at files and clocks
+LAUNCHER_PID = os.getppid()  # read before anything slow, during which the launcher may end
+PROCESS_START = time.monotonic()
+
+log = logging.getLogger("run")
 
 
 class StopSignals:
-    """Listens from its creation on; before `begin` a signal ends the process at once, since nothing could be lost."""
+    """Listens from its creation on. Before `begin` a signal ends the process at once: there is nothing to save yet."""
 
-    def __init__(self, accelerator, cfg: RunConfig):
-        self.rank, self.world = accelerator.process_index, accelerator.num_processes
-        self.main, self.folder = accelerator.is_main_process, Path(cfg.output_dir)
-        self.limit = None if cfg.time_limit is None else STARTED + 60 * cfg.time_limit
+    def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
+        self.rank, self.is_main = accelerator.process_index, accelerator.is_main_process
+        self.folder = Path(cfg.output_dir)
+        self.deadline = None if cfg.time_limit is None else PROCESS_START + 60 * cfg.time_limit
+        self.has_launcher = _has_launcher()
         self.reason: str | None = None  # why this rank wants to stop
-        self.save = False
-        self.begun = False
-        self.step_seconds = self.save_seconds = 0.0  # the longest so far
-        self.last = self.heard = None
-        self.parent = PARENT if _launched() else None
-        self.inbox, outbox = socket.socketpair()
-        for end in (self.inbox, outbox):
-            end.setblocking(False)
-        for number in SIGNALS:
-            signal.signal(number, _nothing)  # a handler of Python's, so that the number is written to the socket
-        signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        self.outbox = outbox
-        threading.Thread(target=self._listen, name="watch", daemon=True).start()
+        self.save_requested = False
+        self.is_training = False
+        self.step_seconds = 0.0  # of the slowest step
+        self.save_seconds = 0.0  # of the slowest save
+        self.last_boundary: float | None = None
+        self.first_signal: float | None = None
+        self._receive_signals()
+        threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     def begin(self) -> None:
-        """From now on there is something to save, on every rank in the folder that is there now."""
+        """Note that training begins, in the run folder that is there now: from now on a stop saves first."""
         held_folder.hold(self.folder)
-        self.begun, self.last = True, time.monotonic()
+        self.is_training = True
+        self.last_boundary = time.monotonic()
 
     def requests(self) -> list[float]:
-        """Return [save, stop] of this rank, for the vector that all ranks add up; called between two steps."""
-        save, self.save = self.save, False
+        """Return [save, stop] of this rank, to be summed over all ranks; call it between two steps."""
+        save, self.save_requested = self.save_requested, False
         return [float(save), self.stopping()]
 
     def stopping(self) -> float:
-        """Return 1 if this rank wants to stop; called between two steps and at the boundaries inside an evaluation."""
+        """Return 1 if this rank wants to stop; call it between two steps and between the batches of an evaluation."""
         now = time.monotonic()
-        self.step_seconds, self.last = max(self.step_seconds, now - (self.last or now)), now
+        self.step_seconds = max(self.step_seconds, now - (self.last_boundary or now))
+        self.last_boundary = now
         return float(self.reason is not None)
 
     def why(self) -> str:
         return self.reason or "a signal to another rank"
 
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+
+    def _receive_signals(self) -> None:
+        """Let Python write the number of every signal to a socket, which the thread reads."""
+        self.inbox, self.outbox = socket.socketpair()
+        for end in (self.inbox, self.outbox):
+            end.setblocking(False)
+        for number in SIGNALS:
+            signal.signal(number, lambda number, frame: None)  # only signals with a handler are written
+        signal.set_wakeup_fd(self.outbox.fileno(), warn_on_full_buffer=False)
+
     def _listen(self) -> None:
         while True:
-            if select.select([self.inbox], [], [], LOOK)[0]:
+            if select.select([self.inbox], [], [], POLL_SECONDS)[0]:
                 for number in self.inbox.recv(64):
-                    if number in SIGNALS:  # every signal with a handler in Python comes by, such as those of a loader
-                        self._signal(signal.Signals(number).name)
-            with suppress(OSError):  # a file system that hiccups is looked at again
-                self._look()
+                    if number in SIGNALS:  # others have handlers too, such as SIGCHLD of data loaders
+                        self._handle(signal.Signals(number))
+            with suppress(OSError):  # a network disk may fail for a moment: look again
+                self._poll()
 
-    def _signal(self, signal_name: str) -> None:
-        now, name = time.monotonic(), NAMES.get(signal_name, signal_name)
-        if not self.begun:
-            told = read_status(self.folder)
-            if self.main and told.get("status") == "running" and told.get("launcher") == os.getppid():
-                with suppress(OSError):
-                    reason = f"Stopped by {name} before the first step."
-                    write_status(self.folder, "stopped", told["step"], EXIT_STOPPED, reason)
-            _leave(EXIT_STOPPED, early(name))
-        if self.heard is None:
-            self.heard, self.reason = now, self.reason or name
-            if exiting():  # the process has ended but for these
-                return
-            rank = f"rank {self.rank}: " if self.world > 1 else ""
-            print(
-                f"\n{rank}{name}: saving after this step, then stopping; a second {name} stops without saving",
-                file=sys.stderr,
-            )
-        elif now - self.heard > SAME:
-            _leave(128 + signal.Signals[signal_name], f"Stopped by a second {name} without saving (rank {self.rank}).")
+    def _handle(self, number: signal.Signals) -> None:
+        now, name = time.monotonic(), _display_name(number)
+        if not self.is_training:
+            self._record_early_stop(name)
+            _exit(EXIT_STOPPED, stopped_early(number))
+        if self.first_signal is None:
+            self.first_signal = now
+            self.reason = self.reason or name
+            if not is_exiting():
+                text = f"{name}: saving after this step, then stopping; a second {name} stops without saving"
+                log.info("%s", text)
+                if self.is_main:  # Ctrl-C reaches all ranks
+                    print(f"\n{text}", file=sys.stderr, flush=True)
+        elif now - self.first_signal > COPY_SECONDS:
+            text = f"Stopped by a second {name} without saving"
+            is_first = run_status.report_failure(self.folder, self.rank, text)
+            _exit(128 + number, f"{text} (rank {self.rank})." if is_first else "")
 
-    def _look(self) -> None:
-        if reason := lost(self.folder):  # before anything there is read, which may be another run's
-            self._abandon(reason)
-        if self.parent is not None and os.getppid() != self.parent:
+    def _record_early_stop(self, name: str) -> None:
+        """Write to status.json that this launch was stopped, if it has written there already."""
+        status = run_status.read_status(self.folder)
+        if self.is_main and status.get("status") == "running" and status.get("launcher") == os.getppid():
+            with suppress(OSError):
+                reason = f"Stopped by {name} before the first step."
+                run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
+
+    def _poll(self) -> None:
+        if reason := run_status.lost(self.folder):  # checked first: the files below could be those of another run
+            self._exit_without_folder(reason)
+        if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
-        if self.begun and (other := failed_rank(self.folder, self.rank)):
-            time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
-            _leave(1, "", f"rank {other} failed", patience=None)
-        if not self.main or not self.begun:
+        if not self.is_training:
             return
-        if self.limit and time.monotonic() + self._needed() > self.limit:
+        if other := run_status.failed_rank(self.folder, self.rank):
+            log.info("rank %s failed", other)
+            time.sleep(2)  # the launcher notices the rank that failed first, and quotes it
+            exit_process(1)
+        if self.is_main:
+            self._poll_requests()
+
+    def _poll_requests(self) -> None:
+        """Look at the clock and for the files `save` and `stop`; remove the files."""
+        if self.deadline and time.monotonic() + self._seconds_to_stop() > self.deadline:
             self.reason = self.reason or "the time limit"
-        for name in ("save", "stop"):
-            file = self.folder / name
-            if file.exists():
-                file.unlink(missing_ok=True)
-                if name == "save":
-                    self.save = True
-                else:
-                    self.reason = self.reason or "the file stop"
+        if (self.folder / "save").exists():
+            (self.folder / "save").unlink(missing_ok=True)
+            self.save_requested = True
+        if (self.folder / "stop").exists():
+            (self.folder / "stop").unlink(missing_ok=True)
+            self.reason = self.reason or "the file stop"
 
-    def _abandon(self, reason: str) -> None:
-        """End this process, which has no run folder any more, without writing to the one that may be in its place."""
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if not first:
-            time.sleep(1)  # the launcher is to notice the first rank of its node, and quote it
+    def _seconds_to_stop(self) -> float:
+        """Return the seconds that the current step and a save may still take."""
+        return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * POLL_SECONDS
+
+    def _exit_without_folder(self, reason: str) -> NoReturn:
+        """End this process without writing: another run may have its folder in the same place."""
         text = f"failed: output_dir: {reason} while this run trained in it: ended without saving"
-        _leave(1, text if first else "", text)
-
-    def _needed(self) -> float:
-        """Return the seconds that a step under way, and then a save, may still take."""
-        return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * LOOK
+        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+        if not is_first:
+            log.info("%s", text)
+            time.sleep(1)  # the launcher notices the first rank of its node, and quotes it
+        _exit(1, text if is_first else "")
 
 
 def exit_on_signal() -> None:
-    """Let a signal end this process at once with the code of a stop, until a Watch hears it: nothing can be lost yet."""
+    """Let a signal end this process at once with exit code 75, until StopSignals takes over: there is nothing to save."""
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: _leave(EXIT_STOPPED, early(signal.Signals(number).name)))
+        signal.signal(number, lambda number, frame: _exit(EXIT_STOPPED, stopped_early(signal.Signals(number))))
 
 
-def early(name: str, training: bool = True) -> str:
-    """Return what the first rank prints, and the others do not, when a signal ends all before training begins."""
-    first = os.environ.get("RANK", "0") == "0"
-    before = " before training began: there is nothing to save" if training else ""
-    return f"Stopped by {NAMES.get(name, name)}{before}." if first else ""
-
-
-def _launched() -> bool:
-    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
+def stopped_early(number: signal.Signals, training: bool = True) -> str:
+    """Return what rank 0 prints when a signal ends the process before training; nothing on other ranks."""
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    detail = " before training began: there is nothing to save" if training else ""
+    return f"Stopped by {_display_name(number)}{detail}."
 
 
 def check_launcher() -> None:
-    """End where the launcher has ended while data was made ready: its store, and the other ranks, are gone."""
-    if _launched() and os.getppid() != PARENT:
+    """Raise Stopped if the launcher ended during data preparation: its store and the other ranks are gone."""
+    if _has_launcher() and os.getppid() != LAUNCHER_PID:
         raise Stopped("Stopped before training began: the launcher is gone.")
 
 
-def _nothing(number, frame) -> None:
-    pass
-
-
-def ignore_signals(*_) -> None:
-    """Make this process, a loader's, leave signals and the run folder to the rank that it reads for."""
-    unlock_run_folder()
+def ignore_signals() -> None:
+    """Leave signals and the lock of the run folder to the rank that this process reads data for."""
+    run_status.unlock_run_folder()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _leave(code: int, text: str, logged: str = "", patience: float | None = AT_ONCE) -> None:
-    import logging
+def _has_launcher() -> bool:
+    return any(name in os.environ for name in ("TORCHELASTIC_RUN_ID", "ACCELERATE_MIXED_PRECISION"))
 
-    logging.getLogger("run").info("%s", text or logged)
+
+def _display_name(number: signal.Signals) -> str:
+    return DISPLAY_NAMES.get(number.name, number.name)
+
+
+def _exit(code: int, text: str) -> NoReturn:
+    """Log and print `text`, if there is any, and end this process at once."""
     if text:
+        log.info("%s", text)
         print(f"\n{text}", file=sys.stderr, flush=True)
-    run_exit_hooks(patience)
-    os._exit(code)
+    exit_process(code, TRACKER_SECONDS)

@@ -24,7 +24,7 @@ from src.config.errors import warn
 from src.config.paths import REPOSITORY
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
-from src.runtime.exit_hooks import on_exit
+from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
-"""Run a script's `main` and end its process: exit codes, error messages, status.json.
+"""How a process ends: exit code, final message, status.json, hooks that close trackers.
 
-Tests: tests/distributed/test_rank_failure.py.
+Exit codes: 0 complete · 1 failed · 2 the user can fix it · 75 stopped and saved (EX_TEMPFAIL of sysexits.h: run the same
+command to resume) · 128 + N ended at once by signal N. Tests: tests/distributed/test_rank_failure.py.
 """
 
 import json
@@ -12,63 +13,113 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 from src.config.errors import Failure, Stopped, UsageError, warn
 from src.config.redact import learn, learn_environment, redact, redact_all
 from src.runtime import console, run_status
-from src.runtime.exit_hooks import run_exit_hooks
+from src.runtime.run_status import EXIT_STOPPED
+
+EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
+CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of broken collectives
+MEMORY_WORDS = ("out of memory", "can't allocate memory")
+ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
+LAUNCHER_WAIT = 2.0  # seconds after which the launcher has noticed the rank that ended first, and quotes that one
 
 log = logging.getLogger("run")
-CONNECTION = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in what a broken collective says
-_folder: list[Path] = []  # of the run, from the moment on when it is this process's to write to
+_run_folder: Path | None = None
+_hooks: list[Callable[[float | None], bool]] = []
+_exiting = False
 
 
 def record_exit_in(folder: str | Path) -> None:
-    """From now on, how this process ends is noted in the run folder."""
-    _folder[:] = [Path(folder)]
+    """Write the outcome of this process to status.json of this run folder from now on."""
+    global _run_folder
+    _run_folder = Path(folder)
+
+
+# ---- exit hooks ----------------------------------------------------------------------------------------------------------
+
+
+def on_exit(close: Callable[[float | None], bool]) -> None:
+    """Call `close(seconds)` before this process ends, however it ends.
+
+    `close` returns within that time (None: a limit of its own) whether it is done. Any thread may call it, repeatedly."""
+    if close not in _hooks:
+        _hooks.append(close)
+
+
+def run_exit_hooks(seconds: float | None = None) -> bool:
+    """Return whether every hook is done."""
+    global _exiting
+    _exiting = bool(_hooks)
+    done = [close(seconds) for close in _hooks]  # call each, even if one is not done
+    return all(done)
+
+
+def is_exiting() -> bool:
+    """Return whether this process has finished its work and only waits for its hooks."""
+    return _exiting
+
+
+def exit_process(code: int, seconds: float | None = None) -> NoReturn:
+    """Run the hooks and end at once, without destructors: those of a process group could wait for other ranks."""
+    run_exit_hooks(seconds)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+# ---- main ----------------------------------------------------------------------------------------------------------------
 
 
 def run_main(work: Callable[[list[str]], None]) -> None:
-    """Run `work(argv)`; on a fault print what matters last and end this process at once, so that no other waits for it."""
+    """Run `work(argv)`; on any error print it last and end this process at once, so that no other rank waits for it."""
+    argv = _prepare()
+    try:
+        work(argv)
+        if not run_exit_hooks():  # a hook that hangs could also hang the interpreter's own exit
+            exit_process(0)
+    except SystemExit as error:
+        if _run_folder is None:  # --help
+            raise
+        _fail(error)  # a library called sys.exit during the run
+    except UsageError as error:
+        if getattr(error, "alone", False):
+            _fail(error)
+        _end(EXIT_USAGE, str(error), "error: ", error)
+    except Stopped as error:
+        _end(EXIT_STOPPED, str(error))
+    except Failure as error:
+        _end(EXIT_FAILED, f"failed: {error}", "", error)
+    except KeyboardInterrupt:
+        _end(EXIT_CTRL_C, "Stopped by Ctrl-C.")
+    except Exception as error:
+        _fail(error)
+
+
+def _prepare() -> list[str]:
+    """Set up console and redaction; return the arguments. `sys.argv`, which trackers upload, keeps no credentials."""
     console.prepare()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # a terminal that knows only ASCII gets a question mark, not a traceback
-        _forgive(stream)
-    learn(sys.argv[1:])
+        stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
+        _redact_stream(stream)
+    argv = sys.argv[1:]
+    learn(argv)
     learn_environment()
-    argv, sys.argv[1:] = sys.argv[1:], redact_all(sys.argv[1:])  # trackers upload it
+    sys.argv[1:] = redact_all(argv)
     if argv != sys.argv[1:]:
         warn(
             "there are credentials on the command line, which `ps` shows to all users of this machine, and which accelerate launch "
             "prints if this process fails (unless it is given --quiet): put them into the run file"
         )
-    try:
-        work(argv)
-        if not run_exit_hooks():  # what hangs in there could hang the interpreter's own end as well
-            _exit(0)
-    except SystemExit as error:
-        if not _folder:  # --help
-            raise
-        _fail(error)  # somebody's sys.exit in the middle of a run
-    except UsageError as error:
-        if getattr(error, "alone", False):  # met by this rank in the middle of a run
-            _fail(error)
-        _end(2, str(error), "error: ", error)
-    except Stopped as error:
-        _end(run_status.EXIT_STOPPED, str(error))
-    except Failure as error:
-        _end(1, f"failed: {error}", "", error)
-    except KeyboardInterrupt:
-        _end(130, "Stopped by Ctrl-C.")
-    except Exception as error:
-        _fail(error)
+    return argv
 
 
-def _forgive(stream) -> None:
-    """Redact what is printed, by libraries too. What cannot be printed is lost: a pipe without a reader, or a log on a
-    full disk, is no reason to end a run."""
+def _redact_stream(stream: TextIO) -> None:
+    """Redact everything that is printed, also by libraries. Ignore what cannot be printed: a closed pipe or a log on a full
+    disk must not end a run."""
 
-    def forgiving(original):
+    def wrap(original):
         def call(*args):
             with suppress(OSError):
                 return original(*map(redact, args))
@@ -76,78 +127,90 @@ def _forgive(stream) -> None:
 
         return call
 
-    stream.write, stream.flush = forgiving(stream.write), forgiving(stream.flush)
+    stream.write = wrap(stream.write)
+    stream.flush = wrap(stream.flush)
 
 
-def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> None:
-    """End every rank alike, with one message: the fault, or the stop, is the same on all of them.
+def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> NoReturn:
+    """End this rank with an outcome that all ranks share; one rank prints the message.
 
-    What one rank alone has met (`told`: it left word of it) it says itself, and those that heard of it are silent."""
-    _keep(message)
-    # Of a stop only the main process knows the step; a rank of another node may end after it.
-    rank = os.environ.get("RANK" if code == run_status.EXIT_STOPPED else "LOCAL_RANK", "0")
-    first = getattr(error, "already_reported", rank == "0") and not getattr(error, "reported_elsewhere", False)
-    if first:
-        _note(code, message)
-        _say(prefix + message)
+    An error that carries `already_reported` or `reported_elsewhere` says itself whether this rank prints it."""
+    _log(message)
+    # Only the main process knows the step of a stop, so it prints for all nodes. Errors are printed once per node.
+    rank = os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0")
+    prints = getattr(error, "already_reported", rank == "0") and not getattr(error, "reported_elsewhere", False)
+    if prints:
+        _record(code, message)
+        _print_error(prefix + message)
     else:
-        time.sleep(1)  # let rank 0 be the first to end, and the launcher quote it
-    _exit(code)
+        time.sleep(1)  # the rank that prints ends first, and the launcher quotes it
+    exit_process(code)
 
 
-def _fail(error: BaseException) -> None:
-    """End this rank because of what went wrong on it; or without a word, because another one had failed before."""
-    rank, text = int(os.environ.get("RANK", 0)), traceback.format_exc()
-    text = str(error) if isinstance(error, UsageError) else text
-    if any(sign in str(error).lower() for sign in ("out of memory", "can't allocate memory")):
+def _fail(error: BaseException) -> NoReturn:
+    """End this rank because of an error of its own; print it unless another rank failed before."""
+    rank = int(os.environ.get("RANK", 0))
+    text = console.unwritten() + _describe(error, rank)
+    _log(text)
+    connection_lost = isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS)
+    if _run_folder is not None:
+        wait = ROOT_CAUSE_WAIT if connection_lost else 0.0
+        if _other_rank_failed(rank, wait) or not run_status.report_failure(_run_folder, rank, text):
+            time.sleep(LAUNCHER_WAIT)
+            exit_process(EXIT_FAILED)
+        if connection_lost:
+            text += f"\nrank {rank} lost the connection to another rank, which ended without a report (killed?)"
+    elif connection_lost:  # no folder yet in which ranks report to each other
+        time.sleep(LAUNCHER_WAIT)
+        text = f"the connection to another rank was lost before the first step; see the error of that rank ({error})"
+    _record(EXIT_FAILED, text)
+    _print_error(f"rank {rank} failed:\n{text}")
+    exit_process(EXIT_FAILED)
+
+
+def _describe(error: BaseException, rank: int) -> str:
+    """Return the traceback, or the message of a UsageError, and what to do about memory."""
+    text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
+    if _has_word(error, MEMORY_WORDS):
         text += (
-            f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays, accumulation "
-            "grows); the same command then goes on from the last checkpoint"
+            f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays the same, with more "
+            "accumulation); the same command then resumes from the last checkpoint"
         )
-    text = console.unwritten() + text
-    _keep(text)
-    lost = isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in CONNECTION)
-    if _folder:
-        until = time.monotonic() + (5 if lost else 0)  # where a rank that failed left its word, this is no news
-        while not (first := run_status.failed_rank(_folder[0], rank)) and time.monotonic() < until:
-            time.sleep(0.1)
-        if first or not run_status.report_failure(_folder[0], rank, text):
-            time.sleep(2)  # the launcher is to notice the rank that failed first, and quote it
-            _exit(1)
-        if lost:
-            text += f"\nrank {rank} lost the connection to another rank, which ended without a word (killed?)"
-    elif lost:  # before there is a folder where ranks leave their word
-        time.sleep(2)
-        text = f"the connection to another rank was lost before the first step; that one says why ({error})"
-    _note(1, text)
-    _say(f"rank {rank} failed:\n{text}")
-    _exit(1)
+    return text
 
 
-def _exit(code: int) -> None:
-    """Close the trackers and end at once: destructors of a group in which others still wait could wait themselves."""
-    run_exit_hooks()
-    sys.stdout.flush()
-    os._exit(code)
+def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
+    message = str(error).lower()
+    return any(word in message for word in words)
 
 
-def _note(code: int, message: str) -> None:
-    """Tell the launcher, which prints it last whatever other ranks print, and whoever reads status.json."""
+def _other_rank_failed(rank: int, seconds: float) -> bool:
+    """Return whether another rank has reported a failure; wait this long for its report."""
+    deadline = time.monotonic() + seconds
+    while not (found := run_status.failed_rank(_run_folder, rank)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return bool(found)
+
+
+def _record(code: int, message: str) -> None:
+    """Write the outcome to status.json, and to the file from which torchrun quotes the first error."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
-    if _folder:
-        with suppress(OSError):
-            kind = "stopped" if code == run_status.EXIT_STOPPED else "failed"
-            last = message.strip().splitlines()[-1]
-            run_status.write_status(_folder[0], kind, run_status.read_status(_folder[0]).get("step"), code, last)
+    if _run_folder is None:
+        return
+    outcome = "stopped" if code == EXIT_STOPPED else "failed"
+    last_line = message.strip().splitlines()[-1]
+    with suppress(OSError):
+        step = run_status.read_status(_run_folder).get("step")
+        run_status.write_status(_run_folder, outcome, step, code, last_line)
 
 
-def _keep(message: str) -> None:
-    """Write to this rank's log file, if it has one by now."""
+def _log(message: str) -> None:
+    """Write to the log file of this rank, if it has one yet."""
     if log.hasHandlers():
         log.error("%s", message)
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     sys.stdout.flush()
     print(f"\n{message}", file=sys.stderr, flush=True)

@@ -64,7 +64,7 @@ def test_a_launch_that_gives_one_process_for_two_stops(files, tmp_path, how):
     )
     done = launched([*ACCELERATE, *way, "--num_processes", "2"], files, tmp_path)
     assert done.returncode != 0
-    assert "several processes were asked for, but accelerate launch started one" in done.stderr
+    assert "several processes were requested, but accelerate launch started one" in done.stderr
     assert "accelerate_configs/cpu_ddp.yaml" in done.stderr
     assert not (tmp_path / "run").exists()
 
@@ -100,7 +100,7 @@ def test_fp16_on_a_cpu_is_refused(files, tmp_path):
 @pytest.mark.parametrize(
     "name, value, said",
     [
-        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two', where a launcher sets a whole number"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE is 'two', not a whole number"),
         ("ACCELERATE_MIXED_PRECISION", "fp12", "mixed_precision is 'fp12': give one of no, bf16, fp16, fp8"),
     ],
 )

@@ -163,7 +163,6 @@ def test_mutant_ranks_that_do_not_know_of_each_other_are_caught(tiny, tmp_path, 
     """Then both print a traceback, and that of the lost connection is the last."""
     monkeypatch.setattr(run_status, "report_failure", lambda *args: True)
     monkeypatch.setattr(run_status, "failed_rank", lambda *args: None)
-    monkeypatch.setattr("src.distributed.stop_signals.failure_of_another", lambda *args: None)
     strike(monkeypatch, "forward", 1, ValueError("a cosmic ray"))
     with pytest.raises(AssertionError):
         check_failed(tmp_path, recipe(tiny), 1, "ValueError: a cosmic ray")

@@ -97,7 +97,7 @@ def make_train(run_file: Path, *words) -> list:
 def test_the_folder_of_a_run(tmp_path, yaml, flags, folder):
     path = kit.write_yaml(tmp_path / "run.yaml", {"seed": 1} | yaml)
     words = ["--config_file", "x.yaml", "train.py", "--config", str(path), *flags]
-    found, added = run_launcher.with_folder("default", words)
+    found, added = run_launcher.find_run_folder("default", words)
     assert found == Path(folder)
     assert added == words + ["--output_dir", "default"] * (folder == "default")
 
@@ -108,7 +108,7 @@ def test_threads_are_the_cores_of_a_process():
 
     def threads(name, processes=None):
         given = {"config_file": where[name], "num_processes": processes, "num_machines": None, "cpu": False}
-        return launcher.threads(Namespace(**given))
+        return launcher.threads_per_process(Namespace(**given))
 
     assert threads("cpu") == cores  # what accelerate gives one process
     assert threads("cpu_ddp") == max(1, cores // 2)  # of the file
@@ -206,7 +206,7 @@ ENDED = """
 import os, sys, threading, time
 from pathlib import Path
 from src.runtime import run_status as status
-status.write(Path(sys.argv[-1]), "stopped", 3, 75)
+status.write_status(Path(sys.argv[-1]), "stopped", 3, 75)
 print("Saved", flush=True)
 """
 
@@ -290,13 +290,13 @@ def test_exit_codes(tmp_path):
 def test_only_the_status_of_this_launch_counts(tmp_path):
     """Not that of a run before, whose launcher had the same number (containers begin at 1), nor of one that still trains,
     which keeps its status.json."""
-    launched = run_launcher.Launched.__new__(run_launcher.Launched)
-    launched.folder, launched.child, launched.began = tmp_path, Namespace(pid=os.getppid()), time.time() + 60
+    launched = run_launcher.Launcher.__new__(run_launcher.Launcher)
+    launched.folder, launched.process, launched.start_time = tmp_path, Namespace(pid=os.getppid()), time.time() + 60
     run_status.write_status(tmp_path, "complete", 3, 0)
     assert launched.status() == {}
-    launched.began -= 120
+    launched.start_time -= 120
     assert launched.status()["exit_code"] == 0
-    launched.child.pid += 1
+    launched.process.pid += 1
     assert launched.status() == {}
 
 

@@ -106,7 +106,7 @@ def test_every_signal_to_any_rank_stops_all(tiny, straight, tmp_path, workers):
         time.sleep(random.uniform(0, 0.1))
         ranks.signal(number, *chosen, group=bool(workers))
         check_stopped(ranks, tmp_path / "run")
-        assert f"{stop_signals.NAMES.get(number.name, number.name)}: saving after this step" in ranks.text()
+        assert f"{stop_signals.DISPLAY_NAMES.get(number.name, number.name)}: saving after this step" in ranks.text()
         assert "DataLoader worker" not in ranks.text()
     finish(tmp_path, flags, 2, straight)
 
@@ -231,7 +231,7 @@ def test_a_second_signal_ends_at_once_even_in_a_blocking_call(tiny, tmp_path, mo
     ranks = begin(tmp_path, recipe(tiny))
     kit.until((tmp_path / "held_up").exists)
     ranks.signal(number)
-    time.sleep(stop_signals.SAME + 0.3)
+    time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
     ranks.signal(number)
     assert ranks.wait(5) == [128 + number] * 2, ranks.text()
@@ -245,7 +245,7 @@ def test_two_copies_of_a_signal_within_a_second_count_as_one(tiny, straight, tmp
         ranks = begin(tmp_path, recipe(tiny))
         kit.until((tmp_path / "held_up").exists)
         ranks.signal(signal.SIGTERM)
-        time.sleep(stop_signals.SAME / 4)
+        time.sleep(stop_signals.COPY_SECONDS / 4)
         ranks.signal(signal.SIGTERM)
         assert check_stopped(ranks, tmp_path / "run") == 5
     finish(tmp_path, recipe(tiny), 2, straight)
@@ -298,7 +298,7 @@ def test_the_files_save_and_stop_do_what_they_say(tiny, straight, tmp_path, monk
 
 def test_the_time_limit_saves_and_stops_in_time(tiny, tmp_path, monkeypatch):
     started, limit = time.time(), 6.0
-    monkeypatch.setattr(stop_signals, "STARTED", time.monotonic())
+    monkeypatch.setattr(stop_signals, "PROCESS_START", time.monotonic())
     ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=limit / 60), folder=tmp_path, world=2)
     check_stopped(ranks, tmp_path / "run")
     told = run_status.read_status(tmp_path / "run")

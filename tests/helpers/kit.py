@@ -117,7 +117,7 @@ def _enter(rank, world, port, out, target, args, env):
         PartialState._prepare_backend = _over_gloo
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    stop_signals.PARENT = os.getppid()  # as if this process had imported it
+    stop_signals.LAUNCHER_PID = os.getppid()  # as if this process had imported it
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)

@@ -72,7 +72,7 @@ def test_a_terminal_gets_bars_and_lines_above_them(files, tmp_path):
 
 
 def test_long_work_prints_a_line_now_and_then(capsys, monkeypatch):
-    monkeypatch.setattr(console, "EVERY", 0.05)
+    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
     bar = console.bar("evaluation", 1000, "batch")
     for _ in range(3):
         bar.update()  # too soon for a line
