@@ -11,9 +11,9 @@ from src.checkpointing import locate_weights, run_identity
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed import prepare_model
 from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
+from src.distributed.strategies import Strategy, make_strategy
 from src.reporting.environment import topology
 from src.runtime import run_status
 from src.runtime.console import exact, table
@@ -38,10 +38,11 @@ def main(argv: list[str]) -> None:
     task = make_task(cfg, options)
     splits = prepare_datasets(cfg, task, wanted=("validation",))
     accelerator = init_accelerator(cfg)
+    strategy = make_strategy(accelerator, cfg)
     check_same_data(accelerator, splits)
     same_weights(accelerator, cfg.model_name_or_path)
     run_identity.warn_of_precision(cfg, accelerator)
-    score(cfg, task, splits["validation"], accelerator, step)
+    score(cfg, task, splits["validation"], strategy, step)
     shutdown(accelerator)
 
 
@@ -66,14 +67,13 @@ def same_weights(accelerator, name: str | None) -> None:
         raise UsageError(f"checkpoint: ranks found {' and '.join(found)}: give one of them as --checkpoint")
 
 
-def score(cfg: parsing.RunConfig, task, split, accelerator, step: int | None) -> None:
+def score(cfg: parsing.RunConfig, task, split, strategy: Strategy, step: int | None) -> None:
+    accelerator = strategy.accelerator
     host_group = HostGroup(accelerator, cfg.ddp_timeout)
-    module = prepare_model.prepare_to_evaluate(
-        accelerator, ModelWithLoss(prepare_model.build_model(accelerator, task, None), task)
-    )
-    values = strict_json({"kind": "eval", "step": step} | evaluate(accelerator, host_group, module, task, split, cfg))
+    module = strategy.prepare_for_evaluation(ModelWithLoss(strategy.build_model(task, None), task))
+    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, host_group, module, task, split, cfg))
     if accelerator.is_main_process:
-        print(table(topology(accelerator, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
+        print(table(topology(strategy, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))
         folder = Path(cfg.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -12,11 +12,10 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.data_loader import train_batches
 from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed import prepare_model, replica_check, strategies
 from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.distributed.stop_signals import StopSignals, exit_on_signal
-from src.distributed.tensor_parallel import data_parallel_rank_and_size
+from src.distributed.strategies import make_strategy
 from src.models import compile_and_recompute
 from src.reporting.environment import topology
 from src.reporting.ledger import Ledger
@@ -25,10 +24,10 @@ from src.reporting.run_plan import plan_table, run_notes
 from src.runtime.console import table
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, make_task
-from src.training import local_sgd
-from src.training.auto_batch_size import largest_that_fits
+from src.training.auto_batch_size import choose_batch_size
 from src.training.evaluation import evaluate
 from src.training.optimizers import make_optimizer, make_schedule, total_steps
+from src.training.replicas import Replicas
 from src.training.state import Intervals, TrainState, UpdateResult
 from src.training.step import ModelWithLoss, compute_gradient, optimizer_step, window_counts
 
@@ -51,6 +50,7 @@ def main(argv: list[str]) -> None:
 
 
 def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
+    strategy = make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
     check_same_data(accelerator, splits)
     examples, validation = splits["train"], splits.get("validation")
     total = total_steps(cfg, examples.stats["examples"])
@@ -59,29 +59,25 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
     stop_signals = StopSignals(accelerator, cfg)  # hears signals, the clock, the files `save` and `stop`
 
     start, remarks = resume.choose_on_all_ranks(accelerator, cfg, options, splits)  # None: from the beginning
-    model = prepare_model.build_model(accelerator, task, start or init_weights(cfg))
+    model = strategy.build_model(task, start or init_weights(cfg))
     model_with_loss = ModelWithLoss(compile_and_recompute.compile_and_recompute(model, cfg, accelerator.device), task)
-    optimizer = make_optimizer(cfg, model_with_loss, strategies.can_fuse_optimizer(accelerator, cfg))
-    module, optimizer = prepare_model.prepare(accelerator, model_with_loss, optimizer)
+    optimizer = make_optimizer(cfg, model_with_loss, strategy.can_fuse_optimizer)
+    module, optimizer = strategy.prepare(model_with_loss, optimizer)
     meter, graphs, parts = (
         Meter(),
         compile_and_recompute.CompileCounter(cfg),
         {"optimizer": optimizer},
     )  # parts: what is saved beside the model
-    progress = (
-        format.load_checkpoint(start, model_with_loss, parts, accelerator.scaler, meter) if start else TrainState()
-    )
+    progress = format.load_checkpoint(start, strategy, model_with_loss, parts, meter) if start else TrainState()
     when = Intervals(cfg, progress, total, evaluates=validation is not None)
-    if cfg.per_device_batch_size == "auto":
-        cfg.per_device_batch_size = largest_that_fits(accelerator, host_group, cfg, module, task, examples)
-    # average() makes the ranks one again where they update alone, by local_sgd_steps
-    module, average = local_sgd.begin(accelerator, host_group, cfg, module, optimizer, progress)
+    cfg.per_device_batch_size = choose_batch_size(strategy, host_group, cfg, module, task, examples)
+    replicas = Replicas(strategy, host_group, cfg, model_with_loss, optimizer, progress, total)
 
     resolved = parsing.to_yaml(cfg, options)
-    tracker, ledger = Tracker(accelerator, cfg, total), Ledger(cfg, examples, accelerator.is_main_process)
+    tracker, ledger = Tracker(strategy, cfg, total), Ledger(cfg, examples, accelerator.is_main_process)
     about, lines = resume.run_metadata(accelerator, cfg, resolved, splits, start), [tracker.metrics, ledger.lines]
-    saver = CheckpointWriter(accelerator, host_group, cfg, model_with_loss, parts, about, stop_signals, lines, start)
-    tracker.say(table(plan_table(cfg, splits, model_with_loss, schedule, total) | topology(accelerator, cfg)))
+    saver = CheckpointWriter(strategy, host_group, cfg, model_with_loss, parts, about, stop_signals, lines, start)
+    tracker.say(table(plan_table(cfg, splits, model_with_loss, schedule, total) | topology(strategy, cfg)))
     for note in remarks + run_notes(cfg, splits, start, progress, when.complete()):
         tracker.say(note)
     if not when.complete():
@@ -90,7 +86,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         ledger.begin(progress.step)
 
     learning_rate = norm = None
-    batch, (rank, world) = cfg.global_batch_size, data_parallel_rank_and_size(accelerator)
+    batch, rank, world = cfg.global_batch_size, strategy.data_rank, strategy.data_world_size
 
     def log() -> None:
         """Write a train line about the steps since the last one."""
@@ -102,7 +98,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
     def score() -> None:
         """Evaluate, unless a stop is asked for meanwhile."""
         with meter.paused():
-            if line := evaluate(accelerator, host_group, module, task, validation, cfg, stop_signals.stopping):
+            if line := evaluate(strategy, host_group, module, task, validation, cfg, stop_signals.stopping):
                 tracker.line("eval", progress.step, line)
                 try:
                     progress.update_best(line, cfg)
@@ -115,8 +111,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         """Copy the state to the host, to be written while training goes on."""
         with meter.paused():
             progress.finish_update(cfg.max_skipped_steps)
-            average()
-            replica_check.check_replicas(accelerator, host_group, model_with_loss, progress.step)
+            replicas.before_save()
             if cfg.streaming:
                 progress.stream = examples.position(progress.step, host_group)
             if when.finished() or when.best():
@@ -130,7 +125,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         if when.saved():
             save()
     last = progress.step if when.finished() else total
-    pin, each = accelerator.device.type == "cuda", strategies.sync_every_micro_batch(accelerator, cfg)
+    pin = accelerator.device.type == "cuda"
     batches = train_batches(cfg, task, examples, progress, last, rank, world, pin)
     for window, waited in batches:  # a window: this rank's micro-batches of one optimizer step
         sums = host_group.sum(
@@ -138,7 +133,7 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
                 *window_counts(window),
                 *stop_signals.requests(),
                 saver.failed(),
-                *strategies.forwards_per_rank(accelerator, window),
+                *strategy.forwards_per_rank(window),
             ]
         )
         weight, tokens, positions, rows, low, high, wanted, stop, failed, *turns = sums.tolist()
@@ -150,24 +145,21 @@ def train(cfg: RunConfig, options, task, splits: dict, accelerator) -> None:
         progress.step += 1
         losses = None
         if weight:  # else no example of the global batch has a target, and every rank skips the update
-            window = strategies.pad_with_dummy_batches(window, turns)
-            losses = compute_gradient(accelerator, module, window, weight, each)
+            window = strategy.pad_with_dummy_batches(window, turns)
+            losses = compute_gradient(strategy, module, window, weight)
             progress.finish_update(cfg.max_skipped_steps)  # the update before this one: the device has an answer by now
             learning_rate = schedule(progress.updates)
-            norm, skipped = optimizer_step(accelerator, module, optimizer, learning_rate, cfg.max_grad_norm)
+            norm, skipped = optimizer_step(strategy, module, optimizer, learning_rate, cfg.max_grad_norm)
             progress.pending = UpdateResult(skipped, progress.step, window, losses)
         meter.add(losses, weight, tokens, positions, waited)
         ledger.add(progress.step, rows, low, high)
         tracker.step()
 
-        if when.due(cfg.local_sgd_steps):
-            average()
+        replicas.after_step()
         if when.due(cfg.logging_steps):
             log()
         if when.evaluation_due():
             score()
-        if cfg.drift_check_steps and when.due(cfg.drift_check_steps):
-            replica_check.check_replicas(accelerator, host_group, model_with_loss, progress.step)
         if wanted or when.saved():
             save()
         if when.finished():

@@ -42,6 +42,8 @@ sys.path.insert(0, {repository!r})
 from src.checkpointing import checkpoint_list, format
 from src.config import parsing
 from src.data.dataset import prepare_datasets
+from src.distributed.launch import init_accelerator
+from src.distributed.strategies import make_strategy
 from src.reporting.metrics import Meter
 from src.tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
@@ -53,12 +55,13 @@ def memory(name):
 cfg, options = parsing.parse(sys.argv[1:], OPTIONS)
 task = make_task(cfg, options)
 prepare_datasets(cfg, task)
+strategy = make_strategy(init_accelerator(cfg), cfg)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
 start = checkpoint_list.newest_intact(cfg.output_dir)
 model = ModelWithLoss(task.build(start), task)
 optimizer = make_optimizer(cfg, model)
-format.load_checkpoint(start, model, {{"optimizer": optimizer}}, None, Meter())
+format.load_checkpoint(start, strategy, model, {{"optimizer": optimizer}}, Meter())
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 

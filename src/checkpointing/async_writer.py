@@ -21,7 +21,7 @@ from src.checkpointing.sharded import ShardWriters, assign_tensors_to_ranks, che
 from src.config.errors import Failure, Stopped, UsageError, optional, warn
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import num_nodes
-from src.distributed.strategies import is_sharded
+from src.distributed.strategies import Strategy
 from src.runtime import console, run_status
 from src.storage import atomic_folder, held_folder
 from src.storage.jsonl import strict_json
@@ -38,7 +38,7 @@ class CheckpointWriter:
 
     def __init__(
         self,
-        accelerator,
+        strategy: Strategy,
         host_group,
         cfg: RunConfig,
         model_with_loss: ModelWithLoss,
@@ -50,10 +50,11 @@ class CheckpointWriter:
     ):
         """`parts` are saved beside the model (see checkpoint.tensors_of); `about` goes into state.json as it is; `lines`
         are files that a checkpoint must not be ahead of; `start` is the checkpoint that the run goes on from, or None."""
+        self.strategy, accelerator = strategy, strategy.accelerator
         self.main, self.scaler, self.cfg = accelerator.is_main_process, accelerator.scaler, cfg
         self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.turn = 0  # folders that all ranks have begun to write so far
-        self.sharded = is_sharded(accelerator)
+        self.sharded = strategy.is_sharded
         self.together = self.sharded and self.world > 1
         self.model_with_loss, self.parts, self.about = model_with_loss, parts, about
         self.watch, self.lines, self.folder = watch, lines, Path(cfg.output_dir)
@@ -88,7 +89,7 @@ class CheckpointWriter:
         if late:
             return warn(f"the checkpoint of step {progress.step} is left out: the disk still writes the one before it")
         copying = time.perf_counter()
-        tensors, numbers = format.collect_tensors(self.model_with_loss, self.parts)
+        tensors, numbers = format.collect_tensors(self.strategy, self.model_with_loss, self.parts)
         fault = self._prepared(tensors) if self.main else None
         if self.together and host_group.sum([float(fault is not None)])[0] and fault is None:
             return
@@ -244,9 +245,9 @@ class CheckpointWriter:
             work = self._copy, folder, [best, checkpoint_list.checkpoint_of_step(self.folder, step)], progress
         else:
             if self.sharded:
-                tensors = self._host({"model": format.collect_tensors(self.model_with_loss, self.parts)[0]["model"]})[
-                    "model"
-                ]
+                tensors = self._host(
+                    {"model": format.collect_tensors(self.strategy, self.model_with_loss, self.parts)[0]["model"]}
+                )["model"]
             work = self._export, folder, tensors, share, progress
         self.thread = threading.Thread(target=self._caught, args=work)
         self.thread.start()

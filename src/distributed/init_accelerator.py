@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.schema import RunConfig
-from src.distributed import stop_signals, strategies
+from src.distributed import stop_signals, strategy_checks
 from src.runtime import console
 from src.runtime.exit_codes import run_exit_hooks
 
@@ -52,8 +52,8 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
         name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
     ]
     if "FSDP" in sharding:
-        strategies.check_version()
-    strategies.complete_mesh(world_size)
+        strategy_checks.check_fsdp_version()
+    strategy_checks.complete_mesh(world_size)
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
@@ -64,7 +64,6 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
             "follows from global_batch_size and per_device_batch_size in the run file",
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
-    strategies.configure(accelerator, cfg)
     return accelerator
 
 

@@ -1,187 +1,183 @@
-"""What differs between one process, DDP, FSDP2 and DeepSpeed: configuration, gradient sync, backward.
+"""One strategy object: one process, DDP, FSDP2 and DeepSpeed behind the same methods.
 
-Tests: tests/distributed/test_fsdp2.py, tests/distributed/test_deepspeed.py and tests/training/test_step.py. src/distributed/prepare_model.py builds and wraps.
+Only make_strategy asks accelerate which of them a run uses. Strategy is one process and DDP, with or without tensor
+parallelism; fsdp2.py and deepspeed.py override what differs. Tests: tests/distributed/ and tests/training/test_step.py.
 """
 
-import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import UsageError, warn
+from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import tensor_parallel
+from src.distributed import strategy_checks, tensor_parallel
+from src.distributed.sharded_tensors import is_partial, plain_name
 
-LOW = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> what matrix products are computed in
-
-
-def is_sharded(accelerator) -> bool:
-    """Return whether no process holds the whole model, so that a forward or backward pass is a collective of all."""
-    return accelerator.distributed_type.value in ("FSDP", "DEEPSPEED") or tensor_parallel.tp_size(accelerator) > 1
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
-def strategy_name(accelerator) -> str:
-    """Return the strategy in words."""
-    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
-    if (cut := tensor_parallel.tp_size(accelerator)) > 1:
-        shards = f", FSDP2 over {mesh.dp_shard_size}" if kind == "FSDP" else ""
-        return (
-            f"layers cut over {cut} processes{shards}"
-            + f", {mesh.dp_replicate_size} copies" * mesh.dp_replicate_enabled
-        )
-    if kind == "FSDP":
-        copies = mesh.dp_replicate_size if mesh else 1
-        return "FSDP2" if copies == 1 else f"HSDP: {copies} copies, each over {mesh.dp_shard_size} processes"
-    if kind == "DEEPSPEED":
-        return f"DeepSpeed ZeRO-{accelerator.state.deepspeed_plugin.zero_stage}"
-    if accelerator.num_processes == 1:
-        return "one process"
-    return "DDP over " + torch.distributed.get_backend()
-
-
-def check_version() -> None:
-    """Raise UsageError for FSDP1, before accelerate looks for a device that it needs."""
-    if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
-        raise UsageError(f"fsdp_version is {version}: give 2, as accelerate_configs/fsdp2.yaml does")
-
-
-def complete_mesh(world: int) -> None:
-    """Let a model of which there are several copies (HSDP), or whose layers are cut, be sharded over all processes that it has.
-
-    So the accelerate file names copies and cuts only, and fits any number of processes."""
-    sizes = {f"parallelism_config_{name}_size": 1 for name in ("dp_replicate", "dp_shard", "tp")}
-    for name in sizes:
-        value = os.environ.get(name.upper(), "1")
-        if not value.isdecimal() or not int(value):
-            raise UsageError(f"{name} is {value!r}: give a whole number above zero")
-        sizes[name] = int(value)
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or set(sizes.values()) == {1}:
-        return
-    copies, shards, cuts = sizes.values()
-    said = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if shards == 1 and not world % (copies * cuts) and world > copies * cuts:
-        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(world // (copies * cuts))
-    elif copies * shards * cuts != world or shards == 1:
-        raise UsageError(
-            f"{said} does not cut {world} processes into groups of two or more that each hold one copy of the model: change either"
-        )
-
-
-def configure(accelerator, cfg: RunConfig) -> None:
-    """Give the backend what follows from the run file; UsageError for what cannot be had or is said in two places."""
-    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
-    for name, meaning in (("cp", "context"), ("sp", "sequence")):
-        if mesh and getattr(mesh, f"{name}_size") > 1:
-            raise UsageError(
-                f"parallelism_config_{name}_size is {getattr(mesh, f'{name}_size')}: {meaning} parallelism is not offered, and each "
-                "process would train on other rows; take it out (docs/scaling.md says why, and what to use)"
-            )
-    if is_sharded(accelerator) and cfg.per_device_batch_size == "auto":
-        raise UsageError(f"per_device_batch_size is auto, which cannot be tried out under {kind}: give a number")
-    tensor_parallel.check(accelerator, cfg)
-    if cfg.local_sgd_steps:
-        _configure_local_sgd(accelerator, cfg)
-    if kind == "FSDP":
-        _configure_fsdp(accelerator, cfg)
-    elif kind == "DEEPSPEED":
-        from src.distributed import deepspeed
-
-        deepspeed.configure(accelerator, cfg)
-    if cfg.ddp_comm_hook != "no" and (kind not in ("MULTI_GPU", "MULTI_CPU") or accelerator.num_processes == 1):
-        warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: gradients of whole replicas (DDP) only go through it")
-    if cfg.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
-        raise UsageError("ddp_comm_hook is bf16, which torch has for GPUs only: leave it out, or use fp16")
-    if cfg.sync_each_batch and not is_sharded(accelerator):
-        warn("sync_each_batch is ignored: a replica holds all of its gradient anyway, so waiting costs no memory")
-
-
-def sync_every_micro_batch(accelerator, cfg: RunConfig) -> bool:
-    """Return whether gradients are reduced after every micro-batch."""
-    return accelerator.distributed_type.value == "FSDP" and cfg.sync_each_batch is not False
-
-
-def _configure_local_sgd(accelerator, cfg: RunConfig) -> None:
-    asked = f"local_sgd_steps is {cfg.local_sgd_steps}"
-    if is_sharded(accelerator):
-        raise UsageError(
-            f"{asked}, but under {accelerator.distributed_type.value} no process holds a whole model to update by itself: "
-            "leave it out, or use accelerate_configs/ddp.yaml"
-        )
-    if accelerator.num_processes == 1:
-        warn("local_sgd_steps is ignored: there is one process, and nothing to average")
-    elif accelerator.mixed_precision == "fp16":
-        raise UsageError(
-            f"{asked}, but with fp16 each process would scale its gradient by a factor of its own: use bf16"
-        )
-
-
-def _configure_fsdp(accelerator, cfg: RunConfig) -> None:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-    plugin = accelerator.state.fsdp_plugin
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and accelerator.device.type == "cpu":
-        raise UsageError("fsdp_offload_params is true, but there is no accelerator to offload from: set it to false")
-    if low := LOW.get(accelerator.mixed_precision):
-        if cfg.dtype == "bfloat16":
-            raise UsageError(
-                "dtype is bfloat16, but FSDP2 keeps float32 weights with mixed_precision: set that to 'no'"
-            )
-        # accelerate would also reduce gradients, and return the loss, in 16 bits.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-
-
-def can_fuse_optimizer(accelerator, cfg: RunConfig) -> bool:
-    """Return whether the optimizer may be a fused kernel.
-
-    Under a gradient scaler that would skip on the device, where nobody could tell the schedule to wait; and torch has no
-    fused SGD for shards."""
-    return accelerator.mixed_precision != "fp16" and not (
-        accelerator.distributed_type.value == "FSDP" and cfg.optim == "sgd"
-    )
-
-
-# ---- in a step -----------------------------------------------------------------------------------------------------------
-
-
-def forwards_per_rank(accelerator, window: list) -> list[float]:
-    """Return, for the vector that all ranks add up, how many micro-batches each has; nothing where that may differ."""
-    if not is_sharded(accelerator):
-        return []
-    mine, world = tensor_parallel.data_parallel_rank_and_size(accelerator)
-    return [float(len(window) * (rank == mine)) for rank in range(world)]
-
-
-def pad_with_dummy_batches(window: list, turns: list[float]) -> list:
-    """Return the window with fillers of weight zero before it, so that all ranks run as many forward passes."""
-    micro, batch = window[0]
-    dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
-    return [(dummy, batch)] * int(max(turns, default=0) - len(window)) + window
-
-
-@contextmanager
-def gradient_sync(accelerator, module: torch.nn.Module, last: bool, each: bool):
-    """Reduce the gradients of a backward pass in here if its micro-batch is the last of a window, or after each one.
-
-    Of a model that is replicated and sharded (HSDP), the sum over replicas always waits for the last."""
+def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
+    """Return the strategy of this launch; raise UsageError on every rank for settings that it cannot offer."""
     kind = accelerator.distributed_type.value
-    if kind == "DEEPSPEED":
-        module.set_gradient_accumulation_boundary(last)
-        yield
-    elif kind == "FSDP":
-        module.set_requires_gradient_sync(last or each)
-        module.set_requires_all_reduce(last)
-        yield
-    elif last:
-        yield
+    if kind == "FSDP":
+        from src.distributed.fsdp2 import FSDP2 as chosen
+    elif kind == "DEEPSPEED":
+        from src.distributed.deepspeed import DeepSpeed as chosen
     else:
-        with accelerator.no_sync(module):
+        chosen = Strategy
+    strategy = chosen(accelerator, cfg)
+    strategy_checks.check_settings(strategy, cfg)
+    return strategy
+
+
+class Strategy:
+    """One process, or DDP: each process holds the whole model (with tensor parallelism, its part of each layer)."""
+
+    allows_tensor_parallel = True
+
+    def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
+        self.accelerator = accelerator
+        self.tp_size = tensor_parallel.tp_size(accelerator)
+        # Processes of one tensor parallel group read the same data and count as one.
+        self.data_rank, self.data_world_size = tensor_parallel.data_parallel_rank_and_size(accelerator)
+        # Whether no process holds the whole model, so that each forward and backward pass is a collective.
+        self.is_sharded = self.tp_size > 1
+        # Under a gradient scaler a fused kernel would skip an update on the device, unknown to the schedule.
+        self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
+        self.uses_local_sgd = bool(cfg.local_sgd_steps) and accelerator.num_processes > 1
+
+    @property
+    def name(self) -> str:
+        """The strategy in words, as the run plan and environment.json show it."""
+        if self.tp_size > 1:
+            return f"tensor parallelism over {self.tp_size} processes" + self._copies()
+        if self.accelerator.num_processes == 1:
+            return "one process"
+        return "DDP over " + torch.distributed.get_backend()
+
+    def _copies(self) -> str:
+        mesh = self.accelerator.parallelism_config
+        return f", {mesh.dp_replicate_size} copies" if mesh.dp_replicate_enabled else ""
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+        """Return the task's model on the CPU, with the weights of a folder or with random ones (`weights` None)."""
+        if self.accelerator.mixed_precision == "fp16" and getattr(task.config, "dtype", None) is torch.bfloat16:
+            warn(
+                "this model was trained in bfloat16, which has the range of float32, and now computes in float16, whose largest "
+                "number is 65,504: activations may overflow; prefer mixed_precision: bf16"
+            )
+        model = task.build(weights)
+        tensor_parallel.split_layers(self.accelerator, model)
+        return model
+
+    def prepare(
+        self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
+        accelerator = self.accelerator
+        module, optimizer = accelerator.prepare(model_with_loss, optimizer)
+        if accelerator.scaler is None and accelerator.device.type != "xla":
+            # Without a scaler accelerate's wrapper only searches the import path for a package in every step: 0.3 ms.
+            optimizer = optimizer.optimizer
+        wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel)
+        if wrapped and (self.uses_local_sgd or accelerator.num_processes == 1):
+            # accelerate wraps one process on a CPU, too, and would reduce after every micro-batch. Under local SGD, DDP's
+            # constructor has made the replicas equal; its wrapper would only reduce, and hold memory for all gradients.
+            module = accelerator.unwrap_model(module)
+        if self.uses_local_sgd:
+            accelerator.free_memory()
+        return module, optimizer
+
+    def prepare_for_evaluation(self, model_with_loss: torch.nn.Module) -> torch.nn.Module:
+        """Return the module to evaluate, sharded as in training and in the same precision."""
+        if not self.is_sharded:
+            return self.accelerator.prepare_model(model_with_loss, evaluation_mode=True)
+        # accelerate does not shard a model that comes without an optimizer, and leaves it on the CPU.
+        return self.accelerator.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    def forwards_per_rank(self, window: list) -> list[float]:
+        """Return this rank's entry of a vector that all ranks add up: micro-batches by rank. Empty if ranks may differ."""
+        if not self.is_sharded:
+            return []
+        counts = [0.0] * self.data_world_size
+        counts[self.data_rank] = float(len(window))
+        return counts
+
+    def pad_with_dummy_batches(self, window: list, forwards: list[float]) -> list:
+        """Return the window after enough dummy batches of weight zero that all ranks run equally many forward passes."""
+        micro, batch = window[0]
+        dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
+        missing = int(max(forwards, default=0)) - len(window)
+        return [(dummy, batch)] * missing + window
+
+    @contextmanager
+    def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
+        """Reduce gradients over ranks in the backward pass of a window's last micro-batch only."""
+        if last:
             yield
+        else:
+            with self.accelerator.no_sync(module):
+                yield
+
+    def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
+        """Add the gradient of a loss that is scaled already."""
+        self.accelerator.backward(loss)
+
+    def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
+
+        All ranks skip when the norm is not finite: it is the norm of the reduced gradient, so they decide alike. Fused
+        optimizers read the decision on the device; for others the host has to wait."""
+        clip = tensor_parallel.clip if self.tp_size > 1 else self.accelerator.clip_grad_norm_
+        norm = clip(module.parameters(), max_norm or float("inf"))
+        norm = norm.full_tensor() if is_partial(norm) else norm
+        skipped = ~torch.isfinite(norm)
+        first_momentum = bool(optimizer.defaults.get("momentum")) and not optimizer.state
+        if self.accelerator.scaler is not None:
+            optimizer.step()  # the scaler checks the gradients itself, and waits for the device
+            skipped = torch.tensor(self.accelerator.optimizer_step_was_skipped)
+        elif optimizer.defaults.get("fused") and not first_momentum:  # torch would leave a first momentum uninitialized
+            optimizer.found_inf = skipped.float()
+            optimizer.step()
+        elif not skipped:
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return norm, skipped
+
+    # ---- the state as named tensors ----------------------------------------------------------------------------------
+
+    def named_weights(self, model: torch.nn.Module) -> dict[str, Any]:
+        """Return the state dict; shards as parameters, because only these tell which weights are tied."""
+        values = model.state_dict(keep_vars=True).items()
+        return {name: value if is_partial(value) else value.detach() for name, value in values}
+
+    def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
+        """Return the optimizer's state, flat, by "key/parameter name"."""
+        names = _parameter_names(model, optimizer)
+        states = optimizer.state_dict()["state"].items()
+        return {f"{key}/{names[index]}": value for index, state in states for key, value in state.items()}
+
+    def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
+        """Load the optimizer's state from a checkpoint that any strategy wrote: tensors by `reader`, the rest in `numbers`."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        index = {name: i for i, name in enumerate(_parameter_names(model, optimizer))}
+        state: dict[int, dict[str, Any]] = {}
+        for path in [*reader.where, *numbers]:
+            key, name = path.split("/", 1)
+            value = numbers[path] if path in numbers else reader.like(path, parameters[index[name]])
+            state.setdefault(index[name], {})[key] = value
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def backward(accelerator, module: torch.nn.Module, loss: torch.Tensor) -> None:
-    """Add the gradient of a loss, which nothing divides any more."""
-    if accelerator.distributed_type.value == "DEEPSPEED":
-        module.backward(loss, scale_wrt_gas=False)  # accelerate's would also update the weights
-    else:
-        accelerator.backward(loss)
+def _parameter_names(model: torch.nn.Module, optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order of its state dict."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]

@@ -1,10 +1,12 @@
 """Tensor parallelism: split the layers over processes that read the same data.
 
-Tests: tests/distributed/test_tensor_parallel.py. The cut is torch's own `parallelize_module`, by the plan that
-transformers ships with the model; processes of one group read the same micro-batches. Embedding, norms and head stay whole.
+torch's `parallelize_module` shards them by the plan that transformers ships with the model. Embedding, norms and head stay
+whole. Tests: tests/distributed/test_tensor_parallel.py.
 """
 
 import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -12,32 +14,24 @@ from torch.distributed.tensor import DTensor
 
 from src.config.errors import UsageError
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def tp_size(accelerator) -> int:
+
+def tp_size(accelerator: "Accelerator") -> int:
     """Return how many processes compute each micro-batch together."""
-    sizes = getattr(accelerator, "parallelism_config", None)
-    return sizes.tp_size if sizes else 1
+    mesh = accelerator.parallelism_config
+    return mesh.tp_size if mesh else 1
 
 
-def data_parallel_rank_and_size(accelerator) -> tuple[int, int]:
-    """Return rank and world size as far as data goes: processes of one group count as one."""
-    return accelerator.process_index // tp_size(accelerator), accelerator.num_processes // tp_size(accelerator)
+def data_parallel_rank_and_size(accelerator: "Accelerator") -> tuple[int, int]:
+    """Return rank and world size for the data: the processes of one tensor parallel group count as one."""
+    count = tp_size(accelerator)
+    return accelerator.process_index // count, accelerator.num_processes // count
 
 
-def check(accelerator, cfg) -> None:
-    """Raise UsageError for what is not computed exactly, or not tested, where layers are cut."""
-    if (count := tp_size(accelerator)) == 1:
-        return
-    whole = accelerator.is_fsdp2 and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    if whole or accelerator.distributed_type.value == "DEEPSPEED" or cfg.compile:
-        raise UsageError(
-            f"tp_size is {count}, which takes FSDP2 with fsdp_cpu_ram_efficient_loading: false, or nothing besides, and no "
-            "compile"
-        )
-
-
-def apply(accelerator, model: torch.nn.Module) -> None:
-    """Cut the layers of a model in place, which every process holds whole; UsageError if that cannot be done exactly."""
+def split_layers(accelerator: "Accelerator", model: torch.nn.Module) -> None:
+    """Shard in place the layers of a model that every process holds whole; raise UsageError if that would not be exact."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     if (count := tp_size(accelerator)) == 1:
@@ -46,44 +40,50 @@ def apply(accelerator, model: torch.nn.Module) -> None:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - styles.keys():
         kinds = ", ".join(sorted({*plan.values()} - styles.keys())) or "no plan"
-        raise UsageError(f"tp_size is {count}, but transformers has {kinds} for {config.model_type}: leave it out")
+        raise UsageError(f"tp_size is {count}, but transformers has {kinds} for {config.model_type}: remove tp_size")
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name, None) or 0 for name in names}
     if any(number % count for number in sizes.values()):
         raise UsageError(f"tp_size is {count}, which does not divide all of {sizes}")
-    # Within what is cut, processes would draw the same masks for different heads.
-    if drops := [name for name, value in config.to_dict().items() if "drop" in name and value]:
-        raise UsageError(f"tp_size is {count}: set {', '.join(drops)} of the model to 0")
+    # Inside the sharded layers, processes would draw the same masks for different heads.
+    if dropouts := [name for name, value in config.to_dict().items() if "drop" in name and value]:
+        raise UsageError(f"tp_size is {count}: set {', '.join(dropouts)} of the model to 0")
     mesh = accelerator.torch_device_mesh["tp"]
     parallelize_module(model.base_model, mesh, {name: styles[style]() for name, style in plan.items()})
 
-    def leave(*objects):
-        """In place of accelerate 1.15's, which needs a class that transformers has up to 5.0 only."""
-        for module in (found for found in objects if isinstance(found, torch.nn.Module)):
-            module.tp_size = count  # or it refuses a model that nothing else spreads
+    def mark_as_parallel(*objects):
+        """Replace accelerate 1.15's preparation, which imports a class that transformers has up to 5.0 only."""
+        for item in objects:
+            if isinstance(item, torch.nn.Module):
+                item.tp_size = count  # accelerate refuses a model without it
         return objects
 
-    accelerator._prepare_tp = leave
+    accelerator._prepare_tp = mark_as_parallel
 
 
 def split_by_sharding(group: dict) -> list[dict]:
-    """Return a parameter group as those of cut and of whole parameters: torch's optimizers do not take both together."""
-    parts = [[p for p in group["params"] if isinstance(p, DTensor) == cut] for cut in (False, True)]
+    """Return a parameter group as two, sharded and whole parameters: torch's optimizers do not take both together."""
+    parts = [[p for p in group["params"] if isinstance(p, DTensor) == sharded] for sharded in (False, True)]
     return [group | {"params": part} for part in parts if part]
 
 
-def clip(parameters, max_norm: float) -> torch.Tensor:
-    """Scale gradients down to a common norm of `max_norm`; return the norm before, to the last bit the same on every rank.
+def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients down to a common norm of `max_norm`; return the norm before, bitwise the same on every rank.
 
-    torch's own takes shards of one mesh only. What several ranks hold counts once."""
+    torch's own function takes shards of one mesh only. A value that several ranks hold counts once."""
     gradients, squares = [], []
-    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
-        local, parts = gradient, 1
-        if isinstance(gradient, DTensor):
-            cut = [d for d, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-            local, parts = gradient.to_local(), math.prod(gradient.device_mesh.size(d) for d in cut)
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        local, shards = parameter.grad, 1
+        if isinstance(local, DTensor):
+            mesh, placements = local.device_mesh, local.placements
+            shards = math.prod(mesh.size(dim) for dim, kind in enumerate(placements) if not kind.is_replicate())
+            local = local.to_local()
         gradients.append(local)
-        squares.append(torch.linalg.vector_norm(local.float() if local.dtype.itemsize < 4 else local) ** 2 * parts)
+        wide = local.float() if local.dtype.itemsize < 4 else local
+        # (world size / shards) ranks hold each value: times `shards`, the sum over ranks counts it world size times.
+        squares.append(torch.linalg.vector_norm(wide) ** 2 * shards)
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     norm = (total / dist.get_world_size()).sqrt()

@@ -8,27 +8,22 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from src.config.paths import REPOSITORY
 from src.config.redact import redact, redact_all
 from src.config.schema import RunConfig
-from src.distributed import strategies
 from src.distributed.init_accelerator import num_nodes
-from src.distributed.tensor_parallel import data_parallel_rank_and_size
+from src.distributed.strategies import Strategy
 from src.download import http_files
 from src.storage import atomic_folder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 MAX_DIFF = 5_000_000  # characters of code.diff
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
-def environment(accelerator: "Accelerator", cfg: RunConfig) -> dict:
+def environment(strategy: Strategy, cfg: RunConfig) -> dict:
     """Return versions, git commit, topology and batch arithmetic of this process group."""
     diff = uncommitted()
     return {
@@ -39,7 +34,7 @@ def environment(accelerator: "Accelerator", cfg: RunConfig) -> dict:
         "git_dirty": None if diff is None else bool(diff),
         "command": redact_all(sys.argv),
         "fetched": redact_all(http_files.fetched),
-        **topology(accelerator, cfg),
+        **topology(strategy, cfg),
     }
 
 
@@ -84,9 +79,9 @@ def save_diff(folder: Path) -> None:
     atomic_folder.rewrite(file, diff)
 
 
-def topology(accelerator: "Accelerator", cfg: RunConfig, training: bool = True) -> dict:
+def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
     """Return device, precision, strategy and world size, and for training the arithmetic of the global batch."""
-    device = accelerator.device
+    accelerator, device = strategy.accelerator, strategy.accelerator.device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:
@@ -97,12 +92,12 @@ def topology(accelerator: "Accelerator", cfg: RunConfig, training: bool = True) 
     found = {
         "device": f"{device.type} ({name})",
         "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
-        "strategy": strategies.strategy_name(accelerator),
+        "strategy": strategy.name,
         "world_size": accelerator.num_processes,
         "nodes": num_nodes(),
     }
     if training:
-        found["global_batch"] = arithmetic(cfg, data_parallel_rank_and_size(accelerator)[1])
+        found["global_batch"] = arithmetic(cfg, strategy.data_world_size)
     return found
 
 

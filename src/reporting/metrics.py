@@ -13,6 +13,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
 from src.reporting import trackers
 from src.reporting.environment import environment, save_diff
 from src.runtime import console, run_status
@@ -28,8 +29,9 @@ log = logging.getLogger("run")
 class Tracker:
     """Writes metrics.jsonl, and shows its lines and sends them to the trackers, on the main process alone."""
 
-    def __init__(self, accelerator, cfg: RunConfig, total: int):
-        self.accelerator, self.cfg, self.main = accelerator, cfg, accelerator.is_main_process
+    def __init__(self, strategy: Strategy, cfg: RunConfig, total: int):
+        accelerator = strategy.accelerator
+        self.strategy, self.cfg, self.main = strategy, cfg, accelerator.is_main_process
         self.folder, self.console = Path(cfg.output_dir), Console(self.main, total)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         try:
@@ -48,12 +50,12 @@ class Tracker:
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
         lines = jsonl.read_lines(self.metrics.path)
-        trackers.start(self.accelerator, self.cfg, config, progress.step, lines)
+        trackers.start(self.strategy.accelerator, self.cfg, config, progress.step, lines)
         self.console.begin(progress.step)
 
     def _open(self, config: str, step: int, evaluated: int) -> None:
         atomic_folder.rewrite(self.folder / "config.yaml", config)
-        known = environment(self.accelerator, self.cfg)
+        known = environment(self.strategy, self.cfg)
         known["starts"] = [*self._starts(step), {"step": step, "world_size": known["world_size"], "time": time.time()}]
         atomic_folder.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
         save_diff(self.folder)

@@ -3,8 +3,10 @@
 Tests: tests/training/test_evaluation.py and tests/conformance/.
 """
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,113 +14,169 @@ import torch
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, evaluation_order
 from src.data.data_loader import read_batches, seed_everything
-from src.distributed.strategies import is_sharded
-from src.distributed.tensor_parallel import data_parallel_rank_and_size
+from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
 from src.runtime import console
-from src.tasks import Task
+from src.tasks import Batch, Task
 
 FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
-ASK = 8  # micro-batches between two questions to all ranks whether to stop
+ASK = 8  # micro-batches between two all-reduces of "stop?"
+TIMES_SEEN = "times seen"
 
 
 @torch.no_grad()
 def evaluate(
-    accelerator, host_group, module: torch.nn.Module, task: Task, split, cfg: RunConfig, stopping=None
+    strategy: Strategy,
+    host_group: HostGroup,
+    module: torch.nn.Module,
+    task: Task,
+    split,
+    cfg: RunConfig,
+    stopping: Callable[[], float] | None = None,
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
-    With `stopping`, which says 1 on a rank that wants to stop, all ranks may leave early alike; the result is None.
-
-    Bitwise the same for any number of processes on one kind of device: the cut into micro-batches, each one's sums
-    and the order in which they are added do not depend on it. Held in memory: a few numbers per micro-batch.
+    None if some rank's `stopping()` returned 1 meanwhile. Bitwise the same for any number of processes on one kind of
+    device: the split into micro-batches, the sums of each and the order of adding them do not depend on that number. Memory:
+    a few numbers per micro-batch.
     """
-    # The bare module: a replica's forward is no collective, and ranks may run different numbers of them. Where the model is
-    # sharded, all run as many, and what a filler comes to is thrown away.
+    plan = _plan(split, cfg)
+    accelerator, rounds = strategy.accelerator, -(-len(plan.micro_batches) // strategy.data_world_size)
+    mine = _share_of_rank(strategy, plan.micro_batches, rounds)
+    results = _Results(plan)
+    # The bare module: the forward pass of a replica is no collective, and ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-    order, shift, parts = _order(split, cfg)
-    rank, world = data_parallel_rank_and_size(accelerator)
-    examples, rounds = sum(count for _, _, count in parts), -(-len(order) // world)
-    mine = order[rank::world]
-    if is_sharded(accelerator):
-        mine += [replace(order[0], dummy=True)] * (rounds - len(mine))
-    names, table, rows, pending = [], None, {}, []
-
-    def flush():
-        nonlocal names, table
-        for micro, batch, out in pending:
-            sums = {k: v for k, v in out.items() if v.dim() == 0} | batch.sums
-            names = names or ["weight", *sorted(sums)]
-            table = np.zeros((len(order), len(names))) if table is None else table
-            table[micro.index] = [batch.weight, *(float(sums[name]) for name in names[1:])]
-            for name, values in ((k, v) for k, v in out.items() if v.dim() == 1):
-                rows.setdefault(name, np.zeros(examples))[micro.ids - shift[micro.index]] = values.cpu().numpy()
-            rows.setdefault("times seen", np.zeros(examples))[micro.ids - shift[micro.index]] += 1
-        pending.clear()
-
-    training = module.training
-    module.eval()
-    with _one_thread(accelerator.device), _uncompiled(cfg):
-        pin = accelerator.device.type == "cuda"
+    with _eval_mode(module), _one_thread(accelerator.device), _uncompiled(cfg):
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
-        batches = iter(read_batches(split, task, iter(mine), cfg, pin))
-        for turn in range(rounds):
-            if stopping and turn % ASK == 0 and host_group.sum([stopping()])[0]:
-                module.train(training)
+        batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda"))
+        for number in range(rounds):
+            if stopping and number % ASK == 0 and host_group.sum([stopping()])[0]:
                 bar.close()
                 return None
             micro, batch = next(batches, (None, None))
-            if micro is None:
+            if micro is None:  # this rank has one micro-batch less than others
                 continue
             seed_everything(micro.seed)
             inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
             out = module(inputs)
             if not micro.dummy:
-                pending.append((micro, batch, out))
+                results.add(micro, batch, out)
             bar.update()
-            if len(pending) == FLUSH:
-                flush()
-        flush()
-    bar.close()
-    module.train(training)
-    return _combine(accelerator, host_group, task, names, table, rows, len(order), parts)
+        results.flush()
+        bar.close()
+    return _combine(strategy, host_group, task, results)
 
 
-def _order(split, cfg: RunConfig) -> tuple[list[MicroBatch], list[int], list[tuple[str, slice, int]]]:
-    """Return the micro-batches of all sources; for each, how far its ids are from places among the evaluated examples; and
-    (name, its micro-batches, examples) of each source."""
-    order, shift, parts, place = [], [], [], 0
-    for name, first, part in split.segments():
+# ---- which rank evaluates what -----------------------------------------------------------------------------------------
+
+
+class Source(NamedTuple):
+    """A source of the evaluated data; its name is empty unless the data is a mixture."""
+
+    name: str
+    rows: slice  # of the table of micro-batches
+    examples: int
+
+
+class Plan(NamedTuple):
+    """All micro-batches of an evaluation, whatever the number of processes."""
+
+    micro_batches: list[MicroBatch]
+    first_row: list[int]  # for each micro-batch: subtracted from an example's id, this gives its row among all examples
+    sources: list[Source]
+
+    @property
+    def examples(self) -> int:
+        return sum(source.examples for source in self.sources)
+
+
+def _plan(split, cfg: RunConfig) -> Plan:
+    plan, examples = Plan([], [], []), 0
+    for name, first_id, part in split.segments():
         count = min(len(part), cfg.max_eval_examples or len(part))
-        begun = len(order)
+        begin = len(plan.micro_batches)
         for micro in evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths):
-            order.append(replace(micro, ids=micro.ids + first, index=len(order)))
-            shift.append(first - place)
-        parts.append((name, slice(begun, len(order)), count))
-        place += count
-    return order, shift, parts
+            index = len(plan.micro_batches)
+            plan.micro_batches.append(replace(micro, ids=micro.ids + first_id, index=index))
+            plan.first_row.append(first_id - examples)
+        plan.sources.append(Source(name, slice(begin, len(plan.micro_batches)), count))
+        examples += count
+    return plan
 
 
-def _combine(accelerator, host_group, task, names, table, rows, micro_batches: int, parts) -> dict:
-    """Return the eval line from every rank's part of the table of sums; of a mixture, also the numbers of each source."""
-    examples = sum(count for _, _, count in parts)
-    names, kinds = _same_names(accelerator, names, sorted(rows))
-    table = np.zeros((micro_batches, len(names))) if table is None else table
-    table = host_group.sum(table).numpy()  # each entry is one rank's number plus zeros, so it stays what it was
-    rows = {name: host_group.sum(rows.get(name, np.zeros(examples))).numpy() for name in kinds}
-    seen = rows.pop("times seen")
-    assert (seen == 1).all(), "an example was evaluated more than once, or not at all"
-    line = _numbers(task, names, table, examples)
-    if parts[0][0]:  # the sources of a mixture, which have names, though it may be one that has evaluation data
-        each = {name: _numbers(task, names, table[which], count) for name, which, count in parts}
-        # What one source does not know (the bytes of rows of ids) is not known of all.
-        line = {key: value for key, value in line.items() if all(key in one for one in each.values() if one["weight"])}
-        line |= {f"{name}/{key}": value for name, one in each.items() for key, value in one.items()}
-    if rows:
-        line |= _on_main(accelerator, lambda: task.row_metrics({name: _whole(values) for name, values in rows.items()}))
+def _share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
+    """Return every N-th micro-batch; for a sharded model with dummies, so that all ranks run equally many forward passes."""
+    mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
+    if strategy.is_sharded:
+        mine += [replace(micro_batches[0], dummy=True)] * (rounds - len(mine))
+    return mine
+
+
+# ---- results -----------------------------------------------------------------------------------------------------------
+
+
+class _Results:
+    """This rank's sums of each micro-batch and values of each example, on the host; zero where other ranks compute them."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.names: list[str] = []  # columns of the table: weight, then the sums of the task
+        self.table: np.ndarray | None = None  # (micro-batches, names)
+        self.per_example: dict[str, np.ndarray] = {}
+        self.pending: list[tuple[MicroBatch, Batch, dict[str, torch.Tensor]]] = []
+
+    def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
+        self.pending.append((micro, batch, out))
+        if len(self.pending) == FLUSH:
+            self.flush()
+
+    def flush(self) -> None:
+        """Copy what is pending from the device, which waits for it."""
+        for micro, batch, out in self.pending:
+            sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
+            if self.table is None:
+                self.names = ["weight", *sorted(sums)]
+                self.table = np.zeros((len(self.plan.micro_batches), len(self.names)))
+            self.table[micro.index] = [batch.weight, *(float(sums[name]) for name in self.names[1:])]
+            rows = micro.ids - self.plan.first_row[micro.index]
+            for name, value in out.items():
+                if value.dim() == 1:
+                    self._column(name)[rows] = value.cpu().numpy()
+            self._column(TIMES_SEEN)[rows] += 1
+        self.pending.clear()
+
+    def _column(self, name: str) -> np.ndarray:
+        return self.per_example.setdefault(name, np.zeros(self.plan.examples))
+
+
+def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Results) -> dict:
+    """Return the eval line from the results of all ranks; for a mixture, also the numbers of each source."""
+    plan = results.plan
+    names, columns = _names_on_all_ranks(strategy, results)
+    table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
+    table = host_group.sum(table).numpy()  # each entry is one rank's number plus zeros, so it keeps its bits
+    nothing = np.zeros(plan.examples)
+    values = {name: host_group.sum(results.per_example.get(name, nothing)).numpy() for name in columns}
+    assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
+    line = _divide(task, names, table, plan.examples)
+    if plan.sources[0].name:
+        line = _with_sources(task, names, table, plan.sources, line)
+    if values:
+        line |= _on_main(strategy, lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
     return line
 
 
-def _numbers(task, names: list[str], table: np.ndarray, examples: int) -> dict:
+def _with_sources(task: Task, names: list[str], table: np.ndarray, sources: list[Source], line: dict) -> dict:
+    by_source = {s.name: _divide(task, names, table[s.rows], s.examples) for s in sources}
+    with_targets = [numbers for numbers in by_source.values() if numbers["weight"]]
+    # A metric that one source lacks (bytes, for rows of ids) is not known for all of them.
+    line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
+    for name, numbers in by_source.items():
+        line |= {f"{name}/{key}": value for key, value in numbers.items()}
+    return line
+
+
+def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> dict:
     """Return loss, weight, examples and the task's metrics from the sums of some micro-batches."""
     total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
     weight = total.pop("weight")
@@ -126,36 +184,48 @@ def _numbers(task, names: list[str], table: np.ndarray, examples: int) -> dict:
     return line | (task.metrics(total, weight) if weight else {})
 
 
-def _whole(values: np.ndarray) -> np.ndarray:
+def _integers(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if (values % 1 == 0).all() else values
 
 
-def _on_main(accelerator, compute) -> dict:
-    """Return on every rank what the main process computes, so that all can decide by it alike."""
+def _on_main(strategy: Strategy, compute: Callable[[], dict]) -> dict:
+    """Return on every rank what the main process computes, because all ranks decide by it (best model, early stopping)."""
     from accelerate.utils import broadcast_object_list
 
-    return broadcast_object_list([compute() if accelerator.is_main_process else None])[0]
+    return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
 
 
-def _same_names(accelerator, names: list[str], kinds: list[str]) -> tuple[list[str], list[str]]:
-    """Return the names of the first rank that had anything to evaluate: with few examples some ranks have nothing."""
-    if accelerator.num_processes == 1:
-        return names, kinds
+def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], list[str]]:
+    """Return the names of a rank that has evaluated something: with few examples, some ranks have nothing."""
+    mine = results.names, sorted(results.per_example)
+    if strategy.accelerator.num_processes == 1:
+        return mine
     from accelerate.utils import gather_object
 
-    return max(gather_object([(names, kinds)]), key=lambda found: len(found[0]))
+    return max(gather_object([mine]), key=lambda found: len(found[0]))
+
+
+# ---- modes -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    training = module.training
+    module.eval()
+    yield
+    module.train(training)
 
 
 def _uncompiled(cfg: RunConfig):
-    """Run compiled layers as they are written: then eval.py finds the same number, and no graph is made for evaluation."""
+    """Run compiled layers in eager mode: eval.py then finds the same number, and no graph is compiled for evaluation."""
     return torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext()
 
 
 @contextmanager
-def _one_thread(device: torch.device):
-    """Hold a CPU to one thread: the last bit of a matrix product depends on how many share it.
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """Limit a CPU to one thread: the last bit of a matrix product depends on the number of threads.
 
-    Costs the other cores; more processes use them (make eval NPROC=4), and the number does not move."""
+    Costs the other cores; more processes use them (make eval NPROC=4), and the number stays the same."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

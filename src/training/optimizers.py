@@ -25,7 +25,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer that `run.optim` names; `fused` updates all parameters by one kernel."""
+    """Return the optimizer that `cfg.optim` names; a `fused` one updates all parameters in one kernel."""
     groups = parameter_groups(model, cfg.weight_decay)
     if not groups:
         raise UsageError("no parameter of the model is trainable")

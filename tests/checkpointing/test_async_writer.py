@@ -14,11 +14,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import train
 from src.checkpointing import async_writer, checkpoint_list, format, host_copy, model_folder
 from src.config.parsing import RunConfig
+from src.distributed.strategies import make_strategy
 from src.reporting import ledger
 from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder
@@ -610,7 +612,8 @@ def test_a_further_part_is_saved_and_comes_back(tmp_path, tied):
         parts["optimizer"].step()
         parts["optimizer"].zero_grad()
         parts["average"].update_parameters(model_with_loss.model)
-    tensors, numbers = format.collect_tensors(model_with_loss, parts)
+    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
+    tensors, numbers = format.collect_tensors(strategy, model_with_loss, parts)
     assert tensors.keys() == {"model", "optimizer", "average"}
     host = host_copy.HostCopy().take(tensors)
     state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
@@ -622,7 +625,7 @@ def test_a_further_part_is_saved_and_comes_back(tmp_path, tied):
 
     other, fresh = made()
     assert not kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
-    format.load_checkpoint(tmp_path / "step", other, fresh, None, Meter())
+    format.load_checkpoint(tmp_path / "step", strategy, other, fresh, Meter())
     assert kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
     assert fresh["average"].n_averaged == 3
     average = fresh["average"].module
@@ -676,8 +679,7 @@ def test_the_scaler_survives_a_kill(fp16, tmp_path, monkeypatch, mutant):
             kit.spawn(1, _fp16, argv, out=tmp_path / "out")
     assert saved(tmp_path / "run") == [5, 10]
     if mutant:
-        load = format.load_checkpoint
-        monkeypatch.setattr(format, "load_checkpoint", lambda a, b, c, scaler, meter: load(a, b, c, None, meter))
+        monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
     kit.spawn(1, _fp16, argv, out=tmp_path / "out")
     run = kit.Run(tmp_path / "run")
     assert kit.same(run.weights, straight.weights) == (not mutant)

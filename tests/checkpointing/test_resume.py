@@ -608,13 +608,12 @@ def test_a_finished_run_that_is_prolonged_equals_one_of_that_length(files, tmp_p
 
 def _weights_at_the_start(argv):
     """Train on this rank; return the model's weights before the first step, and the step it begins with."""
-    seen, prepare = {}, train.prepare_model.prepare
+    seen = {}
 
-    def spy(accelerator, model_with_loss, optimizer):
-        seen["weights"] = {name: value.clone() for name, value in model_with_loss.model.state_dict().items()}
-        return prepare(accelerator, model_with_loss, optimizer)
+    def spy(strategy, module, optimizer):
+        seen["weights"] = {name: value.clone() for name, value in module.model.state_dict().items()}
 
-    train.prepare_model.prepare = spy
+    kit.after_prepare(spy)
     train.main([str(word) for word in argv])
     return seen["weights"]
 
@@ -700,9 +699,9 @@ def _rows_read(argv, replay: bool = False):
         read.extend(np.asarray(ids).tolist())
         return rows(self, ids)
 
-    def seen(accelerator, module, window, *rest):
+    def seen(strategy, module, window, *rest):
         trained.extend(i for micro, _ in window for i in micro.ids.tolist())
-        return gradient(accelerator, module, window, *rest)
+        return gradient(strategy, module, window, *rest)
 
     Split.rows, train.compute_gradient = spy, seen
     if replay:  # as skip_first_batches does: from the start, and thrown away

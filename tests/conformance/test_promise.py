@@ -55,13 +55,13 @@ def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, w
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
 
 
-def _naive_gradient(accelerator, module, window, total_weight, each):
+def _naive_gradient(strategy, module, window, total_weight):
     """The mutant: the mean of the micro-batches' means, as most loops have it."""
     total = torch.zeros((), dtype=torch.float64)
     for micro, batch in window:
-        with nullcontext() if micro.last else accelerator.no_sync(module):
+        with nullcontext() if micro.last else strategy.accelerator.no_sync(module):
             loss = module(batch.inputs)["loss"]
-            accelerator.backward(loss / max(batch.weight, 1) / len(window))
+            strategy.accelerator.backward(loss / max(batch.weight, 1) / len(window))
         if not micro.dummy:
             total += loss.detach()
     return total

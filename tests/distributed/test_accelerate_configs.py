@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from src.config.errors import UsageError
-from src.distributed import strategies
+from src.distributed import strategy_checks
 from tests.helpers import kit
 
 FILES = sorted((kit.REPOSITORY / "accelerate_configs").glob("*.yaml"))
@@ -155,7 +155,7 @@ def _completed(monkeypatch, world: int, **sizes) -> str:
     for name in ("DP_REPLICATE", "DP_SHARD", "TP"):
         monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", str(sizes.get(name.lower(), 1)))
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    strategies.complete_mesh(world)
+    strategy_checks.complete_mesh(world)
     return os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"]
 
 
@@ -172,9 +172,9 @@ def test_shards_are_all_processes_that_copies_and_cuts_leave(monkeypatch, world,
     [
         (4, {"dp_replicate": "two"}, "parallelism_config_dp_replicate_size is 'two': give a whole number"),
         (4, {"dp_shard": 0}, "parallelism_config_dp_shard_size is '0'"),
-        (4, {"dp_shard": 3}, "parallelism_config_dp_shard_size 3 does not cut 4 processes"),
-        (4, {"dp_replicate": 4}, "does not cut 4 processes"),
-        (2, {"tp": 2}, "does not cut 2 processes"),
+        (4, {"dp_shard": 3}, "parallelism_config_dp_shard_size 3 does not divide 4 processes"),
+        (4, {"dp_replicate": 4}, "does not divide 4 processes"),
+        (2, {"tp": 2}, "does not divide 2 processes"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(monkeypatch, world, sizes, said):

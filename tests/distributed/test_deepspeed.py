@@ -66,8 +66,8 @@ def test_mutant_that_divides_by_the_world_once_more_is_caught(files, one, tmp_pa
     """A loss that is already the mean over all ranks, which DeepSpeed averages again."""
     original = train.compute_gradient
 
-    def gradient(accelerator, module, window, weight, *rest):
-        return original(accelerator, module, window, weight * accelerator.num_processes, *rest)
+    def gradient(strategy, module, window, weight, *rest):
+        return original(strategy, module, window, weight * strategy.accelerator.num_processes, *rest)
 
     monkeypatch.setattr(train, "compute_gradient", gradient)
     flags = recipe(files, max_grad_norm=0, optim="sgd", learning_rate=0.5, max_steps=6, eval_steps=6, save_steps=99)
@@ -104,11 +104,11 @@ def _poisoned(argv):
     """Train with a loss that is not a number on rank 1, in step 3."""
     original = train.compute_gradient
 
-    def gradient(accelerator, module, window, *rest):
+    def gradient(strategy, module, window, *rest):
         task, loss = module.module.task, module.module.task.loss
-        if accelerator.process_index == 1 and window[-1][0].step == 2:
+        if strategy.accelerator.process_index == 1 and window[-1][0].step == 2:
             task.loss = lambda model, inputs: {"loss": loss(model, inputs)["loss"] * float("nan")}
-        losses = original(accelerator, module, window, *rest)
+        losses = original(strategy, module, window, *rest)
         task.loss = loss
         return losses
 

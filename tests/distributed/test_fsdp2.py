@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from src.checkpointing import async_writer, checkpoint_list, format, model_folder, sharded
-from src.distributed import prepare_model, strategies
+from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
 from src.models.build_model import build_model
 from src.storage import atomic_folder
 from src.tasks import causal_lm
@@ -217,9 +218,14 @@ def test_ranks_with_fewer_micro_batches_run_fillers_without_which_nobody_ends_we
     files, tmp_path, monkeypatch, mutant
 ):
     if mutant == "training":
-        monkeypatch.setattr(strategies, "pad_with_dummy_batches", lambda window, turns: window)
+        monkeypatch.setattr(Strategy, "pad_with_dummy_batches", lambda self, window, forwards: window)
     if mutant == "evaluation":  # gloo may crash where collectives do not fit together, which would be a page of text
-        monkeypatch.setattr(evaluation, "is_sharded", lambda accelerator: (faulthandler.disable(), False)[1])
+
+        def unpadded(strategy, micro_batches, rounds):
+            faulthandler.disable()
+            return micro_batches[strategy.data_rank :: strategy.data_world_size]
+
+        monkeypatch.setattr(evaluation, "_share_of_rank", unpadded)
     codes, outputs = command(uneven(files, ddp_timeout=10 if mutant else 120), tmp_path / "here", 2, where("fsdp2", 2))
     assert (codes == [0, 0]) == (not mutant), outputs
     assert not mutant or 0 not in codes
@@ -260,7 +266,7 @@ class Collectives(TorchDispatchMode):
 def _count_collectives(argv, mutant: bool):
     """Train on this rank; return the collectives of each step's gradient, and the sizes of the vectors agreed on."""
     steps, vectors = [], []
-    gradient, call, reducing = train.compute_gradient, HostGroup.sum, step.reducing
+    gradient, call, sync = train.compute_gradient, HostGroup.sum, FSDP2.gradient_sync
 
     def counted(*args):
         with Collectives() as collectives:
@@ -271,7 +277,7 @@ def _count_collectives(argv, mutant: bool):
     train.compute_gradient = counted
     HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     if mutant:  # as accelerate does whose gradient accumulation is not used
-        step.reducing = lambda accelerator, module, last, each: reducing(accelerator, module, True, True)
+        FSDP2.gradient_sync = lambda self, module, last: sync(self, module, True)
     train.main([str(word) for word in argv])
     return steps, vectors
 
@@ -368,7 +374,7 @@ def test_one_process_and_more_processes_than_layers_write_checkpoints_too(tmp_pa
 def test_resumed_on_as_many_ranks_it_is_bitwise_the_same(files, two, tmp_path, monkeypatch, mutant):
     """The mutant leaves the moments as they are in a new optimizer."""
     if mutant:
-        monkeypatch.setattr(format, "_load_optimizer", lambda *args: None)
+        monkeypatch.setattr(Strategy, "load_moments", lambda *args: None)
     folder = begun(two, tmp_path / "run", 15)
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, two.weights) == (not mutant)
@@ -498,10 +504,10 @@ def poison(monkeypatch, number: int) -> None:
     """Let the loss of the second of two ranks be no number in one step."""
     gradient, loss = train.compute_gradient, causal_lm.Task.loss
 
-    def spoiled(accelerator, module, window, *rest):
-        wrong = window[-1][0].step + 1 == number and accelerator.process_index == 1
+    def spoiled(strategy, module, window, *rest):
+        wrong = window[-1][0].step + 1 == number and strategy.accelerator.process_index == 1
         module.task.factor = float("nan") if wrong else 1.0
-        return gradient(accelerator, module, window, *rest)
+        return gradient(strategy, module, window, *rest)
 
     monkeypatch.setattr(train, "compute_gradient", spoiled)
     monkeypatch.setattr(
@@ -509,8 +515,8 @@ def poison(monkeypatch, number: int) -> None:
     )
 
 
-def naive_update(accelerator, module, optimizer, learning_rate, max_grad_norm):
-    norm = accelerator.clip_grad_norm_(module.parameters(), max_grad_norm)
+def naive_update(strategy, module, optimizer, learning_rate, max_grad_norm):
+    norm = strategy.accelerator.clip_grad_norm_(module.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
     return norm.full_tensor(), DeviceFlag(torch.tensor(False))
@@ -536,18 +542,17 @@ def test_a_loss_that_is_no_number_on_one_rank_changes_nothing_on_any(files, two,
 def _masters(argv):
     """Train on this rank; return what its weights are once they are sharded, and how often it built a model, empty or not."""
     found, built = [], []
-    prepare, build = prepare_model.prepare, causal_lm.Task.build
+    build = causal_lm.Task.build
 
-    def prepared(*args):
-        module, optimizer = prepare(*args)
+    def look(strategy, module, optimizer):
         found.extend((type(p.data).__name__, p.dtype, p.to_local().numel(), p.numel()) for p in module.parameters())
-        return module, optimizer
 
     def building(self, weights=None, empty=False):
         built.append(empty)
         return build(self, weights, empty)
 
-    prepare_model.prepare, causal_lm.Task.build = prepared, building
+    causal_lm.Task.build = building
+    kit.after_prepare(look)
     train.main([str(word) for word in argv])
     return found, built
 
@@ -623,8 +628,8 @@ def test_a_layer_that_the_model_does_not_have_is_refused_by_name(files, tmp_path
         ("fsdp2", 2, {"mixed_precision": "bf16"}, {"dtype": "float64"}, "dtype is float64, but the accelerate file"),
         ("fsdp2", 2, {}, {"per_device_batch_size": "auto"}, "per_device_batch_size is auto, which cannot be tried out"),
         ("fsdp2", 2, {"fsdp_version": 1}, {}, "fsdp_version is 1: give 2"),
-        ("hsdp", 4, {"parallelism_config_dp_replicate_size": 3}, {}, "dp_replicate_size 3 does not cut 4"),
-        ("hsdp", 2, {}, {}, "dp_replicate_size 2 does not cut 2"),
+        ("hsdp", 4, {"parallelism_config_dp_replicate_size": 3}, {}, "dp_replicate_size 3 does not divide 4"),
+        ("hsdp", 2, {}, {}, "dp_replicate_size 2 does not divide 2"),
         ("fsdp2_offload", 2, {}, {}, "fsdp_offload_params is true, but there is no accelerator"),
     ],
 )

@@ -153,15 +153,15 @@ def test_mutant_accumulation_of_accelerate_is_caught(files, plain, tmp_path, mon
 def _prepared(mutant: bool) -> tuple[str, bool, int]:
     """Return (kind of group, whether the module is DDP's, reductions of a window of four micro-batches)."""
     from src.config.schema import RunConfig
-    from src.distributed import prepare_model
     from src.distributed.init_accelerator import init_accelerator
+    from src.distributed.strategies import make_strategy
 
-    accelerator = init_accelerator(RunConfig(output_dir="unused"))
+    cfg = RunConfig(output_dir="unused")
+    accelerator = init_accelerator(cfg)
+    prepare = accelerator.prepare if mutant else make_strategy(accelerator, cfg).prepare
     model_with_loss = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model_with_loss.parameters(), lr=0.1)
-    module = (accelerator.prepare if mutant else lambda *both: prepare_model.prepare(accelerator, *both))(
-        model_with_loss, optimizer
-    )[0]
+    module, _ = prepare(model_with_loss, optimizer)
     count, wrapped = [0], isinstance(module, torch.nn.parallel.DistributedDataParallel)
     if wrapped:
 
@@ -197,10 +197,10 @@ def test_a_group_of_two_reduces_once_a_window(tmp_path):
 def test_a_failure_on_one_rank_ends_all_at_once_with_its_traceback(files, tmp_path, monkeypatch):
     import train
 
-    def gradient(accelerator, module, window, *rest, original=train.compute_gradient):
-        if accelerator.process_index == 1 and window[0][0].step == 1:
+    def gradient(strategy, module, window, *rest, original=train.compute_gradient):
+        if strategy.accelerator.process_index == 1 and window[0][0].step == 1:
             raise RuntimeError("a cosmic ray")
-        return original(accelerator, module, window, *rest)
+        return original(strategy, module, window, *rest)
 
     monkeypatch.setattr(train, "compute_gradient", gradient)
     folder = tmp_path / "here"

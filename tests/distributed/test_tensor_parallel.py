@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 import train
 from src.distributed import tensor_parallel
 from src.distributed.host_group import HostGroup
-from src.training import step
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -55,14 +54,8 @@ def _train(argv):
         accelerate.Accelerator.__init__ = lambda self, cpu, **rest: start(self, **rest)
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU")
-    held, prepare = {}, train.prepare_model.prepare
-
-    def prepared(*args):
-        module, optimizer = prepare(*args)
-        held.update(module.named_parameters())
-        return module, optimizer
-
-    train.prepare_model.prepare = prepared
+    held = {}
+    kit.after_prepare(lambda strategy, module, optimizer: held.update(module.named_parameters()))
     train.main([str(word) for word in argv])
     names = {name: value.device_mesh.mesh_dim_names for name, value in held.items() if isinstance(value, DTensor)}
     cut = [name for name, dims in names.items() if "tp" in dims]
@@ -109,8 +102,9 @@ def test_processes_that_compute_together_train_what_one_process_trains(files, on
 def test_mutants_that_take_a_group_for_several_are_caught(files, one, tmp_path, monkeypatch, mutant):
     """Scaled by the number of processes; the weight summed over all; parts taken for copies of the whole in the norm."""
     if mutant == "gradients of all processes":
-        place = lambda accelerator: (accelerator.process_index, accelerator.num_processes)  # noqa: E731
-        monkeypatch.setattr(step, "tensor_parallel", SimpleNamespace(**vars(tensor_parallel) | {"place": place}))
+        gradient = train.compute_gradient
+        naive = lambda strategy, module, window, weight: gradient(strategy, module, window, weight / 2)  # noqa: E731
+        monkeypatch.setattr(train, "compute_gradient", naive)
     elif mutant == "each process counts":
         monkeypatch.setattr(HostGroup, "sum", _uncounted)
     else:
@@ -148,7 +142,7 @@ def test_a_run_moves_from_one_process_to_four_and_back(files, one, tmp_path):
     [
         (4, "dropout.yaml", {}, {}, "tp_size is 2: set attention_dropout of the model to 0"),
         (4, "gpt2.yaml", {}, {}, "tp_size is 2, but transformers has no plan for gpt2"),
-        (3, "llama.yaml", {}, {}, "parallelism_config_tp_size 2 does not cut 3 processes"),
+        (3, "llama.yaml", {}, {}, "parallelism_config_tp_size 2 does not divide 3 processes"),
         (6, "llama.yaml", {"parallelism_config_tp_size": 3}, {}, "tp_size is 3, which does not divide all of"),
         (4, "llama.yaml", {"fsdp_cpu_ram_efficient_loading": True}, {}, "fsdp_cpu_ram_efficient_loading: false"),
         (4, "llama.yaml", {}, {"compile": True}, "and no compile"),

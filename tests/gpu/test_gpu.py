@@ -116,18 +116,24 @@ def test_an_update_that_is_not_finite_is_left_out_on_the_device():
     """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
     from types import SimpleNamespace
 
+    from src.config.schema import RunConfig
+    from src.distributed.strategies import Strategy
     from src.training import step
 
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     accelerator = SimpleNamespace(
         scaler=None,
-        distributed_type=SimpleNamespace(value="NO"),
+        mixed_precision="no",
+        parallelism_config=None,
+        process_index=0,
+        num_processes=1,
         clip_grad_norm_=lambda parameters, most: torch.nn.utils.clip_grad_norm_(list(parameters), most),
     )
+    strategy = Strategy(accelerator, RunConfig())
     for value, skipped in ((1.0, False), (float("nan"), True), (1.0, False)):
         before = weight.detach().clone()
         weight.grad = torch.full_like(weight, value)
-        _, flag = step.optimizer_step(accelerator, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        _, flag = step.optimizer_step(strategy, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
         assert bool(flag) == skipped
         assert torch.equal(before, weight.detach()) == skipped

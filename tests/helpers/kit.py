@@ -239,27 +239,47 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
     return [0] * world, [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
 
 
+def after_prepare(look) -> None:
+    """Let this process call `look(strategy, module, optimizer)` when train.py's strategy has prepared them."""
+    import train
+
+    make = train.make_strategy
+
+    def made(accelerator, cfg):
+        strategy = make(accelerator, cfg)
+        prepare = strategy.prepare
+
+        def prepared(*args):
+            module, optimizer = prepare(*args)
+            look(strategy, module, optimizer)
+            return module, optimizer
+
+        strategy.prepare = prepared
+        return strategy
+
+    train.make_strategy = made
+
+
 def _train(argv):
     import torch.distributed as dist
 
     import train
 
     seen = {}
-    original, prepare = train.train, train.prepare_model.prepare
+    original = train.train
 
     def spy(run, options, task, splits, accelerator):
         seen["world"] = accelerator.num_processes
         seen["initialised"] = dist.is_initialized()
         original(run, options, task, splits, accelerator)
 
-    def prepared(*args):
-        module, optimizer = prepare(*args)
+    def look(strategy, module, optimizer):
         mesh = getattr(next(module.parameters()), "device_mesh", None)
         seen["mesh"] = mesh and tuple(mesh.shape)
         seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
-        return module, optimizer
 
-    train.train, train.prepare_model.prepare = spy, prepared
+    train.train = spy
+    after_prepare(look)
     train.main([str(word) for word in argv])
     return seen
 

@@ -179,10 +179,10 @@ def test_a_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, w
     """A CPU refuses fp16, so the accelerator is a stand-in here."""
     from types import SimpleNamespace
 
-    from src.distributed import prepare_model
+    from src.config.schema import RunConfig
+    from src.distributed.strategies import Strategy
 
-    kind = SimpleNamespace(value="NO")
-    accelerator = SimpleNamespace(mixed_precision=precision, distributed_type=kind)
+    accelerator = SimpleNamespace(mixed_precision=precision, parallelism_config=None, process_index=0, num_processes=1)
     task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
-    assert prepare_model.build_model(accelerator, task, None) == "the model"
+    assert Strategy(accelerator, RunConfig()).build_model(task, None) == "the model"
     assert ("activations may overflow" in capsys.readouterr().err) == warned

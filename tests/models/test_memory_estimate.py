@@ -1,13 +1,14 @@
 """What fits where: the counted model is the real one, and the arithmetic gives the bytes that two ranks really hold."""
 
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
 
 from src.config import parsing
 from src.config.errors import UsageError
-from src.distributed import strategies
+from src.distributed import fsdp2
 from src.models import memory_estimate
 from src.models.memory_estimate import Strategy
 from src.reporting import memory_command
@@ -63,37 +64,31 @@ def test_parameters_are_those_of_the_real_model(files, name):
 
 def _held(argv):
     """Train a step; return what this rank holds at its end, and whole gradients while they wait to be reduced."""
-    import src.training.step
     import train
 
-    found, update, reducing = {"waiting": 0}, train.optimizer_step, src.training.step.reducing
+    found, update, sync = {"waiting": 0}, train.optimizer_step, fsdp2.FSDP2.gradient_sync
 
     def local(tensors) -> int:
         return sum(t.to_local().nbytes for t in tensors)
 
-    class Spy:
-        def __init__(self, accelerator, module, last, each):
-            self.context, self.module, self.last = reducing(accelerator, module, last, each), module, last
+    @contextmanager
+    def spied(self, module, last):
+        with sync(self, module, last):
+            yield
+        if not last:
+            units = [m for m in module.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
+            params = [p for m in units for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
+            whole = [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
+            found["waiting"] = sum(grad.nbytes for grad in whole if grad is not None)
 
-        def __enter__(self):
-            return self.context.__enter__()
-
-        def __exit__(self, *error):
-            self.context.__exit__(*error)
-            if not self.last:
-                units = [m for m in self.module.modules() if isinstance(m, torch.distributed.fsdp.FSDPModule)]
-                params = [p for m in units for p in m._get_fsdp_state()._fsdp_param_group.fsdp_params]
-                whole = [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
-                found["waiting"] = sum(grad.nbytes for grad in whole if grad is not None)
-
-    def spy(accelerator, module, optimizer, *rest):
+    def spy(strategy, module, optimizer, *rest):
         found["weights"] = local(module.parameters())
         found["gradients"] = local(p.grad for p in module.parameters())
-        result = update(accelerator, module, optimizer, *rest)
+        result = update(strategy, module, optimizer, *rest)
         found["optimizer"] = local(v for state in optimizer.state.values() for v in state.values() if v.dim())
         return result
 
-    train.optimizer_step, src.training.step.reducing = spy, Spy
+    train.optimizer_step, fsdp2.FSDP2.gradient_sync = spy, spied
     train.main([str(word) for word in argv])
     return found
 
@@ -249,4 +244,4 @@ def test_the_strategy_is_what_the_launcher_says(files, monkeypatch):
         "zero3": ("ZERO3", 4, False, True),
         "zero3_offload": ("ZERO3", 4, True, True),
     }
-    assert strategies.LOW.keys() <= set(memory_estimate.LOW)
+    assert fsdp2.LOW_PRECISION.keys() <= set(memory_estimate.LOW)

@@ -1,5 +1,7 @@
 """`per_device_batch_size: auto`: one rank runs out of memory, and all agree on what fits it."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ import yaml
 
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
+from src.distributed.strategies import make_strategy
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
@@ -22,6 +25,7 @@ def _search(files, limits: list[int]):
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
+    strategy = make_strategy(accelerator, RunConfig())
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     model_with_loss = ModelWithLoss(task.build(), task)
     limit, trials, forward = limits[accelerator.process_index], [], model_with_loss.forward
@@ -36,9 +40,9 @@ def _search(files, limits: list[int]):
     module = accelerator.prepare(model_with_loss)
 
     def fits(n):
-        return auto_batch_size.fits(accelerator, module, task, splits["train"].rows(np.arange(n)))
+        return auto_batch_size.fits(strategy, module, task, splits["train"].rows(np.arange(n)))
 
-    size = auto_batch_size.search(16, fits, HostGroup(accelerator, 60))
+    size = auto_batch_size.largest_that_fits(16, fits, HostGroup(accelerator, 60))
     return size, trials, all(p.grad is None for p in module.parameters())
 
 
@@ -53,7 +57,7 @@ def test_all_ranks_agree_on_what_fits_the_smallest(files, tmp_path, limits, size
 def test_auto_is_resolved_and_kept_when_the_run_goes_on(files, tmp_path):
     auto = kit.run_training(1, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
     said = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["per_device_batch_size"]
-    assert said == auto_batch_size.ON_CPU
+    assert said == auto_batch_size.LARGEST_ON_CPU
     fixed = kit.run_training(1, tmp_path / "fixed", *flags(files, per_device_batch_size=said))
     assert kit.same(auto.weights, fixed.weights)
     kit.run_training(2, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
@@ -61,9 +65,7 @@ def test_auto_is_resolved_and_kept_when_the_run_goes_on(files, tmp_path):
 
 
 def test_the_share_of_a_rank_bounds_it():
-    class One:
-        num_processes, device = 3, torch.device("cpu")
-
+    strategy = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, device=torch.device("cpu")))
     for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
-        run = RunConfig(global_batch_size=batch)
-        assert auto_batch_size.largest_that_fits(One, None, run, None, None, np.zeros(0)) == size
+        run = RunConfig(global_batch_size=batch, per_device_batch_size="auto")
+        assert auto_batch_size.choose_batch_size(strategy, None, run, None, None, np.zeros(0)) == size

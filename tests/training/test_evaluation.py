@@ -78,11 +78,11 @@ from contextlib import nullcontext
 import torch
 import eval
 from src.training import evaluation, step
-forward = step.Objective.forward
+forward = step.ModelWithLoss.forward
 def watched(self, inputs):
     print("threads", torch.get_num_threads())
     return forward(self, inputs)
-step.Objective.forward = watched
+step.ModelWithLoss.forward = watched
 if sys.argv.pop(1) == "mutant":
     evaluation._one_thread = lambda device: nullcontext()
 eval.main(sys.argv[1:])

@@ -34,13 +34,13 @@ def killed_at(at: int, world: int, folder: Path, flags: list[str], monkeypatch) 
     """Train until all ranks die without a word in the middle of step `at`, all that was to be saved before it saved."""
     original = train.compute_gradient
 
-    def gradient(accelerator, module, window, *rest):
+    def gradient(strategy, module, window, *rest):
         if window[0][0].step == at - 1:
             for thread in threading.enumerate():
                 if thread.name == "saver":
                     thread.join()
             os._exit(9)
-        return original(accelerator, module, window, *rest)
+        return original(strategy, module, window, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(train, "compute_gradient", gradient)

@@ -70,12 +70,12 @@ def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
     """Apply `fault` to the loss of the first micro-batch of one rank's window in these steps; write down its examples."""
     gradient, loss, armed = train.compute_gradient, causal_lm.Task.loss, [False]
 
-    def noting(accelerator, module, window, *rest):
+    def noting(strategy, module, window, *rest):
         micro = window[0][0]
-        if micro.step + 1 in steps and accelerator.process_index == rank(accelerator.num_processes):
+        if micro.step + 1 in steps and strategy.accelerator.process_index == rank(strategy.accelerator.num_processes):
             armed[0] = True
             Path(os.environ["NOTES"], f"{micro.step + 1}.json").write_text(json.dumps(micro.ids.tolist()))
-        return gradient(accelerator, module, window, *rest)
+        return gradient(strategy, module, window, *rest)
 
     def poisoned(self, model, inputs):
         sums = loss(self, model, inputs)
@@ -193,12 +193,12 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
     with monkeypatch.context() as patch:  # killed after step 6, the second in a row
         update = train.optimizer_step
 
-        def dies(accelerator, *rest):
+        def dies(strategy, *rest):
             if Path(os.environ["NOTES"], "7.json").exists():
                 for thread in threading.enumerate():
                     thread.join() if thread.name == "saver" else None
                 os._exit(9)
-            return update(accelerator, *rest)
+            return update(strategy, *rest)
 
         patch.setattr(train, "optimizer_step", dies)
         with pytest.raises(kit.RankFailed):

@@ -138,24 +138,21 @@ def test_a_global_batch_without_targets_is_skipped_on_all_ranks(files, partly_ma
 def _count_reductions(argv, no_sync: bool):
     """Train on this rank and return (steps, gradient reductions per bucket, sizes of the vectors agreed on)."""
     reductions, vectors, steps = [], [], []
-    prepare, update, call = train.prepare_model.prepare, train.optimizer_step, HostGroup.sum
+    update, call = train.optimizer_step, HostGroup.sum
 
-    def hooked(accelerator, model_with_loss, optimizer):
-        module, optimizer = prepare(accelerator, model_with_loss, optimizer)
-
+    def hooked(strategy, module, optimizer):
         def hook(state, bucket):
             reductions.append(bucket.index())
             future = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
-            return future.then(lambda f: f.value()[0] / accelerator.num_processes)
+            return future.then(lambda f: f.value()[0] / strategy.accelerator.num_processes)
 
         module.register_comm_hook(None, hook)
         if not no_sync:
             from contextlib import nullcontext
 
-            accelerator.no_sync = lambda module: nullcontext()
-        return module, optimizer
+            strategy.accelerator.no_sync = lambda module: nullcontext()
 
-    train.prepare_model.prepare = hooked
+    kit.after_prepare(hooked)
     train.optimizer_step = lambda *args: (steps.append(1), update(*args))[1]
     HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     train.main([str(word) for word in argv])

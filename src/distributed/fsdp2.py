@@ -1,0 +1,137 @@
+"""FSDP2 and HSDP: build on the main process, shard, reduce gradients.
+
+Tests: tests/distributed/test_fsdp2.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from src.config.errors import Failure, UsageError
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precision -> dtype of matrix products
+
+
+class FSDP2(Strategy):
+    """Weights, gradients and moments sharded over all processes; with HSDP over groups of them, each with a full copy."""
+
+    def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
+        super().__init__(accelerator, cfg)
+        self.is_sharded = True
+        self.can_fuse_optimizer = self.can_fuse_optimizer and cfg.optim != "sgd"  # torch has no fused SGD for shards
+        self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no full gradient stays
+        self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+        self.allows_tensor_parallel = not self.main_process_builds
+        self._configure(cfg)
+
+    def _configure(self, cfg: RunConfig) -> None:
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+        plugin = self.accelerator.state.fsdp_plugin
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.accelerator.device.type == "cpu":
+            raise UsageError(
+                "fsdp_offload_params is true, but there is no accelerator to offload from: set it to false"
+            )
+        if low := LOW_PRECISION.get(self.accelerator.mixed_precision):
+            if cfg.dtype == "bfloat16":
+                raise UsageError(
+                    "dtype is bfloat16, but FSDP2 keeps float32 weights with mixed_precision: set that to 'no'"
+                )
+            # accelerate would also reduce gradients, and return the loss, in 16 bits.
+            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+
+    @property
+    def name(self) -> str:
+        mesh = self.accelerator.parallelism_config
+        if self.tp_size > 1:
+            return f"tensor parallelism over {self.tp_size} processes, FSDP2 over {mesh.dp_shard_size}" + self._copies()
+        if mesh is None or mesh.dp_replicate_size == 1:
+            return "FSDP2"
+        return f"HSDP: {mesh.dp_replicate_size} copies, each over {mesh.dp_shard_size} processes"
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+        """Return the task's model on the CPU; only the main process reads or draws its weights.
+
+        The others get its shapes, in memory that is never touched; `prepare` sends each process its shard. An error of the
+        main process is raised on all."""
+        from accelerate.utils import broadcast_object_list
+
+        if not self.main_process_builds:
+            return super().build_model(task, weights)
+        model, message = None, [None, None, None]  # attributes of the task, which parameters are trained, error
+        if self.accelerator.is_main_process:
+            try:
+                model = super().build_model(task, weights)
+                message[0] = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
+                message[1] = {name: p.requires_grad for name, p in model.named_parameters()}
+            except UsageError as error:
+                message[2] = error
+        broadcast_object_list(message)
+        attributes, trained, error = message
+        if error:
+            raise error
+        if model is None:
+            model = task.build(weights, empty=True)
+            vars(task).update(attributes)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(trained[name])
+        return model
+
+    def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
+        """Return (the sharded module, its optimizer); raise Failure if accelerate has changed what is trained."""
+        dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
+        count = len(list(model_with_loss.parameters()))  # tied weights once
+        try:
+            with self._broadcast_buffers(model_with_loss):
+                module, optimizer = super().prepare(model_with_loss, optimizer)
+        except ValueError as error:
+            if "layer class" not in str(error):
+                raise
+            raise UsageError(
+                f"fsdp_transformer_layer_cls_to_wrap: {error}: remove the key, or name a layer class of this model"
+            ) from error
+        if not isinstance(module, torch.distributed.fsdp.FSDPModule):
+            raise Failure("the launch asks for FSDP2, but accelerate has not sharded the model")
+        if len(list(model_with_loss.parameters())) != count:
+            raise Failure(
+                "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
+                "set fsdp_cpu_ram_efficient_loading to false"
+            )
+        trained = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
+        if changed := [name for name, p in trained if p.dtype not in dtypes]:
+            raise Failure(f"sharding has changed the dtype of {len(changed)} weights, first {changed[0]}")
+        return module, optimizer
+
+    @contextmanager
+    def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
+        """Give every process the main process's saved buffers, because accelerate 1.15 sends only those that are not saved."""
+        saved = []
+        for module in model_with_loss.modules() if self.main_process_builds else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    saved.append((module, name))
+        for module, name in saved:
+            module._buffers[name] = module._buffers[name].to(self.accelerator.device)
+            torch.distributed.broadcast(module._buffers[name], 0)
+            module._non_persistent_buffers_set.add(name)
+        yield
+        for module, name in saved:
+            module._non_persistent_buffers_set.discard(name)
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
+        """Reduce gradients over shards after each micro-batch or the last one, over copies (HSDP) always after the last."""
+        module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
+        module.set_requires_all_reduce(last)
+        yield
