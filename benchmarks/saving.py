@@ -42,7 +42,7 @@ sys.path.insert(0, {repository!r})
 from src.checkpointing import checkpoint_list, format
 from src.config import parsing
 from src.data.dataset import prepare_datasets
-from src.distributed.launch import init_accelerator
+from src.distributed.init_accelerator import init_accelerator
 from src.distributed.strategies import make_strategy
 from src.reporting.metrics import Meter
 from src.tasks import OPTIONS, make_task

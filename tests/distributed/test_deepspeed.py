@@ -149,7 +149,7 @@ def test_what_deepspeed_does_not_have_is_refused(files, tmp_path, fields, words)
 
 
 def test_its_own_clipping_is_said_to_be_ignored_and_its_optimizer_refused(capsys):
-    class Accelerator:  # what zero.configure reads of one
+    class Accelerator:  # what the configuration reads
         mixed_precision = "no"
 
     from types import SimpleNamespace
@@ -159,9 +159,9 @@ def test_its_own_clipping_is_said_to_be_ignored_and_its_optimizer_refused(capsys
 
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 5.0})
     Accelerator.state = SimpleNamespace(deepspeed_plugin=plugin)
-    deepspeed.configure(Accelerator, RunConfig(max_grad_norm=0.5))
+    deepspeed._configure(Accelerator, RunConfig(max_grad_norm=0.5))
     assert plugin.deepspeed_config["gradient_clipping"] == 0.5
-    assert "gradient_clipping of 5.0 is set for DeepSpeed and ignored" in capsys.readouterr().err
+    assert "gradient_clipping 5.0 of the DeepSpeed configuration is ignored" in capsys.readouterr().err
     plugin.deepspeed_config["optimizer"] = {}
     with pytest.raises(UsageError, match="has a field optimizer"):
-        deepspeed.configure(Accelerator, RunConfig())
+        deepspeed._configure(Accelerator, RunConfig())
