@@ -97,6 +97,14 @@ def test_linked_tests_exist(page):
     assert not missing, f"{page.name} links to tests that do not exist (renamed? fix the link): {missing}"
 
 
+def test_every_guarantee_links_to_a_test():
+    page = (kit.REPOSITORY / "docs" / "guarantees.md").read_text()
+    tables = re.findall(r"^\| guarantee \|.*\n\|[-|]+\n((?:\|.*\n)+)", page, re.M)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 35
+    assert [row for row in rows if not linked_tests(row)] == []
+
+
 def test_mutant_link_to_a_removed_test_is_caught():
     gone = "see `tests/test_rooms.py::test_removed` and `tests/removed/test_x.py`"
     assert missing_tests(gone) == ["tests/test_rooms.py::test_removed", "tests/removed/test_x.py"]
