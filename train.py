@@ -34,7 +34,7 @@ from src.training.step import ModelWithLoss, compute_gradient, optimizer_step, w
 
 def main(argv: list[str]) -> None:
     exit_on_signal()
-    cfg, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
+    cfg, options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, options)
     check_environment()
 

@@ -100,7 +100,7 @@ def _harmless(config: dict, given: set[str]) -> dict:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; there is {', '.join(OPTIONS)}")
     for kind, default_rule in ((RunConfig, False), (OPTIONS[task](), ASK)):
         for field in dataclasses.fields(kind):
-            value, rule = config.get(field.name), getattr(field.metadata.get("help"), "from_checkpoint", None)
+            value, rule = config.get(field.name), field.metadata["option"].from_checkpoint
             rule = default_rule if rule is None else rule
             default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
             if field.name in given or value is None or value == default:

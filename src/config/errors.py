@@ -1,33 +1,35 @@
-"""Errors for users (exit codes 2, 1, 75) and warnings; look up files that a run file names; read YAML.
+"""Errors that end every rank (exit codes 2, 1 and 75), warnings, and suggestions for misspelled names.
 
-Tests: tests/config/test_config.py and tests/config/test_bad_input.py.
+Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
 import difflib
 import os
 import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class UsageError(Exception):
-    """The user can mend this; the message names the culprit and the way out. Ends every rank with exit code 2."""
+    """What the user can fix; the message names file, line or field, the value, and the fix. Exit code 2 on every rank."""
 
 
 class Failure(Exception):
-    """The run cannot go on, as all ranks know alike; ends every rank with exit code 1 and this sentence."""
+    """The run cannot continue, and all ranks know it. Exit code 1 on every rank."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and everything is saved; ends every rank with exit code 75, and may be started again."""
+    """The run was asked to stop and has saved; the same command resumes it. Exit code 75 on every rank."""
 
 
 def warn(text: str, alone: bool = False) -> None:
-    """Say on each node once what somebody asked for and does not get; `alone`: no other process knows."""
+    """Print a warning once per node; from every process that calls this, if `alone` (no other process knows)."""
     if alone or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # in one piece: threads warn, too
+        print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print, too
 
 
-def optional(what: str, call, *args):
-    """Return what `call(*args)` returns; its failure is a warning, for output that no run may fail for."""
+def optional(what: str, call: Callable, *args) -> Any:
+    """Return `call(*args)`; on any error warn and return None, for output that must not end a run."""
     try:
         return call(*args)
     except Exception as error:
@@ -36,7 +38,20 @@ def optional(what: str, call, *args):
         return None
 
 
-def did_you_mean(name: str, names) -> str:
-    """Return '; did you mean X?' for the nearest of `names`, or nothing."""
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """Return the one of `names` that `name` is probably a misspelling of, or None."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else ""
+    return close[0] if close else None
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return '; did you mean X?' for the nearest of `names`, or nothing."""
+    close = nearest(name, names)
+    return f"; did you mean {close}?" if close else ""
+
+
+def list_errors(errors: list[str]) -> str:
+    """Return one message for all errors."""
+    if len(errors) == 1:
+        return errors[0]
+    return f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors)

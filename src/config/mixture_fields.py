@@ -1,74 +1,81 @@
-"""The field `mixture`: its errors, and its files as absolute paths."""
+"""The field `mixture`: several datasets by name, each with files or a dataset name, and a weight.
+
+Tests: tests/data/test_mixture.py.
+"""
+
+from collections.abc import Iterator
+from typing import Any
 
 from src.config.errors import did_you_mean
 from src.config.paths import locate
 from src.config.schema import RunConfig
 
-FIELDS = ("train_file", "validation_file", "dataset_name", "dataset_config_name", "dataset_revision", "weight")
+FILE_FIELDS = ("train_file", "validation_file")
+NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision")
+FIELDS = (*FILE_FIELDS, *NAME_FIELDS, "weight")
+MAX_WEIGHT = 1e100  # the sum of several must be finite
 
 
-MOST = 1e100  # of a weight: the sum of several is to be finite
-
-
-def mixture_errors(cfg: RunConfig) -> list[str]:
-    """Return what is wrong with the field `mixture` by itself."""
-    if cfg.mixture is None:
+def as_list(value: Any) -> list:
+    """Return `value` as a list; None is an empty one."""
+    if value is None:
         return []
-    found = [
-        f"mixture and {name} are both given: keep one" for name in ("dataset_name", "train_file") if getattr(cfg, name)
-    ]
+    return value if isinstance(value, list) else [value]
+
+
+def mixture_errors(cfg: RunConfig) -> Iterator[str]:
+    """Yield every error of the field `mixture`."""
+    if cfg.mixture is None:
+        return
+    for name in ("dataset_name", "train_file"):
+        if getattr(cfg, name):
+            yield f"mixture and {name} are both given: keep one"
     if len(cfg.mixture) < 2:
-        found.append("mixture: give two sources or more, NAME: {train_file: …, weight: …}")
+        yield "mixture: give two sources or more, NAME: {train_file: …, weight: …}"
     weights = []
-    for name, told in cfg.mixture.items():
-        where = f"mixture: {name}"
-        if not isinstance(told, dict):
-            found.append(f"{where}: {told!r} where fields were expected, such as train_file")
-            continue
-        if not str(name).strip() or "/" in str(name) or not str(name).isprintable():
-            found.append(
-                f"mixture: {name!r}: a name must be of one line, not empty and without a /, for it stands before the numbers "
-                "of its source"
-            )
-        found += [
-            f"{where}: {field}: unknown field{did_you_mean(str(field), FIELDS)}"
-            for field in told
-            if field not in FIELDS
-        ]
-        for field in FIELDS[:-1]:
-            values = as_list(told.get(field))
-            if not all(isinstance(value, str) and value for value in values) or (
-                len(values) > 1 and "file" not in field
-            ):
-                found.append(
-                    f"{where}: {field}: {told[field]!r}: give {'names of files' if 'file' in field else 'a name'}"
-                )
-        if bool(told.get("train_file")) == bool(told.get("dataset_name")):
-            found.append(f"{where}: give train_file or dataset_name")
-        if told.get("dataset_config_name") and not told.get("dataset_name"):
-            found.append(f"{where}: dataset_config_name is given without dataset_name: give both, or neither")
-        weight = told.get("weight")
-        weights.append(weight)
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if weight is not None and not (number and 0 < weight <= MOST):
-            found.append(f"{where}: weight is {weight!r}: it must be a number above zero, and at most {MOST:g}")
+    for name, source in cfg.mixture.items():
+        if not name.strip() or "/" in name or not name.isprintable():
+            yield f"mixture: {name!r}: source names must be non-empty, one line, without '/'"
+        if isinstance(source, dict):
+            yield from (f"mixture: {name}: {error}" for error in _source_errors(source))
+            weights.append(source.get("weight"))
+        else:
+            yield f"mixture: {name}: {source!r}: expected fields, such as train_file"
     if None in weights and any(weight is not None for weight in weights):
-        found.append("mixture: give all sources a weight, or none (then each has that of its size)")
-    return found
+        yield "mixture: give all sources a weight, or none (then each has the weight of its size)"
+
+
+def _source_errors(source: dict) -> Iterator[str]:
+    for field in source:
+        if field not in FIELDS:
+            yield f"{field}: unknown field{did_you_mean(str(field), FIELDS)}"
+    for field in (*FILE_FIELDS, *NAME_FIELDS):
+        values = as_list(source.get(field))
+        are_names = all(isinstance(value, str) and value for value in values)
+        if field in FILE_FIELDS and not are_names:
+            yield f"{field}: {source[field]!r}: give names of files"
+        if field in NAME_FIELDS and (not are_names or len(values) > 1):
+            yield f"{field}: {source[field]!r}: give a name"
+    if bool(source.get("train_file")) == bool(source.get("dataset_name")):
+        yield "give train_file or dataset_name"
+    if source.get("dataset_config_name") and not source.get("dataset_name"):
+        yield "dataset_config_name is given without dataset_name: give both, or neither"
+    weight = source.get("weight")
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (is_number and 0 < weight <= MAX_WEIGHT):
+        yield f"weight is {weight!r}: it must be a number above 0, at most {MAX_WEIGHT:g}"
 
 
 def with_absolute_paths(mixture: dict | None) -> dict | None:
-    """Return a mixture with absolute paths."""
+    """Return a mixture with the absolute paths of its local files and folders."""
     if not mixture:
         return None
     found = {}
-    for name, told in mixture.items():
-        files = {field: [locate(file) for file in as_list(told[field])] for field in told if field.endswith("_file")}
-        found[name] = (
-            told | files | ({"dataset_name": locate(told["dataset_name"])} if told.get("dataset_name") else {})
-        )
+    for name, source in mixture.items():
+        found[name] = dict(source)
+        for field in FILE_FIELDS:
+            if field in source:
+                found[name][field] = [locate(file) for file in as_list(source[field])]
+        if source.get("dataset_name"):
+            found[name]["dataset_name"] = locate(source["dataset_name"])
     return found
-
-
-def as_list(value) -> list:
-    return value if isinstance(value, list) else [] if value is None else [value]

@@ -1,4 +1,7 @@
-"""Look up files and folders that a run file names."""
+"""Look up the files and folders that a run file names.
+
+Tests: tests/config/test_config.py.
+"""
 
 import glob
 from pathlib import Path
@@ -9,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def locate(name: str) -> str:
     """Return the absolute path of a file, folder or glob, looked up in the working directory, then in the repository.
 
-    A name that is none (a Hub id, a URL, something yet to be made) comes back as it is.
+    Any other name (a Hub id, a URL, a file that does not exist yet) is returned as it is.
     """
     for folder in (Path.cwd(), REPOSITORY):
         if name and (folder / name).exists():
@@ -20,5 +23,5 @@ def locate(name: str) -> str:
 
 
 def not_found_locally(name: str) -> str:
-    """Return a remark for the case that `name` is no file or folder, and so was taken for a name of the Hub."""
-    return "" if Path(locate(name)).exists() else "there is no such folder here, and the Hub did not give it: "
+    """Return a hint for errors of the Hub if `name` is not a local file or folder, else nothing."""
+    return "" if Path(locate(name)).exists() else "no such folder here, and the Hub did not provide it: "

@@ -1,110 +1,69 @@
 """Remove credentials from everything that is printed, logged, saved or published.
 
-Tests: tests/config/test_redact.py. A query parameter is kept only if its name is known to be harmless, or its value is
-too small to be a secret: a new kind of signature is removed without anybody adding it here. URLs that the user gives are
-remembered (`learn`), so their credentials are also found in pieces, encoded, or with characters that end a URL in a sentence.
+Patterns find them in any text: user and query of URLs, tokens. Of a query, a parameter is kept only if its name is known to
+be harmless or its value is too small for a secret, so unknown kinds of signatures are removed, too. URLs that the user gave
+are also remembered, because libraries quote them, split them and print the pieces. Tests: tests/config/test_redact.py.
 """
 
 import json
 import os
 import re
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import quote, unquote
 
 REMOVED = "***"
+HARMLESS = {"alt", "config", "dl", "download", "export", "file", "filename", "format", "inline", "limit", "offset"}
+HARMLESS |= {"page", "partition", "raw", "ref", "rev", "revision", "split", "version", "versionid"}
+SHORTEST = 8  # characters of a remembered piece: shorter ones may be ordinary words
+
+# ---- patterns --------------------------------------------------------------------------------------------------------
+
+_AFTER_URL = r".,:;)\]}"  # punctuation of the sentence around a URL
+_URL_END = r"\s\"'<>`\\"
 
 
-def _patterns(end: str) -> tuple[re.Pattern, re.Pattern]:
-    """Return what finds the user and the query of a URL that ends before a sign of `end`."""
-    # A password may hold any sign, though it should be encoded; a port is a number.
+def _url_patterns(end: str) -> tuple[re.Pattern, re.Pattern]:
+    """Return the patterns of (scheme, user and password) and (start, query) of a URL without the characters `end`."""
+    # A password may hold any character, though it should be quoted; a port is a number.
     user = rf"([A-Za-z][A-Za-z0-9+.-]+:/{{1,2}})([^{end}/?#:]+:(?!\d+[/?#])[^{end}]*|[^{end}/?#]+)@"
-    return re.compile(user), re.compile(rf"(:/{{1,2}}[^{end}?#]*[?#])([^{end}]*[^{end}{AFTER}])")
+    return re.compile(user), re.compile(rf"(:/{{1,2}}[^{end}?#]*[?#])([^{end}]*[^{end}{_AFTER_URL}])")
 
 
-AFTER = r".,:;)\]}"  # punctuation of the sentence around a URL
-END = r"\s\"'<>`\\"  # where a URL in a sentence, or in quotes, ends
-IN_TEXT, ALONE = _patterns(END), _patterns(r"\s")  # a value that is a URL may hold quotes
-WHOLE = _patterns(r"\n")  # and one that the user gave may hold spaces
-_OF_PATH = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))([^{END}]*[^{END}{AFTER}])")  # as libraries quote it
-_BARE = re.compile(r"(\burl: /[^\s?]*\?)(\S+)", re.IGNORECASE)  # as urllib3 does
-_OF_SEGMENT = re.compile(rf"(;[\w.-]+=)([^{END};/?#&]*[^{END};/?#&{AFTER}])")  # http://h/x.jsonl;token=…
+_IN_TEXT = _url_patterns(_URL_END)
+_URL_ALONE = _url_patterns(r"\s")  # the whole text is a URL: it may hold quotes
+_URL_GIVEN = _url_patterns(r"\n")  # the user gave it: it may hold spaces
+_QUERY_OF_PATH = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))([^{_URL_END}]*[^{_URL_END}{_AFTER_URL}])")
+_QUERY_IN_URLLIB3 = re.compile(r"(\burl: /[^\s?]*\?)(\S+)", re.IGNORECASE)
+_PATH_PARAMETER = re.compile(rf"(;[\w.-]+=)([^{_URL_END};/?#&]*[^{_URL_END};/?#&{_AFTER_URL}])")  # /x.jsonl;token=…
 _TOKEN = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{20,}|\bgithub_pat_\w{20,}|\bglpat-[\w-]{16,}|"
     r"\bsk-(?:\w+-)?[A-Za-z0-9]{20,}|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|(?<=\bBearer )[\w.~+/=-]{8,}|(?<=\bBasic )[\w+/=-]{12,}"
 )
-_TINY = re.compile(r"true|false|yes|no|\d{1,4}", re.IGNORECASE)
-_PLAIN = re.compile(r"[\w.-]{0,40}")
-_SECRET = re.compile(r"sig|token|key|secret|pass|pwd|pw$|^p$|auth|cred|session|policy|expire|amz|goog|code|pin", re.I)
-SAFE = {"alt", "config", "dl", "download", "export", "file", "filename", "format", "inline", "limit", "offset", "page"}
-SAFE |= {"partition", "raw", "ref", "rev", "revision", "split", "version", "versionid"}
-
-
-_known: dict[str, str] = {}  # what the user gave, or a piece of it -> what is shown instead
-_finds_known: list[re.Pattern] = []
-SHORTEST = 8  # characters of a piece that is removed wherever it stands: shorter ones may be ordinary words
+_SMALL_VALUE = re.compile(r"true|false|yes|no|\d{1,4}", re.IGNORECASE)
+_SHORT_NAME = re.compile(r"[\w.-]{0,40}")
+_SECRET_NAME = re.compile(
+    r"sig|token|key|secret|pass|pwd|pw$|^p$|auth|cred|session|policy|expire|amz|goog|code|pin", re.IGNORECASE
+)
 _DATE = re.compile(r"[\d:TZ.+-]+")
-_REQUOTED = "!#$%&'()*+,/:;=?@[]~"  # what requests leaves as it is
-_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|ACCESS_KEY_ID)$")
-
-
-def learn(value) -> None:
-    """Remember the credentials of URLs in a value that the user gave: a string, or dicts and lists of them."""
-    if isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            learn(part)
-    elif isinstance(value, str) and (match := re.match(r"(?:--[\w-]+=)?([A-Za-z][\w+.-]+:/.*)$", value, re.DOTALL)):
-        _learn_url(match[1])
-
-
-def learn_environment() -> None:
-    """Remember the tokens and passwords of the environment, and those of URLs in it, such as a proxy's."""
-    for name, value in os.environ.items():
-        learn(value)
-        if _VARIABLE.search(name):
-            _remember({value: REMOVED})
-
-
-def _learn_url(url: str) -> None:
-    clean = WHOLE[1].sub(_query, WHOLE[0].sub(_user, url))
-    if clean == url:
-        return
-    pieces, path = [], url
-    for user in WHOLE[0].finditer(url):
-        # Libraries end a host at these signs, and quote what stands before as one that is not valid.
-        pieces += [user[2], user[2].partition(":")[2], *re.split(r"[\s\\/?#@<>\"\[\]]+", user[2])]
-        path = path.replace(user[2], "")
-    if query := WHOLE[1].search(url):
-        parts = [part for part in re.split(r"&amp;|[&;#]", query[2]) if _parameter(part) != part]
-        pieces += [query[2], *(part.partition("=")[2] or part for part in parts)]
-        path = path[: path.index(query[2])]
-    _remember({url: clean} | {p: REMOVED for p in pieces if p not in path and not _DATE.fullmatch(p)})
-
-
-def _remember(found: dict[str, str]) -> None:
-    for text, shown in found.items():
-        plain = unquote(text)
-        forms = {quote(one, safe=safe) for one in (text, plain) for safe in ("", "/", _REQUOTED)}
-        forms |= {text, plain, repr(text)[1:-1], json.dumps(text)[1:-1]}
-        enough = SHORTEST // 2 if ":" in text else SHORTEST
-        _known.update({form: shown for form in forms if len(form) >= enough and form not in _known})
-    if _known:
-        longest_first = "|".join(map(re.escape, sorted(_known, key=len, reverse=True)))
-        _finds_known[:] = [re.compile(rf"(?<![A-Za-z0-9_])(?:{longest_first})(?![A-Za-z0-9_])")]
+_SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY|ACCESS_KEY_ID)$")
 
 
 def redact(text: str) -> str:
-    """Return `text` without credentials; `***` stands where they stood."""
-    for pattern in _finds_known:
-        text = pattern.sub(lambda match: _known[match[0]], text)
+    """Return `text` with *** in place of credentials."""
+    for pattern in _remembered_pattern:
+        text = pattern.sub(lambda match: _remembered[match[0]], text)
     if ":/" in text:
-        user, query = ALONE if re.match(r"(--[\w-]+=)?[\w+.-]+://\S+$", text) else IN_TEXT
-        text = query.sub(_query, user.sub(_user, text))
-        text = _OF_SEGMENT.sub(lambda match: match[1] + REMOVED if _SECRET.search(match[1]) else match[0], text)
-    if "?" in text:
-        text = _OF_PATH.sub(_query, _BARE.sub(_query, text))
+        is_url = re.match(r"(--[\w-]+=)?[\w+.-]+://\S+$", text)
+        user, query = _URL_ALONE if is_url else _IN_TEXT
+        text = query.sub(_clean_query, user.sub(_clean_user, text))
+        text = _PATH_PARAMETER.sub(lambda m: m[1] + REMOVED if _SECRET_NAME.search(m[1]) else m[0], text)
+    if "?" in text:  # paths with a query, as libraries print them
+        text = _QUERY_OF_PATH.sub(_clean_query, _QUERY_IN_URLLIB3.sub(_clean_query, text))
     return _TOKEN.sub(REMOVED, text)
 
 
-def redact_all(value, by=redact):
+def redact_all(value: Any, by: Callable[[str], str] = redact) -> Any:
     """Return `value` with every string in its dicts and lists redacted."""
     if isinstance(value, dict):
         return {redact_all(key, by): redact_all(v, by) for key, v in value.items()}
@@ -114,39 +73,92 @@ def redact_all(value, by=redact):
 
 
 def publishable(text: str) -> str:
-    """Return `text` as strangers may read it: of a URL that held credentials, nothing of the query is left."""
+    """Return `text` for a public page: a URL that held credentials loses its whole query."""
     clean = redact(text)
-    return clean if clean == text and REMOVED not in text else IN_TEXT[1].sub(rf"\g<1>{REMOVED}", clean)
+    return clean if clean == text and REMOVED not in text else _IN_TEXT[1].sub(rf"\g<1>{REMOVED}", clean)
 
 
-def was_redacted(value) -> bool:
+def was_redacted(value: Any) -> bool:
     """Return whether credentials were removed from a value that is read back."""
     if isinstance(value, dict | list):
         return any(map(was_redacted, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and bool(re.search(r"://[^/?#]*\*\*\*@|[?#]\*\*\*|[?&;#][^&;=]*=\*\*\*", value))
 
 
-def _user(match: re.Match) -> str:
-    """Of some stores, what stands before an @ alone is a container (abfs) or an account (ssh)."""
+def _clean_user(match: re.Match) -> str:
     scheme, user = match.groups()
-    return f"{scheme}{REMOVED}@" if ":" in user or _holds_password(scheme) else match[0]
+    # A name without a password is a token over HTTP, but a container for abfs:// and an account for ssh://.
+    is_secret = ":" in user or scheme.lower().startswith(("http", "ftp", "git"))
+    return f"{scheme}{REMOVED}@" if is_secret else match[0]
 
 
-def _holds_password(scheme: str) -> bool:
-    return scheme.lower().startswith(("http", "ftp", "git"))
+def _clean_query(match: re.Match) -> str:
+    start, query = match.groups()
+    if start.endswith("#") and _SHORT_NAME.fullmatch(query):
+        return match[0]  # a heading of a page
+    parts = re.split(r"(&amp;|[&;#])", query)  # parameters and, in between, separators
+    return start + "".join(part if i % 2 else _clean_parameter(part) for i, part in enumerate(parts))
 
 
-def _query(match: re.Match) -> str:
-    parts = re.split(r"(&amp;|[&;#])", match[2])
-    if match[1].endswith("#") and _PLAIN.fullmatch(match[2]):
-        return match[0]  # the name of a place in a page
-    return match[1] + "".join(part if i % 2 else _parameter(part) for i, part in enumerate(parts))
-
-
-def _parameter(text: str) -> str:
+def _clean_parameter(text: str) -> str:
     name, _, value = text.partition("=")
     if not value.strip("="):  # the end of a bare base64 value looks like an empty parameter
-        return text if name.lower() in SAFE | {"", REMOVED} else REMOVED
-    known = name.lower() in SAFE and _PLAIN.fullmatch(value)
-    tiny = _TINY.fullmatch(value) and not _SECRET.search(name)
-    return text if known or tiny else f"{name}={REMOVED}"
+        return text if name.lower() in HARMLESS | {"", REMOVED} else REMOVED
+    harmless = name.lower() in HARMLESS and _SHORT_NAME.fullmatch(value)
+    small = _SMALL_VALUE.fullmatch(value) and not _SECRET_NAME.search(name)
+    return text if harmless or small else f"{name}={REMOVED}"
+
+
+# ---- credentials that the user gave ----------------------------------------------------------------------------------
+
+_remembered: dict[str, str] = {}  # a URL with credentials, or a piece of one, in any quoting -> what is shown instead
+_remembered_pattern: list[re.Pattern] = []  # empty, or the one pattern that finds them
+_KEPT_BY_REQUESTS = "!#$%&'()*+,/:;=?@[]~"  # characters that it does not quote
+
+
+def remember_credentials(value: Any) -> None:
+    """Remember the credentials of URLs in a value that the user gave: a string, or dicts and lists of them."""
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            remember_credentials(part)
+    elif isinstance(value, str) and (match := re.match(r"(?:--[\w-]+=)?([A-Za-z][\w+.-]+:/.*)$", value, re.DOTALL)):
+        _remember_url(match[1])
+
+
+def remember_environment() -> None:
+    """Remember the tokens and passwords of environment variables, and those of URLs in them, such as a proxy's."""
+    for name, value in os.environ.items():
+        remember_credentials(value)
+        if _SECRET_VARIABLE.search(name):
+            _remember({value: REMOVED})
+
+
+def _remember_url(url: str) -> None:
+    user_pattern, query_pattern = _URL_GIVEN
+    clean = query_pattern.sub(_clean_query, user_pattern.sub(_clean_user, url))
+    if clean == url:
+        return
+    pieces, rest = [], url  # rest: what is no secret
+    for match in user_pattern.finditer(url):
+        user = match[2]
+        # Libraries end a host at these characters, and print the text before as an invalid host.
+        pieces += [user, user.partition(":")[2], *re.split(r"[\s\\/?#@<>\"\[\]]+", user)]
+        rest = rest.replace(user, "")
+    if match := query_pattern.search(url):
+        query = match[2]
+        secret = [part for part in re.split(r"&amp;|[&;#]", query) if _clean_parameter(part) != part]
+        pieces += [query, *(part.partition("=")[2] or part for part in secret)]
+        rest = rest[: rest.index(query)]
+    _remember({url: clean} | {piece: REMOVED for piece in pieces if piece not in rest and not _DATE.fullmatch(piece)})
+
+
+def _remember(found: dict[str, str]) -> None:
+    for text, shown in found.items():
+        forms = {text, unquote(text), repr(text)[1:-1], json.dumps(text)[1:-1]}
+        for safe in ("", "/", _KEPT_BY_REQUESTS):
+            forms |= {quote(text, safe=safe), quote(unquote(text), safe=safe)}
+        shortest = SHORTEST // 2 if ":" in text else SHORTEST  # name:password
+        _remembered.update({form: shown for form in forms if len(form) >= shortest and form not in _remembered})
+    if _remembered:
+        longest_first = "|".join(map(re.escape, sorted(_remembered, key=len, reverse=True)))
+        _remembered_pattern[:] = [re.compile(rf"(?<![A-Za-z0-9_])(?:{longest_first})(?![A-Za-z0-9_])")]

@@ -1,4 +1,7 @@
-"""Read YAML and JSON files; errors name the file and the line."""
+"""Read YAML and JSON files; errors name the file and the line.
+
+Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
+"""
 
 from pathlib import Path
 
@@ -28,11 +31,9 @@ def read_yaml(path: str | Path) -> dict:
     except FileNotFoundError:
         near = [str(file) for file in Path(path).parent.glob("*.yaml")]
         known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
-        raise UsageError(
-            f"{path}: no such file, neither here nor in {REPOSITORY}{did_you_mean(str(path), known)}"
-        ) from None
+        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{did_you_mean(str(path), known)}") from None
     except IsADirectoryError:
-        raise UsageError(f"{path}: a folder, where a YAML or JSON file was expected") from None
+        raise UsageError(f"{path}: is a folder: expected a YAML or JSON file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if value is None:

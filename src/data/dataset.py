@@ -245,7 +245,7 @@ def check_same_data(accelerator, splits: dict) -> None:
 
 def main(argv: list[str]) -> None:
     """Fetch and prepare the data of a run, and say what there is."""
-    cfg, options = parsing.parse(parsing.or_sample(argv), OPTIONS)
+    cfg, options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, options)
     splits = prepare_datasets(cfg, make_task(cfg, options))
     for name, split in splits.items():

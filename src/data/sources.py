@@ -14,7 +14,8 @@ import xxhash
 from src.config.errors import UsageError, warn
 from src.config.paths import not_found_locally
 from src.config.redact import redact
-from src.config.schema import RunConfig, plain_data
+from src.config.safe_values import plain_data
+from src.config.schema import RunConfig
 from src.data import file_readers
 from src.data.file_errors import describe_file_error
 from src.download import http_files as fetch

@@ -31,7 +31,7 @@ def find_run_folder(default: str, words: list[str]) -> tuple[Path, list[str]]:
     """Return (run folder, words). The folder is that of the flags or the run file, else `default`, added to the words."""
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     with suppress(UsageError):  # train.py reports it
-        flags, run_file = parsing.flags_of(words[script + 1 :], [])
+        flags, run_file, _ = parsing.split_flags(words[script + 1 :])
         values = read_yaml(run_file) if run_file else {}
         values |= {name: value[-1] for name, value in flags if value}
         if values.get("output_dir"):

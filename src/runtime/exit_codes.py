@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from src.config.errors import Failure, Stopped, UsageError, warn
-from src.config.redact import learn, learn_environment, redact, redact_all
+from src.config.redact import redact, redact_all, remember_credentials, remember_environment
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 
@@ -104,8 +104,8 @@ def _prepare() -> list[str]:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
         _redact_stream(stream)
     argv = sys.argv[1:]
-    learn(argv)
-    learn_environment()
+    remember_credentials(argv)
+    remember_environment()
     sys.argv[1:] = redact_all(argv)
     if argv != sys.argv[1:]:
         warn(

@@ -35,7 +35,7 @@ def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) 
 
 
 class Task:
-    """What a task implements. Its file also holds a dataclass `Options`, where `check()` returns a list of error sentences.
+    """What a task implements. Its file also holds a dataclass `Options`, whose fields are made by `option(...)`.
 
     Every process calls every method, in the order of this class.
     """

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError
-from src.config.schema import option
+from src.config.fields import option
 from src.models.attention_masks import known_masks
 from src.models.build_model import build_model
 from src.models.load_config import check_fit, load_config
@@ -32,10 +32,8 @@ from src.text.packing import pack, packed_positions
 
 @dataclass
 class Options:
-    _argument_group_name = "task causal_lm"
-
     max_length: int | None = option(
-        "tokens per row; longer rows are truncated (default: 1024, or the model's limit)", from_checkpoint=True
+        "tokens per row; longer rows are truncated (default: 1024, or the model's limit)", min=2, from_checkpoint=True
     )
     packing: bool = option(
         "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
@@ -47,17 +45,14 @@ class Options:
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
     )
     sample_prompt: str | None = option(
-        "after training, continue this text and print it", may_change_on_resume=True, from_checkpoint=False
+        "after training, generate text from this prompt and print it (default: no sample)",
+        may_be_empty=True,
+        may_change_on_resume=True,
+        from_checkpoint=False,
     )
-    sample_tokens: int = option("tokens of that sample", 120, may_change_on_resume=True, from_checkpoint=False)
-
-    def check(self) -> list[str]:
-        errors = []
-        if self.max_length is not None and self.max_length < 2:
-            errors.append(f"max_length is {self.max_length}: give at least 2, a token and its target")
-        if self.sample_tokens <= 0:
-            errors.append(f"sample_tokens is {self.sample_tokens}: it must be above zero")
-        return errors
+    sample_tokens: int = option(
+        "tokens to generate from sample_prompt", 120, min=1, may_change_on_resume=True, from_checkpoint=False
+    )
 
 
 class Task(base.Task):

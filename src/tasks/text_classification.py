@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError
-from src.config.schema import RunConfig, option
+from src.config.fields import option
+from src.config.schema import RunConfig
 from src.models.attention_masks import known_masks
 from src.models.build_model import build_model
 from src.models.evaluate_metrics import compute_metrics, load_metric, shipped_metrics
@@ -30,26 +31,19 @@ def all_shipped(names) -> bool:
 
 @dataclass
 class Options:
-    _argument_group_name = "task text_classification"
-
     max_length: int | None = option(
-        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)", from_checkpoint=True
+        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)", min=2, from_checkpoint=True
     )
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)
     metrics: list[str] = option(
-        "metrics of `evaluate` besides accuracy: names of files in src/metrics/, such as f1; other names (of the Hub, or "
-        "the path of a script) are code and need trust_remote_code; or none",
+        "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
+        "trust_remote_code); or none",
         ["f1"],
         may_change_on_resume=True,
         from_checkpoint=all_shipped,
     )
-
-    def check(self) -> list[str]:
-        if self.max_length is not None and self.max_length < 2:
-            return [f"max_length is {self.max_length}: give at least 2"]
-        return []
 
 
 class Task(base.Task):

@@ -1,17 +1,21 @@
-"""The run file: precedence, refusal of everything that is not meant, all faults at once, and back to YAML without loss."""
+"""The run file: precedence, types, bounds, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
+import math
+import re
 
 import pytest
 import yaml
 
-from src.config import parsing, paths, validation
+from src.config import fields, parsing, paths, validation
 from src.config.errors import UsageError
+from src.config.fields import declared_options, option
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
-MODEL = ["--model_config", "llama.yaml", "--train_file", "a.jsonl"]
+MODEL = {"model_config": "llama.yaml", "train_file": "a.jsonl"}
+KINDS = [RunConfig, *(options() for options in OPTIONS.values())]
 
 
 @pytest.fixture
@@ -21,154 +25,298 @@ def here(tmp_path, monkeypatch):
 
 
 def parsed(*argv, **values):
-    """Return (run, options) from a run file of `values` and the flags `argv`."""
+    """Return (cfg, options) from a run file of `values` and the flags `argv`."""
     if values:
         argv = ("--config", str(kit.write_yaml("run.yaml", values)), *argv)
     return parsing.parse([str(word) for word in argv], OPTIONS)
 
 
-def faults(*argv, **values) -> str:
+def errors(*argv, training=True, **values) -> str:
     with pytest.raises(UsageError) as caught:
-        validation.check(*parsed(*argv, **values))
+        validation.check(*parsed(*argv, **values), training=training)
     return str(caught.value)
 
 
-def test_defaults_then_yaml_then_flags(here):
-    run, options = parsed()
-    assert (run.seed, run.learning_rate, options.packing) == (42, 5e-5, False)
-    run, options = parsed(seed=1, learning_rate=1e-3, packing=True)
-    assert (run.seed, run.learning_rate, options.packing) == (1, 1e-3, True)
-    run, options = parsed("--seed", 2, "--packing", "false", seed=1, learning_rate=1e-3, packing=True)
-    assert (run.seed, run.learning_rate, options.packing) == (2, 1e-3, False)
+# ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_base_lies_below_the_run_file(here):
-    path = kit.write_yaml("run.yaml", {"seed": 2})
-    run, _ = parsing.parse(["--config", str(path)], OPTIONS, base={"seed": 1, "max_steps": 7, "output_dir": "x"})
-    assert (run.seed, run.max_steps, run.output_dir) == (2, 7, "x")
+def test_precedence_defaults_base_yaml_flags(here):
+    base = {"seed": 7, "learning_rate": 0.5, "max_steps": 3}
+    path = str(kit.write_yaml("run.yaml", {"seed": 1, "learning_rate": 1e-3, "packing": True}))
+    argv = ["--config", path, "--seed", "2", "--packing", "false"]
+    cfg, options = parsing.parse(argv, OPTIONS, base)
+    assert (cfg.seed, cfg.learning_rate, cfg.max_steps, cfg.save_steps, options.packing) == (2, 1e-3, 3, 500, False)
 
 
 @pytest.mark.parametrize(
-    "words",
-    [["--learning_rate", "3e-4"], ["--learning_rate=3e-4"], ["--learning-rate", "3e-4"], ["--learning-rate=0.0003"]],
+    "argv, name, value",
+    [
+        (["--learning-rate=3e-4"], "learning_rate", 3e-4),
+        (["--learning_rate", "3e-4"], "learning_rate", 3e-4),
+        (["--num_train_epochs", "3"], "num_train_epochs", 3.0),
+        (["--per_device_batch_size", "auto"], "per_device_batch_size", "auto"),
+        (["--train_file", "a", "b", "--seed", "1"], "train_file", ["a", "b"]),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
+        (["--packing", "true"], "packing", True),
+        (["--packing", "no"], "packing", False),
+        (["--packing", "--seed", "1"], "packing", True),
+        (["--no_append_eos"], "append_eos", False),
+        (["--sample_prompt", ""], "sample_prompt", ""),
+    ],
 )
-def test_ways_to_write_a_flag(here, words):
-    assert parsed(*words)[0].learning_rate == 3e-4
-
-
-@pytest.mark.parametrize("text", ["3e-4", "3.0e-4", "0.0003", "'3e-4'"])
-def test_ways_to_write_a_number_in_yaml(here, text):
-    (here / "run.yaml").write_text(f"learning_rate: {text}\n")
-    run, _ = parsing.parse(["--config", "run.yaml"], OPTIONS)
-    assert run.learning_rate == 3e-4  # YAML itself reads 3e-4 as text
-    assert isinstance(run.learning_rate, float)
-
-
-def test_types_are_those_of_the_fields(here):
-    run, options = parsed(num_train_epochs=3, max_steps=5, lr_scheduler_kwargs={"min_lr": 1e-6}, append_eos=False)
-    assert (run.num_train_epochs, type(run.num_train_epochs), run.max_steps) == (3.0, float, 5)
-    assert run.lr_scheduler_kwargs == {"min_lr": 1e-6}
-    assert options.append_eos is False
-    assert parsed("--lr_scheduler_kwargs", '{"num_cycles": 2}')[0].lr_scheduler_kwargs == {"num_cycles": 2}
-
-
-@pytest.mark.parametrize("word, value", [("true", True), ("false", False), (None, True)])
-def test_bools(here, word, value):
-    assert parsed("--packing", *([word] if word else []))[1].packing is value
-    assert parsed("--packing", *([word] if word else []), "--seed", 1)[1].packing is value
-    assert parsed(packing=value)[1].packing is value
-
-
-def test_lists(here):
-    assert parsed("--train_file", "a.jsonl", "b.jsonl", "--seed", 1)[0].train_file == ["a.jsonl", "b.jsonl"]
-    assert parsed(train_file=["a.jsonl", "b.jsonl"])[0].train_file == ["a.jsonl", "b.jsonl"]
-    assert parsed(train_file="a.jsonl")[0].train_file == ["a.jsonl"]
-    assert parsed("--train_file", "c.jsonl", train_file=["a.jsonl", "b.jsonl"])[0].train_file == ["c.jsonl"]
-    one, other = parsed()[0], parsed()[0]
-    one.train_file.append("x")
-    assert other.train_file == []  # a default is nobody's to share
-
-
-def test_an_empty_prompt_means_no_sample(here):
-    assert not parsed(sample_prompt="")[1].sample_prompt
-    assert not parsed("--sample_prompt", "", sample_prompt="def")[1].sample_prompt
-    assert "nothing is given" in faults("--output_dir", "")
-
-
-def test_null_means_the_default(here):
-    (here / "run.yaml").write_text("seed: null\nmax_steps:\nlearning_rate: ~\n")
-    run, _ = parsing.parse(["--config", "run.yaml"], OPTIONS)
-    assert (run.seed, run.max_steps, run.learning_rate) == (42, None, 5e-5)
-
-
-def test_a_key_given_twice_is_refused(here):
-    (here / "run.yaml").write_text("seed: 1\nlearning_rate: 1\nseed: 2\n")
-    message = faults("--config", "run.yaml")
-    assert "'seed' is given twice" in message
-    assert "run.yaml" in message
-
-
-def test_all_unknown_and_mistyped_fields_at_once(here):
-    message = faults("--sede", 1, "--max_steps", "ten", learning_rat=1, warmup_steps="few")
-    assert message.startswith("4 faults")
-    for part in ("did you mean seed?", "--max_steps: ", "run.yaml: learning_rat: ", "run.yaml: warmup_steps: "):
-        assert part in message
-
-
-def test_all_values_out_of_range_at_once(here):
-    message = faults(*MODEL, "--learning_rate", "nan", "--max_length", 1, seed=-1, adam_beta1=1, eval_steps=0)
-    assert message.startswith("5 faults")
-    for name in ("learning_rate is nan", "seed is -1", "adam_beta1 is 1.0", "eval_steps is 0", "max_length is 1"):
-        assert name in message
+def test_flags(here, argv, name, value):
+    cfg, options = parsed(*argv)
+    found = (vars(cfg) | vars(options))[name]
+    assert found == value
+    assert type(found) is type(value)
 
 
 @pytest.mark.parametrize(
-    "wrong, right", [("learningrate", "learning_rate"), ("global_batch", "global_batch_size"), ("pack", "packing")]
+    "text, value",
+    [
+        ("learning_rate: 3e-4", 3e-4),  # YAML itself reads 3e-4 as text
+        ("learning_rate: '0.0003'", 3e-4),
+        ("num_train_epochs: 3", 3.0),
+        ("train_file: a.jsonl", ["a.jsonl"]),
+        ("train_file: [a.jsonl, b.jsonl]", ["a.jsonl", "b.jsonl"]),
+        ("lr_scheduler_kwargs: {min_lr: 1.0e-6}", {"min_lr": 1e-6}),
+        ("append_eos: false", False),
+        ("seed: null", 42),
+        ("max_steps:", None),
+    ],
 )
-def test_the_nearest_right_name(here, wrong, right):
-    assert f"did you mean {right}?" in faults(f"--{wrong}", 1)
-    assert f"did you mean {right}?" in faults(**{wrong: 1})
+def test_yaml_values(here, text, value):
+    (here / "run.yaml").write_text(text + "\n")
+    cfg, options = parsed("--config", "run.yaml")
+    found = (vars(cfg) | vars(options))[text.partition(":")[0]]
+    assert found == value
+    assert type(found) is type(value)
 
 
-def test_a_name_is_not_abbreviated(here):
-    assert "did you mean learning_rate?" in faults("--learning_rat", 1)  # argparse by itself would take it
+def test_list_default_is_copied(here):
+    parsed()[0].train_file.append("x")
+    assert parsed()[0].train_file == []
 
 
-def test_a_name_like_no_other_gets_no_advice(here):
-    assert faults("--xyzzy", 1) == "--xyzzy: unknown field"
-
-
-def test_fields_of_another_task(here):
-    assert parsed(task="text_classification", label_column="kind")[1].label_column == "kind"
-    assert "it belongs to task causal_lm, this is text_classification" in faults(
-        "--packing", task="text_classification"
-    )
-    assert "it belongs to task text_classification, this is causal_lm" in faults(label_column="kind")
-    assert "did you mean text_classification?" in faults("--task", "text_clasification")
-
-
-def test_a_flag_chooses_the_task_of_a_run_file(here):
+def test_task_of_a_flag_wins_over_the_file(here):
     _, options = parsed("--task", "text_classification", task="causal_lm", max_length=12)
     assert type(options) is OPTIONS["text_classification"]()
     assert options.max_length == 12
 
 
+def test_run_is_named_after_its_file(here):
+    assert parsed(seed=1)[0].output_dir == "runs/run"
+    assert parsed("--output_dir", "elsewhere", seed=1)[0].output_dir == "elsewhere"
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_all_errors_of_names_types_and_ranges_at_once(here):
+    message = errors("--sede", 1, "--max_steps", "ten", learning_rat=1, warmup_steps="few", adam_beta1=1, max_length=1)
+    assert message.startswith("6 errors")
+    for part in ("--sede: ", "--max_steps: 'ten'", "run.yaml: learning_rat: ", "run.yaml: warmup_steps: 'few'"):
+        assert part in message
+    assert "adam_beta1 is 1.0" in message
+    assert "max_length is 1" in message
+
+
+def test_all_errors_of_ranges_and_rules_at_once(here):
+    message = errors(**MODEL, model_name_or_path="gpt2", seed=-1, warmup_steps=1.5, local_sgd_steps=3, save_steps=4)
+    assert message.startswith("4 errors")
+    for part in ("seed is -1", "warmup_steps is 1.5", "save_steps is 4", "model_name_or_path and model_config"):
+        assert part in message
+
+
+def just_outside(rules) -> list:
+    """Return values just outside the bounds of a field."""
+    outside = [] if rules.min is None else [rules.min - 1]
+    outside += [] if rules.max is None else [rules.max + 1]
+    return outside + [bound for bound in (rules.above, rules.below) if bound is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_number_has_bounds_that_are_checked(kind):
+    for name, type_ in fields.field_types(kind).items():
+        rules = declared_options(kind)[name]
+        reads_number = fields.TYPES.get(type_, (None, ""))[1] in ("N", "X", "N|auto")
+        assert bool(just_outside(rules)) == reads_number, name
+        wrong = just_outside(rules) + ([math.nan, math.inf] if reads_number else [])
+        for value in wrong:
+            [error] = fields.range_errors(kind(**{name: value}))
+            assert error.startswith(f"{name} is {value}: ")
+        for value in (bound for bound in (rules.min, rules.max) if bound is not None):
+            assert fields.range_errors(kind(**{name: value})) == []
+
+
+def test_mutant_field_without_bounds_is_caught():
+    @dataclasses.dataclass
+    class Options:
+        size: int = option("no bounds", 1)
+
+    with pytest.raises(AssertionError, match="size"):
+        test_every_number_has_bounds_that_are_checked(Options)
+
+
+def test_new_field_is_one_line(here):
+    @dataclasses.dataclass
+    class Options:
+        size: int | None = option("pixels per side", 8, min=1, choices=(8, 16), may_change_on_resume=True)
+
+    tasks = {"causal_lm": lambda: Options}
+    assert parsing.parse(["--size", "16"], tasks)[1] == Options(16)
+    for value, part in (("9", "9 is not one of 8, 16"), ("big", "'big' is not a whole number (pixels per side)")):
+        with pytest.raises(UsageError, match=re.escape(f"--size: {part}")):
+            parsing.parse(["--size", value], tasks)
+
+
+@pytest.mark.parametrize(
+    "argv, parts",
+    [
+        (["--max_steps", "1e3"], ["--max_steps: '1e3' is not a whole number", "optimizer steps"]),
+        (["--max_steps", "1.5"], ["--max_steps: '1.5' is not a whole number"]),
+        (["--learning_rate", "3e-4,"], ["--learning_rate: '3e-4,' is not a number"]),
+        (["--learning_rate"], ["--learning_rate: expected one value, found none", "peak"]),
+        (["--seed", "1", "2"], ["--seed: expected one value, found 1 2"]),
+        (["--packing", "maybe"], ["--packing: expected true or false, found 'maybe'"]),
+        (["--output_dir", ""], ["--output_dir: the value is empty"]),
+        (["--model_config="], ["--model_config: the value is empty"]),
+        (["--optim", "adamm"], ["--optim: 'adamm'", "'adamw'", "did you mean adamw?"]),
+        (["--dtype", "float16"], ["--dtype: 'float16'", "'bfloat16'"]),
+        (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
+        (["--lr_scheduler_kwargs", "{min"], ["--lr_scheduler_kwargs: expected a JSON object, found {min", "min_lr"]),
+        (["--lr_scheduler_kwargs", "[1]"], ["--lr_scheduler_kwargs: expected a JSON object, found [1]"]),
+        (["--task", "text_clasification"], ["task: ", "'text_clasification'; did you mean text_classification?"]),
+        (["--label_column", "kind"], ["--label_column: it belongs to task text_classification, this is causal_lm"]),
+        (["--learning_rat", "1"], ["--learning_rat: unknown field; did you mean learning_rate?"]),  # not abbreviated
+        (["--pack", "1"], ["--pack: unknown field; did you mean packing?"]),
+        (["--lr", "1"], ["--lr: ", "learning_rate"]),
+        (["--per_device_train_batch_size", "1"], ["--per_device_train_batch_size: ", "per_device_batch_size"]),
+        (["--bf16"], ["--bf16: ", "mixed_precision"]),
+        (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
+        (["--config", "a.yaml", "--config", "b.yaml"], ["--config: give it once"]),
+        (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "did you mean --config configs/stdlib_lm.yaml?"]),
+        (["-config", "configs/stdlib_lm.yaml"], ["'-config': ", "did you mean --config configs/stdlib_lm.yaml?"]),
+        (["-max_steps", "6"], ["'-max_steps': ", "did you mean --max_steps 6?"]),
+        (["\u2014max_step", "6"], ["did you mean --max_steps 6?"]),
+        (["max_steps=6"], ["did you mean --max_steps 6?"]),
+    ],
+)
+def test_errors_of_the_command_line(here, argv, parts):
+    message = errors(*argv)
+    for part in parts:
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("argv, expected", [(["--xyzzy", "1"], "--xyzzy: unknown field"), (["stdlib"], "'stdlib': ")])
+def test_no_suggestion_for_a_name_like_no_other(here, argv, expected):
+    message = errors(*argv)
+    assert message.startswith(expected)
+    assert "did you mean" not in message
+
+
+@pytest.mark.parametrize(
+    "content, parts",
+    [
+        (b"", ["is empty"]),
+        (b"\x00\xff\xfe\x80abc", ["not readable as YAML"]),
+        (b"seed: [1\nmax_steps: 2", ["not readable as YAML", "line 2"]),
+        (b"- a\n- b\n", ["`name: value`"]),
+        (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["'seed' is given twice"]),
+        (b"seed: [1, 2]", ["seed: expected one value, found 1 2"]),
+        (b"seed: {a: 1}", ["seed: ", "{'a': 1}", "not a whole number"]),
+        (b"task: {a: 1}", ["task: ", "{'a': 1}"]),
+        (b"packing: yes please", ["packing: expected true or false, found 'yes please'"]),
+        (b"learning_rat: 1", ["learning_rat: unknown field; did you mean learning_rate?"]),
+        (
+            b"packing: true\ntask: text_classification",
+            ["packing: it belongs to task causal_lm, this is text_classification"],
+        ),
+        (b"train_file: [a.jsonl, --output_dir=/x]", ["train_file: '--output_dir=/x'"]),
+    ],
+)
+def test_errors_of_the_run_file(here, content, parts):
+    (here / "run.yaml").write_bytes(content)
+    message = errors("--config", "run.yaml")
+    for part in parts if parts[0].startswith("task") else ["run.yaml: ", *parts]:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    "values, parts",
+    [
+        (
+            {"per_device_batch_size": 9, "global_batch_size": 8},
+            ["per_device_batch_size is 9", "global_batch_size, which is 8"],
+        ),
+        ({"warmup_steps": 1.5}, ["warmup_steps is 1.5", "below 1"]),
+        ({"model_name_or_path": "gpt2"}, ["model_name_or_path and model_config are both given"]),
+        ({"model_config": None}, ["no model: give --model_name_or_path"]),
+        ({"dataset_name": "stdlib_code"}, ["dataset_name (stdlib_code)", "train_file (a.jsonl)"]),
+        ({"train_file": None}, ["no data: give --train_file"]),
+        ({"dataset_config_name": "en"}, ["dataset_config_name is given without dataset_name"]),
+        ({"hub_model_id": "me/mine"}, ["hub_model_id is given without push_to_hub"]),
+        ({"stream_lanes": 4}, ["stream_lanes is given without streaming"]),
+        ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
+        ({"cache_dir": "file/x"}, ["cache_dir: file/x cannot be created", "is not a folder"]),
+        ({"output_dir": "s3://key:secret@bucket/run"}, ["output_dir: s3", "is a URL"]),
+        ({"cache_dir": "s3://bucket/run"}, ["cache_dir: s3", "is a URL"]),
+    ],
+)
+def test_rules_between_fields(here, values, parts):
+    (here / "file").touch()
+    message = errors(**MODEL | values)
+    for part in parts:
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "values, parts",
+    [
+        # random weights: what train.py takes would overwrite eval.json of the run with their loss
+        (
+            MODEL | {"validation_file": "a.jsonl", "output_dir": "scores"},
+            ["model_config is llama.yaml", "--checkpoint scores"],
+        ),
+        ({"model_name_or_path": "gpt2", "train_file": "a.jsonl"}, ["no data: give --validation_file"]),
+    ],
+)
+def test_rules_of_an_evaluation(here, values, parts):
+    message = errors(training=False, **values)
+    for part in parts:
+        assert part in message
+
+
+# ---- --help ----------------------------------------------------------------------------------------------------------
+
+GROUPS = ["command", "run", "model", "data", "batch", "optimizer", "schedule", "evaluation", "checkpoints", "logging"]
+GROUPS += ["performance"]
+
+
 @pytest.mark.parametrize("task", OPTIONS)
-def test_help_shows_every_field_in_its_group(capsys, task):
+def test_help_shows_every_field_once_with_one_default(capsys, task):
     with pytest.raises(SystemExit) as stop:
-        parsing.parse(["--help", "--task", task], OPTIONS)
+        parsing.parse(["--help", "--task", task], OPTIONS, also={"checkpoint": "what to evaluate"})
     assert stop.value.code == 0
     shown = capsys.readouterr().out
-    before, run, own = shown.partition("the run:")[0], *shown.partition("the run:")[2].split(f"task {task}:")
-    assert "Precedence" in before
-    for kind, part in ((RunConfig, run), (OPTIONS[task](), own)):
-        for field in dataclasses.fields(kind):
-            assert f"--{field.name} " in part
-            assert " ".join(field.metadata["help"].split()[:3]) in " ".join(part.split())
+    assert re.findall(r"^(\S.*):$", shown, re.M) == [*GROUPS, f"task {task}"]
+    assert len(shown[shown.index("usage") :].split("\n\n")[0].splitlines()) == 1
+    flags = dict(re.findall(r"^  --(\w+) (.*?)(?=^  --|^\S|\Z)", shown, re.M | re.S))
+    declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
+    assert re.findall(r"^  --(\w+)", shown, re.M) == ["help", "config", "checkpoint", *declared]
+    for name, rules in declared.items():
+        text = " ".join(flags[name].split())
+        assert rules.help[:20] in text
+        assert text.count("(default: ") == 1
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", OPTIONS)
-def test_the_config_of_a_run_is_a_run_file_of_the_same_values(here, task):
+def test_saved_config_is_a_run_file_of_the_same_values(here, task):
     given = {
         "task": task,
         "seed": 2**40,
@@ -189,41 +337,35 @@ def test_the_config_of_a_run_is_a_run_file_of_the_same_values(here, task):
     assert "dry_run" not in yaml.safe_load((here / "again.yaml").read_text())
 
 
-def test_the_config_of_a_run_holds_whole_paths_of_what_it_read(here):
+def test_saved_config_holds_absolute_paths(here):
     for name in ("llama.yaml", "a.jsonl"):
         (here / name).write_text("x")
-    run, options = parsed(*MODEL, "--tokenizer_name", "org/name")
-    values = yaml.safe_load(parsing.to_yaml(run, options))
+    cfg, options = parsed(**MODEL, tokenizer_name="org/name")
+    cfg.mixture = {"one": {"train_file": "a.jsonl", "dataset_name": "org/data"}}
+    values = yaml.safe_load(parsing.to_yaml(cfg, options))
     assert values["model_config"] == str(here / "llama.yaml")
-    assert values["train_file"] == [str(here / "a.jsonl")]
-    assert values["tokenizer_name"] == "org/name"
+    assert values["train_file"] == values["mixture"]["one"]["train_file"] == [str(here / "a.jsonl")]
+    assert (values["tokenizer_name"], values["mixture"]["one"]["dataset_name"]) == ("org/name", "org/data")
 
 
-def test_files_are_looked_up_here_and_then_in_the_repository(here):
+def test_files_are_looked_up_here_then_in_the_repository(here):
     name = "configs/stdlib_lm.yaml"
     assert paths.locate(name) == str(kit.REPOSITORY / name)
-    assert parsing.parse(["--config", name], OPTIONS)[0].dataset_name == "stdlib_code"
+    assert parsed("--config", name)[0].dataset_name == "stdlib_code"
     (here / "configs").mkdir()
     kit.write_yaml(name, {"seed": 7})
     assert paths.locate(name) == str(here / name)
-    run, _ = parsing.parse(["--config", name], OPTIONS)
-    assert (run.seed, run.dataset_name) == (7, None)
+    assert (parsed("--config", name)[0].seed, parsed("--config", name)[0].dataset_name) == (7, None)
     assert paths.locate("org/model") == "org/model"
+    assert "did you mean configs/stdlib_lm.yaml?" in errors("--config", "configs/stdlib_lm.yml")
 
 
-def test_a_run_is_named_after_its_file(here):
-    assert parsed(seed=1)[0].output_dir == "runs/run"
-    assert parsed("--output_dir", "elsewhere", seed=1)[0].output_dir == "elsewhere"
-
-
-@pytest.mark.parametrize(
-    "name", ["configs/stdlib_lm.yaml", "configs/stdlib_classification.yaml", "configs/finetune_hub.yaml"]
-)
-def test_the_shipped_run_files_are_valid_and_begin_with_their_command(name):
-    validation.check(*parsing.parse(["--config", name], OPTIONS))
-    first = (kit.REPOSITORY / name).read_text().splitlines()[0]
+@pytest.mark.parametrize("path", sorted((kit.REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_run_files_are_valid_and_begin_with_their_command(path):
+    validation.check(*parsing.parse(["--config", f"configs/{path.name}"], OPTIONS))
+    first = path.read_text().splitlines()[0]
     assert first.startswith("# accelerate launch --config_file accelerate_configs/")
-    assert first.endswith(f"train.py --config {name}")
+    assert first.endswith(f"train.py --config configs/{path.name}")
 
 
 @pytest.mark.parametrize(
@@ -235,64 +377,13 @@ def test_the_shipped_run_files_are_valid_and_begin_with_their_command(name):
         (["--model-config=llama.yaml"], False),
         (["--train_file", "a.jsonl"], False),
         (["--task", "text_classification"], False),
+        (["configs/stdlib_lm.yaml"], False),
         (["--help"], False),
     ],
 )
-def test_the_sample_is_trained_where_nothing_is_named(words, used, capsys):
-    assert parsing.or_sample(words) == (["--config", parsing.SAMPLE, *words] if used else words)
+def test_sample_is_trained_if_nothing_is_named(words, used, capsys):
+    argv = parsing.with_default_config(words)
+    assert argv == (["--config", parsing.SAMPLE, *words] if used else words)
     assert (parsing.SAMPLE in capsys.readouterr().out) == used
     if used:
-        run, _ = parsing.parse(parsing.or_sample(words), OPTIONS)
-        assert run.max_steps == (20 if words else 600)
-        assert run.output_dir == ("x" if words else "runs/stdlib_lm")
-
-
-@pytest.mark.parametrize(
-    "wrong, right",
-    [("lr", "learning_rate"), ("per_device_train_batch_size", "per_device_batch_size"), ("bf16", "mixed_precision")],
-)
-def test_names_of_other_programs(here, wrong, right):
-    message = faults(f"--{wrong}", 1)
-    assert message.startswith(f"--{wrong}: ")
-    assert right in message
-
-
-@pytest.mark.parametrize("words", [["configs/stdlib_lm.yaml"], ["-config", "configs/stdlib_lm.yaml"]])
-def test_a_run_file_without_its_flag(here, words):
-    assert parsing.or_sample(words) == words
-    assert "--config configs/stdlib_lm.yaml" in faults(*words)
-
-
-@pytest.mark.parametrize(
-    "words, meant",
-    [
-        (["-max_steps", "6"], "--max_steps 6?"),
-        (["\u2014max_step", "6"], "--max_steps 6?"),
-        (["max_steps=6"], "--max_steps 6?"),
-        (["stdlib"], ""),
-    ],
-)
-def test_words_where_a_flag_was_expected(here, words, meant):
-    """One remark for all of them, with what was probably meant."""
-    message = faults(*words)
-    assert message.startswith(f"{words[0]!r}: a flag was expected")
-    assert message.endswith(meant)
-    assert ("did you mean" in message) == bool(meant)
-
-
-def test_both_sources_of_data_are_named(here):
-    path = kit.write_yaml("mine.yaml", {"model_config": "llama.yaml", "dataset_name": "stdlib_code"})
-    with pytest.raises(UsageError, match=r"dataset_name \(stdlib_code\) and train_file \(mine.jsonl\)"):
-        validation.check(*parsing.parse(["--config", str(path), "--train_file", "mine.jsonl"], OPTIONS))
-
-
-def test_a_run_file_with_a_wrong_name(here):
-    assert "did you mean configs/stdlib_lm.yaml?" in faults("--config", "configs/stdlib_llm.yaml")
-    kit.write_yaml("mine.yaml", {"seed": 1})
-    assert "did you mean mine.yaml?" in faults("--config", "mine.yml")
-
-
-@pytest.mark.parametrize("name, value", [("max_steps", "1e3"), ("max_steps", "10.5"), ("learning_rate", "3e-4,")])
-def test_a_number_that_is_none(here, name, value):
-    message = faults(f"--{name}", value)
-    assert message.startswith(f"--{name}: '{value}' is no ")
+        assert parsing.parse(argv, OPTIONS)[0].output_dir == ("x" if words else "runs/stdlib_lm")

@@ -105,7 +105,7 @@ def test_no_field_of_a_checkpoint_that_could_do_harm_is_used(run, capsys):
 def test_a_new_field_is_not_taken_from_a_checkpoint_unless_declared():
     """An allow-list: every field that is used says so, and none of these may."""
     for kind in (RunConfig, *(options() for options in OPTIONS.values())):
-        rules = {name: field.metadata["help"].from_checkpoint for name, field in kind.__dataclass_fields__.items()}
+        rules = {name: field.metadata["option"].from_checkpoint for name, field in kind.__dataclass_fields__.items()}
         assert not [name for name in EVIL if rules.get(name) is True]
         assert not [
             name for name, rule in rules.items() if rule is True and name.endswith(("_dir", "_code", "_to", "_from"))

@@ -14,7 +14,7 @@ import yaml
 
 from src.config import parsing, validation
 from src.config.errors import UsageError
-from src.config.redact import learn, learn_environment, publishable, redact, redact_all, was_redacted
+from src.config.redact import publishable, redact, redact_all, remember_credentials, remember_environment, was_redacted
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -80,8 +80,8 @@ def forgotten(monkeypatch):
     """Nothing learned by this test is remembered by others."""
     from src.config import redact as module
 
-    monkeypatch.setattr(module, "_known", {})
-    monkeypatch.setattr(module, "_finds_known", [])
+    monkeypatch.setattr(module, "_remembered", {})
+    monkeypatch.setattr(module, "_remembered_pattern", [])
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def forgotten(monkeypatch):
 def test_credentials_that_no_pattern_finds_are_known_from_what_was_given(url, forgotten):
     from requests.utils import requote_uri
 
-    learn([f"--train_file={url}"])
+    remember_credentials([f"--train_file={url}"])
     secret = url.partition("@")[0].partition("//")[2] if "@" in url else url.partition("?")[2]
     forms = [url, repr(url), json.dumps(url), quote(url), requote_uri(url), secret, requote_uri(secret)]
     for text in forms + [f"it says {form}: no such file" for form in forms]:
@@ -107,14 +107,16 @@ def test_credentials_that_no_pattern_finds_are_known_from_what_was_given(url, fo
 
 
 def test_piece_of_a_password_that_a_library_takes_for_a_host_is_known(forgotten):
-    learn("http://alice:pa'55\\\\word@h/x.jsonl")
+    remember_credentials("http://alice:pa'55\\\\word@h/x.jsonl")
     assert redact('Failed to parse: "alice:pa\'55" is not a valid host or port') == (
         'Failed to parse: "***" is not a valid host or port'
     )
 
 
 def test_learning_a_url_hides_no_ordinary_words(forgotten):
-    learn({"train_file": ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]})
+    remember_credentials(
+        {"train_file": ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]}
+    )
     for text in ("train.jsonl", "pw", "2030-01-01T00:00:00Z", "data/train.jsonl"):
         assert redact(text) == text
 
@@ -122,7 +124,7 @@ def test_learning_a_url_hides_no_ordinary_words(forgotten):
 def test_tokens_of_the_environment_are_known(forgotten, monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_API_KEY", "0123" + "abcd5ECRET")
     monkeypatch.setenv("HTTPS_PROXY", "http://alice:proxy5ECRET@proxy:8080")
-    learn_environment()
+    remember_environment()
     assert redact("key 0123abcd5ECRET, proxy alice:proxy5ECRET") == "key ***, proxy ***"
 
 

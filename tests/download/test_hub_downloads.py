@@ -236,7 +236,7 @@ def test_repositories_that_are_private_or_missing(hub, tmp_path):
     ended = train(environment, tmp_path, recipe(tmp_path, dataset_name="org/secret"), world=2)
     refused(ended, "dataset_name: org/secret", "401", "HF_TOKEN")
     ended = train(environment, tmp_path, recipe(tmp_path, dataset_name="org/missing"))
-    refused(ended, "dataset_name: org/missing", "there is no such folder here, and the Hub did not give it")
+    refused(ended, "dataset_name: org/missing", "no such folder here, and the Hub did not provide it")
     ended = train(environment, tmp_path, recipe(tmp_path, model_name_or_path="org/missing"))
     refused(ended, "model_name_or_path: org/missing")
     argv = recipe(tmp_path, dataset_revision="v9")

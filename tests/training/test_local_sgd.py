@@ -347,12 +347,12 @@ def test_mutant_that_saves_what_one_rank_has_is_caught(tiny, tmp_path, monkeypat
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"save_steps": 4}, "save_steps is 4, no multiple of local_sgd_steps, which is 3"),
-        ({"eval_steps": 5}, "eval_steps is 5, no multiple of local_sgd_steps, which is 3"),
-        ({"drift_check_steps": 1}, "drift_check_steps is 1, no multiple of local_sgd_steps, which is 3"),
+        ({"save_steps": 4}, "save_steps is 4, not a multiple of local_sgd_steps, which is 3"),
+        ({"eval_steps": 5}, "eval_steps is 5, not a multiple of local_sgd_steps, which is 3"),
+        ({"drift_check_steps": 1}, "drift_check_steps is 1, not a multiple of local_sgd_steps, which is 3"),
         ({"ddp_comm_hook": "fp16"}, "local_sgd_steps and ddp_comm_hook are both given"),
-        ({"local_sgd_steps": 0}, "local_sgd_steps is 0: it must be above zero"),
-        ({"local_sgd_steps": -1}, "local_sgd_steps is -1: it must be above zero"),
+        ({"local_sgd_steps": 0}, "local_sgd_steps is 0: it must be at least 1"),
+        ({"local_sgd_steps": -1}, "local_sgd_steps is -1: it must be at least 1"),
     ],
 )
 def test_what_does_not_go_with_it_is_refused(tiny, fields, words):

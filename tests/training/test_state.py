@@ -394,20 +394,20 @@ def test_a_metric_that_an_evaluation_lacks_is_refused():
 def test_direction_of_a_metric(metric, given, expected):
     run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
     assert best_metric.best_by(run) == expected
-    warned = [text for text in best_metric.doubts(run) if "perplexity" in text and "greater_is_better" in text]
+    warned = [text for text in best_metric.metric_warnings(run) if "perplexity" in text and "greater_is_better" in text]
     assert bool(warned) == (metric == "perplexity" and given is None)
 
 
 @pytest.mark.parametrize("name", ["code/wer", "rmse", "bits_per_byte", "eval_word_error_rate", "eval_cer"])
 def test_lower_is_better_names_are_warned_about(name):
-    assert name.removeprefix("eval_") in best_metric.doubts(RunConfig(metric_for_best_model=name))[0]
-    assert not best_metric.doubts(RunConfig(metric_for_best_model=name, greater_is_better=False))
+    assert name.removeprefix("eval_") in best_metric.metric_warnings(RunConfig(metric_for_best_model=name))[0]
+    assert not best_metric.metric_warnings(RunConfig(metric_for_best_model=name, greater_is_better=False))
 
 
 def test_ignored_direction_is_warned_about():
-    assert "greater_is_better is ignored" in best_metric.doubts(RunConfig(greater_is_better=True))[0]
-    assert not best_metric.doubts(RunConfig(greater_is_better=True, early_stopping_patience=1))
-    assert not best_metric.doubts(RunConfig(metric_for_best_model="f1"))
+    assert "greater_is_better is ignored" in best_metric.metric_warnings(RunConfig(greater_is_better=True))[0]
+    assert not best_metric.metric_warnings(RunConfig(greater_is_better=True, early_stopping_patience=1))
+    assert not best_metric.metric_warnings(RunConfig(metric_for_best_model="f1"))
 
 
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])

@@ -1,0 +1,19 @@
+"""Values that are safe to take from a checkpoint or a dataset: data names and attention kernels that run no code.
+
+Tests: tests/config/test_foreign_code.py.
+"""
+
+STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # others of fsspec may run code
+
+
+def plain_data(value) -> bool:
+    """Return whether the data names in `value`, with its lists and dicts, are local paths, Hub names or URLs of STORES."""
+    if isinstance(value, dict | list):
+        return all(map(plain_data, value.values() if isinstance(value, dict) else value))
+    scheme, separator, _ = str(value).partition("://")
+    return "::" not in str(value) and (not separator or scheme.lower() in STORES)
+
+
+def plain_name(value) -> bool:
+    """Return whether an attention implementation is one of transformers; a Hub repository would be code."""
+    return isinstance(value, str) and value.replace("_", "").isalnum()
