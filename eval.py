@@ -48,7 +48,10 @@ def main(argv: list[str]) -> None:
 
 def or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv` with the newest run of runs/ as checkpoint, if it names neither checkpoint nor model."""
-    if parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"} or "-h" in argv:
+    if (
+        parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"}
+        or "-h" in argv
+    ):
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")

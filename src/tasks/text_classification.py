@@ -32,7 +32,9 @@ def all_shipped(names) -> bool:
 @dataclass
 class Options:
     max_length: int | None = option(
-        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)", min=2, from_checkpoint=True
+        "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
     )
     text_column: str = option("column of the text", "text", from_checkpoint=True)
     text_pair_column: str | None = option("column of a second text", from_checkpoint=True)
