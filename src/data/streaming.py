@@ -23,7 +23,7 @@ from src.data.row_location import ShardRowLocations, check_decodable
 from src.data.sources import Source
 from src.download.remote_files import retry_reads
 from src.tasks import Task
-from src.text.encode_rows import OPTIONAL
+from src.text.given_ids import OPTIONAL_COLUMNS
 
 BLOCK = 512  # raw rows that a lane encodes, packs and shuffles together, and reads again after a resume
 UNEVEN = 2  # times the mean, above which a lane is too long
@@ -131,7 +131,7 @@ class Stream:
                     raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
                 check_kinds(table.schema, self.columns or [], [name], name)
                 if "input_ids" in (self.columns or ()) and (
-                    late := ({*OPTIONAL} & {*table.column_names}) - {*self.columns}
+                    late := ({*OPTIONAL_COLUMNS} & {*table.column_names}) - {*self.columns}
                 ):
                     raise UsageError(
                         f"{name}: there is a column `{late.pop()}`, unlike in the first shard: give it to all"

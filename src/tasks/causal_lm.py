@@ -26,8 +26,9 @@ from src.models.text_sample import sample_text
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
 from src.text.chat import read_template
-from src.text.encode_rows import IGNORED, Encoder
+from src.text.encode_rows import Encoder
 from src.text.packing import pack, packed_positions
+from src.text.tokenization import IGNORED
 
 
 @dataclass

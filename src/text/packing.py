@@ -1,4 +1,7 @@
-"""Pack documents into full rows."""
+"""Pack documents into full rows.
+
+Tests: tests/text/test_packing.py.
+"""
 
 import bisect
 
@@ -6,34 +9,45 @@ import numpy as np
 
 
 def pack(max_length: int, batch: dict) -> dict:
-    """Return rows of up to max_length tokens made of the batch's documents, by best fit, longest first.
+    """Return rows of up to max_length tokens made of the documents of a batch, by best fit, longest first.
 
-    A row keeps the lengths of its documents, so that neither attention nor targets cross from one to the next."""
-    lengths = batch["length"]
-    rows, by_space, spaces = [], {}, []  # by_space: free tokens -> the rows that have them; spaces: its keys in order
-    for document in sorted((d for d, n in enumerate(lengths) if n > 1), key=lambda d: -lengths[d]):
+    A row keeps the lengths of its documents, so that neither attention nor targets cross from one to the next.
+    Documents of one token are dropped: they have no target."""
+    rows = _best_fit(batch["length"], max_length)
+    packed = {}
+    for name in ("input_ids", "labels"):
+        if name in batch:
+            packed[name] = [[token for document in row for token in batch[name][document]] for row in rows]
+    for name in ("length", "targets", "bytes", "cut"):
+        packed[name] = [sum(batch[name][document] for document in row) for row in rows]
+    packed["documents"] = [[batch["length"][document] for document in row] for row in rows]
+    return packed
+
+
+def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Return the documents of each row: every document goes into the row with the least space that is enough."""
+    rows: list[list[int]] = []
+    rows_by_space: dict[int, list[list[int]]] = {}
+    spaces: list[int] = []  # the keys of rows_by_space, sorted
+    documents = [document for document, length in enumerate(lengths) if length > 1]
+    for document in sorted(documents, key=lambda document: -lengths[document]):
         at = bisect.bisect_left(spaces, lengths[document])
-        if at < len(spaces):
-            space = spaces[at]
-            row = by_space[space].pop()
-            if not by_space[space]:
-                del by_space[space], spaces[at]
-        else:
+        if at == len(spaces):
             space, row = max_length, []
             rows.append(row)
+        else:
+            space = spaces[at]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del rows_by_space[space], spaces[at]
         row.append(document)
-        if left := space - lengths[document]:
-            if left not in by_space:
-                by_space[left] = []
-                bisect.insort(spaces, left)
-            by_space[left].append(row)
-    joined = {
-        name: [[x for d in row for x in batch[name][d]] for row in rows]
-        for name in ("input_ids", "labels")
-        if name in batch
-    }
-    added = {name: [sum(batch[name][d] for d in row) for row in rows] for name in ("length", "targets", "bytes", "cut")}
-    return joined | added | {"documents": [[lengths[d] for d in row] for row in rows]}
+        space -= lengths[document]
+        if space and space not in rows_by_space:
+            rows_by_space[space] = []
+            bisect.insort(spaces, space)
+        if space:
+            rows_by_space[space].append(row)
+    return rows
 
 
 def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:

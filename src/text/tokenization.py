@@ -1,45 +1,49 @@
-"""Tokenization helpers: bytes per token, batches of limited size, checks.
+"""Tokenization helpers: bytes per token, batches of limited size, the check for text.
 
 Tests: tests/text/test_tokenization.py.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from src.config.errors import UsageError
 
-CHARACTERS = 1 << 20  # of text that a tokenizer gets at a time: its answers take a hundred times as many bytes
+IGNORED = -100  # the label of a token that is no target
+CHARACTERS = 1 << 20  # that a tokenizer gets at a time: its output takes a hundred times as many bytes
 
 
-def require_text(values: list, column: str, where) -> None:
+def require_text(values: list, column: str, locations) -> None:
+    """Raise UsageError for the first value that is no text."""
     for i, value in enumerate(values):
         if not isinstance(value, str):
             kind = "nothing" if value is None else type(value).__name__
-            raise UsageError(f"{where[i]}: `{column}` holds {kind}, not text")
+            raise UsageError(f"{locations[i]}: `{column}` holds {kind}, not text")
 
 
-def batches_by_size(texts: list[str]):
-    """Yield the texts in lists of limited size, at least one text each."""
-    part, size = [], 0
+def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
+    """Yield the texts in lists of at most CHARACTERS, or of a single longer text."""
+    batch, size = [], 0
     for text in texts:
-        if part and size + len(text) > CHARACTERS:
-            yield part
-            part, size = [], 0
-        part.append(text)
+        if batch and size + len(text) > CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
         size += len(text)
-    if part:
-        yield part
+    if batch:
+        yield batch
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return how many UTF-8 bytes of `text` each token stands for, from the tokens' character spans."""
-    return np.diff(bytes_reached(text, [end for _, end in spans]), prepend=0)
+    """Return how many UTF-8 bytes of `text` each token stands for, from the character spans of the tokens."""
+    return np.diff(cumulative_bytes(text, [end for _, end in spans]), prepend=0)
 
 
-def bytes_reached(text: str, ends: list[int]) -> np.ndarray:
-    """Return how many UTF-8 bytes of `text` are over after each token, from the characters where they end."""
+def cumulative_bytes(text: str, ends: list[int]) -> np.ndarray:
+    """Return how many UTF-8 bytes of `text` the tokens up to each one cover, from the characters where they end."""
+    if not ends:
+        return np.zeros(0, np.int64)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    over = np.concatenate([[0], np.cumsum(1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF))])
-    return np.maximum.accumulate(over[ends]) if ends else np.zeros(0, np.int64)
-
-
-ASSISTANTS = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # what other formats call it
+    sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
+    bytes_before = np.concatenate([[0], np.cumsum(sizes)])
+    return np.maximum.accumulate(bytes_before[ends])

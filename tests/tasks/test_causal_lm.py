@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.models import losses
 from src.models.text_sample import prompt_ids
 from src.runtime import run_status
@@ -583,16 +582,6 @@ def test_the_sample_is_printed_and_is_the_final_models(folder, trained):
 def test_without_a_prompt_there_is_no_sample(folder):
     task, _ = open_data(folder)
     assert task.sample(task.build()) is None
-
-
-def test_positions_of_padding_do_not_continue_a_document():
-    """Padding counts from zero, so transformers sees it as a document of its own."""
-    task = causal_lm.Task(RunConfig(), causal_lm.Options(packing=True))
-    task.max_length = 5
-    rows = [
-        {"input_ids": np.arange(n), "documents": np.array(sizes), "bytes": 0} for n, sizes in ((5, [3, 2]), (2, [2]))
-    ]
-    assert task.collate(rows).inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]]
 
 
 @pytest.mark.parametrize("kind, isolates", [("llama", True), ("gpt2", True), ("opt", False), ("bloom", False)])

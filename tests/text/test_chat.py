@@ -1,0 +1,143 @@
+"""Chats: the assistant's turns in the text of any template."""
+
+import pytest
+from transformers import AutoTokenizer
+
+from src.config.errors import UsageError
+from src.text.chat import render_chat
+from tests.helpers import kit
+
+CHAT = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "user", "content": "hello hi"},  # a user who repeats the assistant
+    {"role": "assistant", "content": "hello"},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = kit.tiny_tokenizer(tmp_path_factory.mktemp("tokenizer"), ["def f(x)"], chat_template=kit.CHATML)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("first, turns", [(0, 2), (1, 2), (3, 1)])
+def test_turns_of_the_assistant(tokenizer, first, turns):
+    text, spans = render_chat(tokenizer, CHAT[first:], "row 0")
+    assert text == "".join(f"<|{m['role']}|>{m['content']}<|endoftext|>\n" for m in CHAT[first:])
+    assert [text[a:b] for a, b in spans] == ["hello<|endoftext|>\n"] * turns
+    assert all(text[:a].endswith("<|assistant|>") for a, _ in spans)
+    assert render_chat(tokenizer, CHAT[:1], "row 0") == ("<|user|>hi<|endoftext|>\n", [])
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+TEMPLATES = {  # and what each writes around an assistant's words
+    "chatml": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
+    "default system": (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are an assistant.<|im_end|>\n{% endif %}"
+        "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
+        "<|im_start|>assistant\n",
+        "<|im_end|>\n",
+    ),
+    "llama 3": (
+        "<|begin|>{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|eot_id|>",
+    ),
+    "gemma": (
+        "{% for m in messages %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+        "<start_of_turn>model\n",
+        "<end_of_turn>\n",
+    ),
+    "mistral": (
+        "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content | trim }}</s>"
+        "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}",
+        "",
+        "</s>",
+    ),
+    "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
+}
+# The mutant looks for the words in the text, and finds "assistant" in the header.
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model", "system\nYou are an assistant."]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_loss_never_covers_a_header_of_the_template(tokenizer, monkeypatch, name):
+    template, header, end = TEMPLATES[name]
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    mutant_failed = False
+    for words in WORDS:
+        say = {"role": "assistant", "content": words}
+        for chat in ([say], [say, CHAT[0], say], [CHAT[0], say, say], [CHAT[0], say | {"tool_calls": None}]):
+            text, turns = render_chat(tokenizer, chat, "row 0")
+            assert len(turns) == sum(turn["role"] == "assistant" for turn in chat)
+            for a, b in turns:
+                assert text[:a].endswith(header)
+                assert text[a:b].strip() in (f"{words.strip()}{end}".strip(), f"{words}{end}".strip()), (words, chat)
+            mutant_failed |= text.find(words) != turns[0][0]
+    assert mutant_failed
+
+
+# ---- templates and chats that are refused ----------------------------------------------------------------------------
+
+LOOP = "{% for m in messages %}"
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+
+
+def turns(*roles):
+    return [{"role": role, "content": "yes"} for role in roles]
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        (None, ""),
+        ([{"content": "no role"}], "turn 0 has no role"),
+        (["text"], ""),
+        ("text", ""),
+        ([CHAT[0], CALL], "tool_calls of turn 1"),
+        ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no content"),
+        (turns("user", "Assistant"), "turn 1 has the role 'Assistant'"),
+        (turns("user", "gpt", "user", "assistant"), "turn 1 has the role 'gpt'"),
+        ([PARTS, *CHAT[1:]], "parts of turn 0"),
+    ],
+)
+def test_unusable_chats_are_refused(tokenizer, messages, words):
+    with pytest.raises(UsageError, match=f"row 3: `messages`.*{words}"):
+        render_chat(tokenizer, messages, "row 3")
+
+
+@pytest.mark.parametrize(
+    "template, chat, words",
+    [
+        (LOOP + "{{ m.role }}: {{ m.content | upper }}\n{% endfor %}", CHAT[1:2], "`messages`.*generation %}"),
+        (LOOP + "{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}", CHAT, "earlier turns.*--chat_template"),
+    ],
+)
+def test_templates_that_hide_the_turns_are_refused(tokenizer, monkeypatch, template, chat, words):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(UsageError, match=f"row 3: .*{words}"):
+        render_chat(tokenizer, chat, "row 3")
+
+
+def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer, monkeypatch):
+    template = LOOP + "<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}{{ m.tool_calls | tojson }}{% endif %}\n"
+    template += "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CALL], "row 3")
+    assert text[a:b].startswith('[{"function"')
+    assert "None" not in text
+
+
+def test_dropped_words_are_warned_about_once(tokenizer, monkeypatch, capsys):
+    template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    for _ in range(2):
+        render_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+    assert capsys.readouterr().err.count("warning: row 3: ") == 1
