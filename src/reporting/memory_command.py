@@ -1,9 +1,10 @@
 """`python -m src.reporting.memory_command`: which strategy fits on how many devices.
 
-No data is opened, and of a Hub model only its configuration and tokenizer are fetched.
+It opens no data, and of a Hub model it downloads only configuration and tokenizer.
 Tests: tests/models/test_memory_estimate.py.
 """
 
+import argparse
 from dataclasses import replace
 
 import torch
@@ -11,99 +12,122 @@ import torch
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.models.memory_estimate import Strategy, activations, count, passing, resting, rows_at_once, strategies
+from src.models.memory_estimate import (
+    Strategy,
+    activations,
+    count_parameters,
+    resting_bytes,
+    rows_per_forward,
+    working_bytes,
+)
 from src.runtime.exit_codes import run_main
-from src.tasks import OPTIONS
+from src.tasks import OPTIONS, make_task
 
 GIB = 2**30
-SPARE = 0.1  # of a device's memory, for its context, the libraries' workspaces and fragmentation
-OWN = {
+FREE = 0.1  # of a device's memory, for its context, the workspaces of libraries and fragmentation
+OWN_FLAGS = {
     "gpus": "GPUs over all nodes (default: those of this machine, else 1)",
-    "gpu_memory": "GiB that each of them has (default: what the first one here has, else 80)",
+    "gpu_memory": "GiB of each of them (default: that of the first one here, else 80)",
 }
 
 
 def main(argv: list[str]) -> None:
-    """Print a line for each strategy, and the first that fits."""
-    argv, gpus, memory = _own(argv)
-    cfg, options = parsing.parse(argv, OPTIONS, also=OWN)
+    """Print the memory under each strategy, and the first strategy that fits."""
+    argv, gpus, gpu_memory = _devices(argv)
+    cfg, options = parsing.parse(argv, OPTIONS, also=OWN_FLAGS)
     if not (cfg.dataset_name or cfg.train_file or cfg.mixture):
-        cfg.train_file = ["-"]  # no data is opened
+        cfg.train_file = ["-"]  # a run needs data, and here none is opened
     validation.check(cfg, options)
-    model, length = _model(cfg, options)
-    n, rows = count(model), rows_at_once(cfg, length)
+    model, length = empty_model(cfg, options)
+    size = count_parameters(model)
 
-    def needs(way: Strategy) -> list[float | None]:
-        """Return GiB of a device for weights, gradients, moments, copies, activations, all of it; and of the host."""
-        still, kept = list(resting(n, cfg, way).values()), activations(model, n, length, cfg, way)
-        device = ([0.0] * 3 if way.offload else still) + [passing(n, cfg, way), kept or 0.0]
-        return [value / GIB for value in (*device, sum(device), sum(still) if way.offload else 0.0)]
+    def needed(strategy: Strategy) -> dict[str, float]:
+        """Return GiB of a device by purpose, all of it together, and GiB on the host."""
+        resting = resting_bytes(size, cfg, strategy)
+        host = sum(resting.values()) if strategy.offload else 0.0
+        device = dict.fromkeys(resting, 0.0) if strategy.offload else resting
+        device["at work"] = working_bytes(size, cfg, strategy)
+        device["activations"] = activations(model, size, length, cfg, strategy) or 0.0
+        device |= {"together": sum(device.values()), "on the host": host}
+        return {name: value / GIB for name, value in device.items()}
 
-    def fitting(gpus: int, cfg: RunConfig = cfg) -> Strategy | None:
-        return next((way for way in strategies(cfg, gpus) if needs(way)[5] <= (1 - SPARE) * memory), None)
-
-    trained = f"{n.parameters:,} parameters, {n.trained:,} of them trained, in {cfg.dtype}, {cfg.optim}"
-    print(f"{trained}; a micro-batch is {rows:,} × {length:,}; {gpus:,} × {memory:.3g} GiB")
-    heads = ("weights", "gradients", "optimizer", "at work", "activations", "together", "on the host")
-    print(f"{'GiB per device':<22}" + "".join(f"{head:>13}" for head in heads))
-    for way in strategies(cfg, gpus):
-        print(f"{way.name:<22}" + "".join(f"{value:>13,.2f}" for value in needs(way)))
-    if activations(model, n, length, cfg, strategies(cfg, gpus)[0]) is None:
+    micro_batch = f"{rows_per_forward(cfg, length):,} × {length:,}"
+    print(
+        f"{size.parameters:,} parameters, {size.trained:,} of them trained, in {cfg.dtype}, {cfg.optim}; "
+        f"a micro-batch is {micro_batch}; {gpus:,} × {gpu_memory:.3g} GiB"
+    )
+    table = {strategy: needed(strategy) for strategy in strategies(cfg, gpus)}
+    print(f"{'GiB per device':<22}" + "".join(f"{name:>13}" for name in next(iter(table.values()))))
+    for strategy, row in table.items():
+        print(f"{strategy.name:<22}" + "".join(f"{value:>13,.2f}" for value in row.values()))
+    if not all(row["activations"] for row in table.values()):
         print("activations are unknown: this model does not run on token ids alone")
-
-    way, again = fitting(gpus), fitting(gpus, replace(cfg, gradient_checkpointing=True))
-    spare = f"leaves {SPARE:.0%} of the memory free"
-    if way:
-        print(f"use accelerate_configs/{way.file}.yaml{way.flags}: the simplest that {spare}")
+    fitting = [strategy for strategy, row in table.items() if row["together"] <= (1 - FREE) * gpu_memory]
+    if fitting:
+        file = f"accelerate_configs/{fitting[0].file}.yaml{fitting[0].flags}"
+        print(f"use {file}: the simplest that leaves {FREE:.0%} of the memory free")
     else:
-        print(f"nothing fits: no strategy {spare}")
-        powers = (2**power for power in range(1, 13))
-        if more := next((count for count in powers if count > gpus and fitting(count)), None):
-            print(f"on {more:,} such devices accelerate_configs/{fitting(more).file}.yaml would")
-    if again and (not way or again.file != way.file):
-        print(f"with --gradient_checkpointing true accelerate_configs/{again.file}.yaml{again.flags} would")
-    if not way:
-        print("a smaller --per_device_batch_size or --max_length helps as well: docs/scaling.md")
+        print(
+            f"nothing fits: no strategy leaves {FREE:.0%} of the memory free. Try --gradient_checkpointing true, a smaller "
+            "--per_device_batch_size or --max_length, or more --gpus: see docs/scaling.md"
+        )
 
 
-def _own(argv: list[str]) -> tuple[list[str], int, float]:
+def strategies(cfg: RunConfig, gpus: int) -> list[Strategy]:
+    """Return the ways to use `gpus` devices, the simplest first."""
+    common = {"low_precision": cfg.dtype == "float32", "recompute": cfg.gradient_checkpointing}
+    if gpus == 1:
+        return [Strategy("one GPU", "gpu", **common)]
+    fsdp = Strategy("FSDP2", "fsdp2", "FSDP", gpus, **common)
+    zero2 = Strategy("ZeRO-2", "zero2", "ZERO2", gpus, **common)
+    zero3 = replace(zero2, name="ZeRO-3", file="zero3", kind="ZERO3")
+    found = [
+        Strategy("DDP", "ddp", "DDP", **common),
+        replace(fsdp, name="FSDP2, reduced once", reduce_often=False, flags=" and --sync_each_batch false"),
+        fsdp,
+    ]
+    if gpus >= 4 and gpus % 2 == 0:
+        found.append(replace(fsdp, name="HSDP, 2 copies", file="hsdp", shards=gpus // 2))
+    found += [
+        zero2,
+        zero3,
+        replace(fsdp, name="FSDP2, offload", file="fsdp2_offload", offload=True, recompute=True),
+        replace(zero3, name="ZeRO-3, offload", file="zero3_offload", offload=True),
+    ]
+    return [strategy for strategy in found if cfg.dtype != "float64" or strategy.kind in ("DDP", "FSDP")]
+
+
+def _devices(argv: list[str]) -> tuple[list[str], int, float]:
     """Return (the other flags, number of devices, GiB of each)."""
-    rest, given = [], {}
-    words = iter(argv)
-    for word in words:
-        name, equals, value = word.removeprefix("--").partition("=")
-        if word.startswith("--") and name in OWN:
-            given[name] = value if equals else next(words, "")
-        else:
-            rest.append(word)
-    here = torch.cuda.is_available()
+    has_gpu = torch.cuda.is_available()
+    memory = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1)
+    parser.add_argument("--gpu_memory", type=float, default=memory)
     try:
-        gpus = int(given.get("gpus", torch.cuda.device_count() or 1))
-        memory = float(given.get("gpu_memory", torch.cuda.get_device_properties(0).total_memory / GIB if here else 80))
-    except ValueError:
-        gpus = memory = 0
-    if gpus < 1 or not 0 < memory < 1e6:
-        said = " ".join(f"--{name} {value}" for name, value in given.items())
-        raise UsageError(f"{said}: give a whole number of devices and GiB above zero, such as --gpus 8 --gpu_memory 80")
-    return rest, gpus, memory
+        own, rest = parser.parse_known_args(argv)
+        wrong = f"--gpus {own.gpus} --gpu_memory {own.gpu_memory:g}"
+        valid = own.gpus >= 1 and 0 < own.gpu_memory < 1e6
+    except argparse.ArgumentError as error:
+        wrong, valid = f"{error.argument_name} is not a number", False
+    if not valid:
+        raise UsageError(
+            f"{wrong}: give a whole number of devices and GiB above zero, such as --gpus 8 --gpu_memory 80"
+        )
+    return rest, own.gpus, own.gpu_memory
 
 
-def _model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
+def empty_model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
     """Return (the task's model without weights, the length of its rows)."""
     from datasets import ClassLabel, Features
 
-    from src.download import hub
-    from src.download.cache_folder import cache_root
-    from src.tasks import make_task
+    from src.models.model_files import model_folder
 
-    if name := cfg.model_name_or_path:  # its weights are not fetched
-        folder = hub.model_folder(
-            name, cfg.model_revision, "model_name_or_path", cache_root(cfg), False, cfg.trust_remote_code
-        )
-        cfg = replace(cfg, model_name_or_path=folder)
+    if name := cfg.model_name_or_path:
+        cfg = replace(cfg, model_name_or_path=model_folder(cfg, name, weights=False))
     task = make_task(cfg, options)
     task.load()
-    task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # how many there are, only data would say
+    task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # only data would tell how many there are
     with torch.device("meta"):
         return task.build(empty=True).train(), getattr(task, "max_length", 1)
 

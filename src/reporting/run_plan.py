@@ -24,7 +24,7 @@ def plan_table(
     train = splits["train"]
     if isinstance(model, ModelWithLoss):
         model = model.model
-    counted = memory_estimate.count(model)
+    counted = memory_estimate.count_parameters(model)
     parameters, trainable = counted.parameters, counted.trained
     rows = {"task": cfg.task, "training data": format_stats(train.stats)}
     if train.quotas:
@@ -38,7 +38,7 @@ def plan_table(
     rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {cfg.dtype}"
     # Only a dry run counts activations: later the model is wrapped.
     longest = train.stats.get("longest") if cfg.dry_run else None
-    rows["memory"] = memory_estimate.in_words(cfg, model, _size, longest)
+    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, longest)
     disk = _disk_bytes(cfg, parameters, trainable, total)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
@@ -77,7 +77,7 @@ def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int
 def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int) -> int:
     """Return the largest size of checkpoints/ and final/ during the run, in bytes."""
     width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
-    checkpoint = width * (parameters + memory_estimate.moments(cfg) * trainable)
+    checkpoint = width * (parameters + memory_estimate.optimizer_moments(cfg) * trainable)
     # Pruning follows the write of the next checkpoint, and the best one is kept besides the newest.
     kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
     saved = max(1, total // cfg.save_steps) + 1
