@@ -34,7 +34,8 @@ class HostGroup:
         """Return the sum of `values` over all ranks in float64; a collective, of the same shape on every rank.
 
         Under tensor parallelism the ranks that compute one micro-batch together count once."""
-        vector = torch.as_tensor(values, dtype=torch.float64)
+        # A copy, because all_reduce works in place and must not change the caller's array.
+        vector = torch.as_tensor(values, dtype=torch.float64).clone()
         if not self.is_single:
             dist.all_reduce(vector, group=self.group)
         return vector / self.ranks_per_batch if self.ranks_per_batch > 1 else vector

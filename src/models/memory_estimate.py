@@ -32,7 +32,7 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class Strategy:
+class StrategySettings:
     """A way to distribute a model: `shards` processes hold one copy of it together."""
 
     name: str
@@ -47,7 +47,7 @@ class Strategy:
     flags: str = ""  # needed on the command line, besides the file
 
 
-def strategy_of_launch(cfg: RunConfig) -> Strategy:
+def strategy_of_launch(cfg: RunConfig) -> StrategySettings:
     """Return the strategy that the launcher's environment asks for."""
 
     def env(name: str, default: str = "") -> str:
@@ -59,11 +59,13 @@ def strategy_of_launch(cfg: RunConfig) -> Strategy:
     if env("ACCELERATE_USE_DEEPSPEED") == "true":
         stage = env("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         offload = env("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
-        return Strategy(f"ZeRO-{stage}", "", f"ZERO{stage}", world, low_precision, offload=offload, recompute=recompute)
+        return StrategySettings(
+            f"ZeRO-{stage}", "", f"ZERO{stage}", world, low_precision, offload=offload, recompute=recompute
+        )
     if env("ACCELERATE_USE_FSDP") == "true":
         copies = int(env("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
         tp_size = int(env("PARALLELISM_CONFIG_TP_SIZE", "1"))
-        return Strategy(
+        return StrategySettings(
             name="HSDP" if copies > 1 else "FSDP2",
             kind="FSDP",
             shards=max(1, world // copies // tp_size),  # TP splits most weights further: an upper bound
@@ -74,7 +76,7 @@ def strategy_of_launch(cfg: RunConfig) -> Strategy:
             recompute=recompute or env("FSDP_ACTIVATION_CHECKPOINTING") == "true",
         )
     name, kind = ("DDP", "DDP") if world > 1 else ("one device", "NO")
-    return Strategy(name, kind=kind, low_precision=low_precision, recompute=recompute)
+    return StrategySettings(name, kind=kind, low_precision=low_precision, recompute=recompute)
 
 
 def count_parameters(model: torch.nn.Module) -> ModelSize:
@@ -109,7 +111,7 @@ def optimizer_moments(cfg: RunConfig) -> int:
     return 1 if cfg.optim == "sgd" else 2
 
 
-def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: Strategy) -> dict[str, float]:
+def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer that a process keeps from step to step, on device or host."""
     width, shards = getattr(torch, cfg.dtype).itemsize, strategy.shards
     weights, gradients = width * size.parameters, width * size.trained
@@ -125,7 +127,7 @@ def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: Strategy) -> dict[s
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
 
-def working_bytes(size: ModelSize, cfg: RunConfig, strategy: Strategy) -> float:
+def working_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -> float:
     """Return the bytes that forward and backward need for a while, besides activations.
 
     These are low-precision copies, gathered weights, and gradients before they are reduced."""
@@ -146,7 +148,7 @@ def working_bytes(size: ModelSize, cfg: RunConfig, strategy: Strategy) -> float:
 
 
 def activations(
-    model: torch.nn.Module, size: ModelSize, length: int, cfg: RunConfig, strategy: Strategy
+    model: torch.nn.Module, size: ModelSize, length: int, cfg: RunConfig, strategy: StrategySettings
 ) -> float | None:
     """Return the bytes of activations of a micro-batch of rows of `length` tokens; None if they cannot be measured."""
     dtype = torch.bfloat16 if strategy.low_precision else getattr(torch, cfg.dtype)

@@ -13,7 +13,7 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models.memory_estimate import (
-    Strategy,
+    StrategySettings,
     activations,
     count_parameters,
     resting_bytes,
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     model, length = empty_model(cfg, options)
     size = count_parameters(model)
 
-    def needed(strategy: Strategy) -> dict[str, float]:
+    def needed(strategy: StrategySettings) -> dict[str, float]:
         """Return GiB of a device by purpose, all of it together, and GiB on the host."""
         resting = resting_bytes(size, cfg, strategy)
         host = sum(resting.values()) if strategy.offload else 0.0
@@ -73,16 +73,16 @@ def main(argv: list[str]) -> None:
         )
 
 
-def strategies(cfg: RunConfig, gpus: int) -> list[Strategy]:
+def strategies(cfg: RunConfig, gpus: int) -> list[StrategySettings]:
     """Return the ways to use `gpus` devices, the simplest first."""
     common = {"low_precision": cfg.dtype == "float32", "recompute": cfg.gradient_checkpointing}
     if gpus == 1:
-        return [Strategy("one GPU", "gpu", **common)]
-    fsdp = Strategy("FSDP2", "fsdp2", "FSDP", gpus, **common)
-    zero2 = Strategy("ZeRO-2", "zero2", "ZERO2", gpus, **common)
+        return [StrategySettings("one GPU", "gpu", **common)]
+    fsdp = StrategySettings("FSDP2", "fsdp2", "FSDP", gpus, **common)
+    zero2 = StrategySettings("ZeRO-2", "zero2", "ZERO2", gpus, **common)
     zero3 = replace(zero2, name="ZeRO-3", file="zero3", kind="ZERO3")
     found = [
-        Strategy("DDP", "ddp", "DDP", **common),
+        StrategySettings("DDP", "ddp", "DDP", **common),
         replace(fsdp, name="FSDP2, reduced once", reduce_often=False, flags=" and --sync_each_batch false"),
         fsdp,
     ]

@@ -71,8 +71,8 @@ def test_names_stay_what_they_are_where_the_mutant_renames_them(files):
     assert [
         *compile_and_recompute.compile_and_recompute(model, RunConfig(compile=True), torch.device("cpu")).state_dict()
     ] == names
-    assert len(compile_and_recompute.blocks(model)) == kit.LLAMA["num_hidden_layers"]
-    assert all(block._compiled_call_impl is not None for block in compile_and_recompute.blocks(model))
+    assert len(compile_and_recompute.repeated_layers(model)) == kit.LLAMA["num_hidden_layers"]
+    assert all(block._compiled_call_impl is not None for block in compile_and_recompute.repeated_layers(model))
     assert all(name.startswith("_orig_mod.") for name in torch.compile(model).state_dict())
 
 
