@@ -61,13 +61,13 @@ class Source:
                     f"{self.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
                     "leave --streaming out"
                 )
-            self.told = remote_files.look_up_files(urls, self.field, root, work) if urls else {}
+            self.told = remote_files.look_up_files(urls, self.field, work) if urls else {}
             return
         if self.builder:
-            self.files = [
-                fetch.fetch_file(file, self.field, root, work, self.origins) if "://" in file else file
-                for file in self.files
-            ]
+            urls = [file for file in self.files if "://" in file]
+            copies = {url: fetch.fetch_file(url, self.field, root, work) for url in urls}
+            self.files = [copies.get(file, file) for file in self.files]
+            self.origins = {copy: url for url, copy in copies.items()}
         elif not self.files:
             config, revision, split = self.hub
             self.hub = (config, hub.dataset_commit(self.name, revision, root, work), split)

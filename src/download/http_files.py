@@ -1,295 +1,210 @@
-"""Download files over http(s) or fsspec once per disk; resume, verify, never mix versions.
+"""Files behind URLs, downloaded once per disk: resumed after an interruption, verified, never of two versions.
 
-Tests: tests/download/test_http_files.py. One process of those that see the disk asks and downloads; a download is complete
-when its record is there, which is written last. With HF_HUB_OFFLINE=1, or without a network, what was fetched before is used.
+One process of those that see the disk looks up and downloads. A download counts when its record is written, which is last.
+Own code, because `datasets` and `fsspec` begin an interrupted download again, and `huggingface_hub` continues one without a
+look at its version. Tests: tests/download/test_http_files.py.
 """
 
+import gzip
 import hashlib
 import json
 import os
-import re
+import shutil
 import time
-import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from urllib3.exceptions import HTTPError
-
 from src.config.errors import UsageError, warn
-from src.config.redact import redact
+from src.download import remote_version
+from src.download.fetched import fetch_once, is_offline
+from src.download.remote_version import FileChanged
 from src.runtime import console
 from src.storage import atomic_folder
 from src.storage.shared_work import SharedWork, write_atomic
 
-SILENCE = (10, 120)  # seconds to wait for a connection, and for the next byte
-TRIES = 3  # attempts that bring no byte, before the file is given up
-CHUNK = 1 << 20
-WITH_DATA = (200, 203, 206)  # statuses of answers that hold the file
-
-fetched: dict[str, dict] = {}  # what this run was fetched from, for environment.json
-
-
-def is_offline() -> bool:
-    from huggingface_hub import constants
-
-    return bool(constants.HF_HUB_OFFLINE)
-
-
-def ask_once(key: str, root: Path, work: SharedWork, find: Callable[[], dict], what: str) -> dict:
-    """Return what `find()` returns, called by one process of the launch on this disk, and once."""
-    if key in fetched:
-        return fetched[key]
-    fetched[key] = found = work.compute_once(key, find, what)
-    return found
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
+CHUNK = 1 << 20  # bytes
+RECORD, PART, PART_VERSION = "fetched.json", "part", "part.json"
 
 
 def server_version(file: str) -> list | None:
-    """Return what the server said of a fetched file, by which it can be told from others; None for any other file."""
-    known = Path(file).parent / "fetched.json"
-    if Path(file).parent.parent.name != "downloads" or not known.exists():
+    """Return what identifies the version of a downloaded file; None for any other file."""
+    record_file = Path(file).parent / RECORD
+    if Path(file).parent.parent.name != "downloads" or not record_file.exists():
         return None
-    told = json.loads(known.read_text())
-    return [Path(file).parent.name, told["bytes"], told["etag"] or told["modified"] or os.stat(file).st_mtime_ns]
+    record = json.loads(record_file.read_text())
+    return [Path(file).parent.name, record["bytes"], record["etag"] or record["modified"] or os.stat(file).st_mtime_ns]
 
 
-def fetch_file(url: str, field: str, root: Path, work: SharedWork, origins: dict[str, str]) -> str:
-    """Return the local copy of the file at `url`, downloaded by one process if it is not there or changed since."""
+def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
+    """Return the local copy of the file at `url`, downloaded by one process unless the copy is complete and current."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
-    told = ask_once(url, root, work, lambda: _current(url, field, folder, work), f"downloading {url}")
-    local = str(folder / told["file"])
-    origins[local] = url
-    return local
+    what = f"downloading {url}"
+
+    def fetch() -> dict:
+        folder.mkdir(parents=True, exist_ok=True)
+        with work.exclusive(folder / RECORD, what):  # other launches may download the same file
+            return _fetch(url, field, folder, work)
+
+    return str(folder / fetch_once(url, fetch, work, what)["file"])
 
 
-def _current(url: str, field: str, folder: Path, work: SharedWork) -> dict:
-    """Return the record of a complete and current download of `url` in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with work.exclusive(folder / "fetched.json", f"downloading {url}"):  # other launches may fetch the same
-        return _fetched(url, field, folder, work)
-
-
-def _fetched(url: str, field: str, folder: Path, work: SharedWork) -> dict:
-    known = folder / "fetched.json"
-    told = json.loads(known.read_text()) if known.exists() else None
-    if told and not ((local := folder / told["file"]).exists() and local.stat().st_size == told["bytes"]):
-        told = None
-    if told and is_offline():
-        return told
+def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
+    """Return the record of a complete copy in `folder`, current unless the server does not answer."""
+    record = _read_record(folder)
     if is_offline():
-        raise UsageError(f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: run once without it (make data)")
+        if record is None:
+            raise UsageError(
+                f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: run once without it (make data)"
+            )
+        return record
     try:
-        fresh = _http(url, folder, told, work) if url.startswith("http") else _other(url, folder)
-    except OSError as error:  # what requests and fsspec raise is of this kind, too
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        if told:
-            warn(f"{url} cannot be reached ({reason}): what was fetched before is used", alone=True)
-            return told
-        raise UsageError(
-            f"{url}: not fetched: {reason}. What has come is kept; the same command goes on from there"
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{field}: {url}: {error}") from error
-    if fresh:
-        write_atomic(known, json.dumps(fresh))
-    return fresh or told
+        version = remote_version.look_up(url, field)
+        if record and remote_version.is_unchanged(record, version):
+            return record
+        return _download(url, field, version, folder, work)
+    except OSError as error:  # as those of requests and fsspec are
+        reason = _one_line(error)
+    if record:
+        warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", alone=True)
+        return record
+    raise UsageError(f"{field}: {url}: not fetched: {reason}. Run the same command again to resume the download")
 
 
-def _http(url: str, folder: Path, told: dict | None, work: SharedWork) -> dict | None:
-    """Download `url`, going on from where an attempt before was cut off; return its record, or None if `told` is current."""
-    import requests
+def _read_record(folder: Path) -> dict | None:
+    """Return the record of the complete download in `folder`, None if there is none or its file was truncated."""
+    if not (folder / RECORD).exists():
+        return None
+    record = json.loads((folder / RECORD).read_text())
+    file = folder / record["file"]
+    return record if file.exists() and file.stat().st_size == record["bytes"] else None
 
-    part, about, name = folder / "part", folder / "part.json", _name(url)
-    failures = 0
+
+def _download(url: str, field: str, version: dict, folder: Path, work: SharedWork) -> dict:
+    """Download a file, in several attempts if need be; return its record.
+
+    A server that resumes may interrupt any number of times; TRIES attempts without progress are the end.
+    """
+    part = folder / PART
+    failures = farthest = 0
     while True:
-        begun = part.stat().st_size if part.exists() and about.exists() else 0
-        version = json.loads(about.read_text()) if begun else {}
-        headers = {"Accept-Encoding": "identity"}
-        if begun and version["version"]:
-            headers |= {"Range": f"bytes={begun}-", "If-Range": version["version"]}
-        elif told and told["etag"]:
-            headers["If-None-Match"] = told["etag"]
-        elif told and told["modified"]:
-            headers["If-Modified-Since"] = told["modified"]
-        came, reason = 0, ""
+        _drop_unless_resumable(part, version)
         try:
-            with requests.get(url, headers=headers, stream=True, timeout=SILENCE) as answer:
-                if answer.status_code == 304 and told:
-                    return None
-                if answer.status_code in (401, 403, 404, 410):
-                    raise ValueError(f"the server answers {answer.status_code} {answer.reason}")
-                if answer.status_code == 416 and begun:  # the part is as long as the file, or longer
-                    about.unlink(missing_ok=True)
-                    continue
-                answer.raise_for_status()
-                if answer.status_code not in WITH_DATA:  # 202: it is being prepared; 304, though nothing is here
-                    raise requests.RequestException(f"the server answers {answer.status_code} {answer.reason}")
-                if answer.status_code == 206 and (reason := _unfit(answer, version, begun)):
-                    about.unlink(missing_ok=True)
-                    if not begun:
-                        raise requests.RequestException(reason)
-                    continue
-                begun = begun if answer.status_code == 206 else 0
-                version = version if begun else _version(answer)
-                write_atomic(about, json.dumps(version))
-                with open(part, "ab" if begun else "wb") as target:
-                    for chunk in _shown(_plain_chunks(answer), url, begun, version["total"]):
-                        if not begun + came:
-                            _refuse_page(answer, chunk, about)
-                        target.write(chunk)
-                        target.flush()  # what is killed now goes on from here
-                        came += len(chunk)
-                        work.peers.raise_if_failed()
-            size, total = part.stat().st_size, version["total"]
-            if size != begun + came or size != (total or size):
-                reason = f"the connection ended after {size:,} of {total or 0:,} bytes"
-            elif _replaced(url, version):
-                about.unlink(missing_ok=True)
-                reason = "the file changed while it was downloaded"
-            else:
-                if version["open"]:
-                    warn(
-                        f"{url}: the server does not say how long it is, so an early end would not be noticed",
-                        alone=True,
-                    )
-                atomic_folder.fsync(part)
-                part.replace(folder / name)
-                about.unlink(missing_ok=True)
-                return {"url": redact(url), "file": name, "bytes": size} | {
-                    key: version[key] for key in ("etag", "modified")
-                }
-        except requests.RequestException as error:
-            if told and not came and isinstance(error, requests.ConnectionError | requests.Timeout):
-                raise  # who has a copy need not wait for a server that is not there
-            reason = " ".join(str(error).split())[:300]
-        failures = 0 if came and begun else failures + 1  # who lets us go on may be cut off any number of times
-        if failures >= TRIES:
-            raise OSError(f"{reason} (tried {TRIES} times)")
+            _transfer(url, field, version, part, work)
+            before, version = version, remote_version.look_up(url, field)
+            if changed := remote_version.difference(before, version):
+                raise FileChanged(f"{url} changed while it was downloaded: its {changed}")
+            return _publish(url, version, folder)
+        except FileChanged as error:
+            part.unlink(missing_ok=True)
+            reason = _one_line(error)
+        except OSError as error:
+            reason = _one_line(error)
+        size = part.stat().st_size if part.exists() else 0
+        failures = 0 if size > farthest else failures + 1
+        farthest = max(farthest, size)
+        if failures >= remote_version.TRIES:
+            raise OSError(f"{reason} (tried {failures} times)")
         time.sleep(2**failures / 2)
+        version = remote_version.look_up(url, field)
 
 
-def _plain_chunks(answer):
-    """Yield the bytes of a file; of one that is sent compressed, too, an early end is an error, which requests does not notice."""
-    import requests
-
-    if answer.headers.get("Content-Encoding", "identity") not in ("gzip", "x-gzip"):
-        yield from answer.iter_content(CHUNK)
-        return
-    unpack = zlib.decompressobj(31)
-    try:
-        for chunk in answer.raw.stream(CHUNK, decode_content=False):
-            while chunk:
-                if unpack.eof:  # several members, one after the other
-                    unpack = zlib.decompressobj(31)
-                if plain := unpack.decompress(chunk):
-                    yield plain
-                chunk = unpack.unused_data
-    except (zlib.error, HTTPError) as error:
-        raise requests.ConnectionError(f"the compressed file cannot be read: {error}") from error
-    if not unpack.eof:
-        raise requests.ConnectionError("the compressed file ended early")
+def _drop_unless_resumable(part: Path, version: dict) -> None:
+    """Remove a part of another version, or of a file whose version or length is not known; note the version of the next."""
+    about = part.with_name(PART_VERSION)
+    same = part.exists() and about.exists() and json.loads(about.read_text()) == version
+    known = version["bytes"] is not None and (version["etag"] or version["modified"])
+    if not (same and known and part.stat().st_size <= version["bytes"]):
+        part.unlink(missing_ok=True)
+        write_atomic(about, json.dumps(version))
 
 
-def _version(answer) -> dict:
-    """Return what an answer with a whole file says of it: its ETag and time, its bytes, and by which of them a part can be asked for."""
-    etag, modified = (answer.headers.get(word) for word in ("ETag", "Last-Modified"))
-    strong = etag if etag and not etag.startswith("W/") else None
-    # Of what a store keeps compressed, the length is another, and a part is none.
-    plain = answer.headers.get("Content-Encoding", "identity") == "identity"
-    length = answer.headers.get("Content-Length")
-    ended = length or "chunked" in answer.headers.get(
-        "Transfer-Encoding", ""
-    )  # else the connection's end is that of the file
-    return {
-        "etag": etag,
-        "modified": modified,
-        "total": int(length) if length and plain else None,
-        "version": (strong or modified) if plain else None,
-        "open": not ended,
-    }
+def _transfer(url: str, field: str, version: dict, part: Path, work: SharedWork) -> None:
+    """Leave in `part` all bytes of the file; OSError if they end early, FileChanged if they are of another version."""
+    if not url.startswith("http"):
+        import fsspec
+
+        system, path = fsspec.core.url_to_fs(url)
+        system.get_file(path, str(part))
+    elif not part.exists() or part.stat().st_size != version["bytes"]:
+        _transfer_http(url, field, version, part, work)
+    size = part.stat().st_size
+    if version["bytes"] not in (None, size):
+        raise OSError(f"the connection ended after {size:,} of {version['bytes']:,} bytes")
 
 
-def _unfit(answer, version: dict, begun: int) -> str | None:
-    """Return why the rest of a file (206) cannot be put behind the part of it that is there, or None."""
-    said = answer.headers.get("Content-Range", "")
-    match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", said)
-    if not match or int(match[1]) != begun or int(match[3]) != (version.get("total") or int(match[3])):
-        total = version.get("total") or "an unknown number of"
-        return f"the server answers Content-Range: {said or 'nothing'}, to a request from byte {begun} of {total} bytes"
-    for header, key in (("ETag", "etag"), ("Last-Modified", "modified")):
-        was, now = version.get(key), answer.headers.get(header)
-        if was != now and (now or header == "ETag" or not version.get("etag")):
-            return f"the rest of the file is that of another version: {header} is {now}, and was {was}"
-    version["total"] = int(match[3])
-    return None
+def _transfer_http(url: str, field: str, version: dict, part: Path, work: SharedWork) -> None:
+    begun = part.stat().st_size if part.exists() else 0
+    validator = version["etag"] or version["modified"]
+    headers = {"Range": f"bytes={begun}-", "If-Range": validator} if begun else {}
+    with remote_version.open_url("GET", url, headers) as answer:
+        remote_version.check_answer(url, version, answer.status_code, answer.headers, begun)
+        remote_version.require_data(answer)
+        if answer.status_code != 206:
+            begun = 0  # the whole file, because the server cannot resume
+        bar = console.bar(f"downloading {_file_name(url)}", version["bytes"], "B", begun, scale=True, delay=1)
+        with closing(bar), open(part, "ab" if begun else "wb") as file:
+            for chunk in _chunks(answer):
+                if file.tell() == 0:
+                    _refuse_web_page(url, field, answer, chunk)
+                file.write(chunk)
+                file.flush()  # what has arrived need not be sent again if this process is killed
+                bar.update(len(chunk))
+                work.peers.raise_if_failed()
+        if not remote_version.is_plain(answer.headers):
+            _decompress(part, answer.headers["Content-Encoding"])
+        if "Content-Length" not in answer.headers and "chunked" not in answer.headers.get("Transfer-Encoding", ""):
+            warn(f"{url}: the server does not send the length, so an incomplete file would not be noticed", alone=True)
 
 
-def _replaced(url: str, version: dict) -> bool:
-    """Return whether the server has another version than the one that has come, where it says so."""
-    import requests
+def _chunks(answer) -> Iterator[bytes]:
+    """Yield the bytes of an answer as they are sent. urllib3 compares their number with the length in the header."""
+    from urllib3.exceptions import HTTPError
 
     try:
-        answer = requests.head(url, headers={"Accept-Encoding": "identity"}, allow_redirects=True, timeout=SILENCE[0])
-    except requests.RequestException:
-        return False
-    pairs = [
-        (version[key], answer.headers.get(word)) for key, word in (("etag", "ETag"), ("modified", "Last-Modified"))
-    ]
-    strong = [(was, now) for was, now in pairs if was and now and not (was + now).count("W/")]
-    return answer.ok and any(was != now for was, now in strong)
+        yield from answer.raw.stream(CHUNK, decode_content=False)
+    except HTTPError as error:
+        raise OSError(f"the connection ended early: {error}") from error
 
 
-def _refuse_page(answer, first: bytes, about: Path) -> None:
-    """Raise ValueError where a web page comes instead of data, as from a server that wants a login first."""
+def _refuse_web_page(url: str, field: str, answer, start: bytes) -> None:
+    """Raise UsageError for a web page instead of data, as a server sends that wants a login first."""
     kind = answer.headers.get("Content-Type", "")
-    if "html" in kind and first.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-        about.unlink(missing_ok=True)
-        raise ValueError(
-            f"the server answers with a web page ({kind}), not with data: is a login needed, or the URL another?"
+    if "html" in kind and start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+        raise UsageError(
+            f"{field}: {url}: the server answers with a web page ({kind}), not with data: does it need a login, or another URL?"
         )
 
 
-def _other(url: str, folder: Path) -> dict:
-    """Copy a file from any other kind of store that fsspec knows (s3, gs, hf, …)."""
-    import fsspec
-
+def _decompress(part: Path, encoding: str) -> None:
+    """Replace a file that came compressed; OSError if it ends early, even though the connection did not."""
+    if encoding not in ("gzip", "x-gzip"):
+        raise OSError(f"the server sends Content-Encoding: {encoding}, which was not asked for")
+    plain = part.with_name(f"{PART}.plain")
     try:
-        system, path = fsspec.core.url_to_fs(url)
-        told = system.info(path)
-        system.get_file(path, str(folder / "part"))
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-    came, now = (folder / "part").stat().st_size, system.info(path)
-    if came != (told.get("size") if told.get("size") is not None else came) or any(
-        told.get(key) != now.get(key) for key in ("size", "ETag", "etag", "mtime")
-    ):
-        raise OSError(f"{came:,} bytes came of {told.get('size'):,}, or the file changed meanwhile")
-    atomic_folder.fsync(folder / "part")
-    (folder / "part").replace(folder / _name(url))
-    size = (folder / _name(url)).stat().st_size
-    return {
-        "url": redact(url),
-        "file": _name(url),
-        "bytes": size,
-        "etag": told.get("ETag") or told.get("etag"),
-        "modified": None,
-    }
+        with gzip.open(part) as source, open(plain, "wb") as target:
+            shutil.copyfileobj(source, target)
+    except EOFError as error:
+        raise OSError("the compressed file ended early") from error
+    plain.replace(part)
 
 
-def _name(url: str) -> str:
+def _publish(url: str, version: dict, folder: Path) -> dict:
+    """Give the complete part its name, then write the record; return it."""
+    name, part = _file_name(url), folder / PART
+    atomic_folder.fsync(part)
+    part.replace(folder / name)
+    (folder / PART_VERSION).unlink(missing_ok=True)
+    record = version | {"file": name, "bytes": (folder / name).stat().st_size}
+    write_atomic(folder / RECORD, json.dumps(record))
+    return record
+
+
+def _file_name(url: str) -> str:
     name = Path(unquote(urlparse(url).path)).name or "file"
-    return f"_{name}" if name in ("part", "part.json", "fetched.json") else name
+    return f"_{name}" if name in (PART, PART_VERSION, f"{PART}.plain", RECORD) else name
 
 
-def _shown(chunks, url: str, begun: int, total: int | None):
-    """Yield `chunks` under a progress bar in bytes."""
-    bar = console.bar(f"downloading {_name(url)}", total, "B", begun, scale=True, delay=1)
-    try:
-        for chunk in chunks:
-            yield chunk
-            bar.update(len(chunk))
-    finally:
-        bar.close()
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,114 +1,138 @@
-"""Hub repositories: the commit of a dataset, the snapshot of a model, fetched once per disk.
+"""Hub repositories: the commit of a dataset, the snapshot of a model, looked up and fetched once per disk.
 
-Tests: tests/download/test_hub_downloads.py. One process of those that see the disk asks and downloads. With HF_HUB_OFFLINE=1,
-or where the Hub does not answer, what was fetched before is used.
+`huggingface_hub` downloads and caches; added here are one commit for all ranks, and a record of the last complete fetch,
+used with HF_HUB_OFFLINE=1 or where the Hub does not answer. Tests: tests/download/test_hub_downloads.py.
 """
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from src.config.errors import UsageError, warn
 from src.config.paths import locate, not_found_locally
-from src.download.http_files import ask_once, fetched, is_offline
+from src.download.fetched import fetch_once, is_offline, records
 from src.storage.shared_work import SharedWork, write_atomic
 
-FORMATS = ("*.safetensors", "*.bin")  # of weights, the first that a repository has
-NEVER = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite", "onnx/*", "original/*", "coreml/*", "openvino/*")
+TIMEOUT = 30  # seconds to wait for an answer of the Hub
+WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # the first one that a repository has is downloaded
+UNUSED = (
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    "*.gguf",
+    "*.pth",
+    "*.tflite",
+    "onnx/*",
+    "original/*",
+    "coreml/*",
+    "openvino/*",
+)
 
 
 def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:
-    """Return the commit of a Hub data set that a branch, tag or commit stands for; the last known where nobody answers."""
-    last = root / "commits" / hashlib.sha256(repr((name, revision)).encode()).hexdigest()[:32]
+    """Return the commit that a branch, tag or commit of a Hub dataset stands for: the same one on all ranks."""
 
-    def find() -> dict:
+    def ask() -> dict:
         from huggingface_hub import HfApi
 
-        try:
-            if is_offline():
-                raise OSError("HF_HUB_OFFLINE is set")
-            found = {"commit": HfApi().dataset_info(name, revision=revision, timeout=30).sha}
-        except Exception as error:
-            if not last.exists() or _denied(error):
-                raise UsageError(f"dataset_name: {name}: {not_found_locally(name)}{_first(error)}") from error
-            if not is_offline():
-                warn(
-                    f"the Hub does not answer for {name} ({_first(error)}): the commit that was fetched last is used",
-                    alone=True,
-                )
-            return json.loads(last.read_text())
-        last.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(last, json.dumps(found))
-        return found
+        return {"commit": HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT).sha}
 
-    return ask_once(f"dataset {name}@{revision or 'main'}", root, work, find, f"asking the Hub for {name}")["commit"]
+    def fetch() -> dict:
+        last = _last_fetch(root, repr((name, revision)))
+        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: _read_record(last))
+
+    return fetch_once(f"dataset {name}@{revision or 'main'}", fetch, work, f"asking the Hub for {name}")["commit"]
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
-    """Return the folder of a model or tokenizer: a local one, or the snapshot of a Hub repository, fetched once.
+    """Return the folder of a model or tokenizer: a local one, or the snapshot of a Hub repository.
 
-    Without `weights`, only configuration and tokenizer; with `code`, also the Python files that trust_remote_code runs."""
+    Without `weights`, only configuration and tokenizer; with `code`, also the Python files that trust_remote_code runs.
+    """
     folder = locate(name)
     if Path(folder).is_dir():
         return folder
-    what = f"model {name}@{revision}" if weights else f"tokenizer {name}@{revision}"
-    if what in fetched:  # main may have moved since
-        return fetched[what]["folder"]
-    last = root / "commits" / hashlib.sha256(what.encode()).hexdigest()[:32]
+    key = f"{'model' if weights else 'tokenizer'} {name}@{revision}"
+    if key in records:
+        return records[key]["folder"]
 
-    def find() -> dict:
-        from huggingface_hub import HfApi, snapshot_download
+    def fetch() -> dict:
+        last = _last_fetch(root, key)
+        return _ask_or_reuse(
+            name,
+            f"{field}: {name}",
+            last,
+            ask=lambda: _download_snapshot(name, revision, weights, code),
+            reuse=lambda: _read_record(last) or _cached_snapshot(name, revision),
+            fix=" (give a folder made by save_pretrained, or a Hub id)",
+        )
 
-        try:
-            if is_offline():
-                raise OSError("HF_HUB_OFFLINE is set")
-            found = HfApi().model_info(name, revision=revision, timeout=30)
-            files = [file.rfilename for file in found.siblings]
-            formats = [kind for kind in FORMATS if any(file.endswith(kind[1:]) for file in files)]
-            unwanted = [*NEVER, *(formats[1:] if weights else FORMATS), *([] if code else ["*.py"])]
-            path = snapshot_download(name, revision=found.sha, ignore_patterns=unwanted, etag_timeout=30)
-            told = {"folder": path, "commit": found.sha}
-        except Exception as error:
-            if not _denied(error) and (told := _known(last) or _cached(name, revision)):
-                if not is_offline():
-                    warn(f"the Hub does not answer for {name} ({_first(error)}): what was fetched before is used", True)
-                return told
-            raise UsageError(
-                f"{field}: {name}: {not_found_locally(name)}{_first(error)} (give a folder made by save_pretrained, or a Hub id)"
-            ) from error
-        last.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(last, json.dumps(told))
-        return told
-
-    return ask_once(what, root, SharedWork(root), find, f"fetching {name} from the Hub")["folder"]
+    return fetch_once(key, fetch, SharedWork(root), f"fetching {name} from the Hub")["folder"]
 
 
-def _known(last: Path) -> dict | None:
-    """Return what was fetched last, where it still is."""
-    told = json.loads(last.read_text()) if last.exists() else None
-    return told if told and Path(told["folder"]).is_dir() else None
+def _download_snapshot(name: str, revision: str, weights: bool, code: bool) -> dict:
+    from huggingface_hub import HfApi, snapshot_download
+
+    info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
+    files = [file.rfilename for file in info.siblings]
+    available = [pattern for pattern in WEIGHT_FORMATS if any(file.endswith(pattern[1:]) for file in files)]
+    unwanted = [*UNUSED, *(available[1:] if weights else WEIGHT_FORMATS), *([] if code else ["*.py"])]
+    folder = snapshot_download(name, revision=info.sha, ignore_patterns=unwanted, etag_timeout=TIMEOUT)
+    return {"folder": folder, "commit": info.sha}
 
 
-def _cached(name: str, revision: str) -> dict | None:
-    """Return what others have put into the cache of the Hub."""
+def _cached_snapshot(name: str, revision: str) -> dict | None:
+    """Return what other programs have put into the cache of the Hub."""
     from huggingface_hub import snapshot_download
 
     try:
-        path = snapshot_download(name, revision=revision, local_files_only=True)
+        folder = snapshot_download(name, revision=revision, local_files_only=True)
     except Exception:
         return None
-    return {"folder": path, "commit": Path(path).name}
+    return {"folder": folder, "commit": Path(folder).name}
 
 
-def _denied(error: Exception) -> bool:
-    """Return whether the Hub answered that there is no such repository or revision, or that it is not for everybody."""
+def _ask_or_reuse(
+    name: str, where: str, last: Path, ask: Callable[[], dict], reuse: Callable[[], dict | None], fix: str = ""
+) -> dict:
+    """Return `ask()`, or `reuse()` where the Hub does not answer; UsageError without either, or if the Hub refuses."""
+    try:
+        if is_offline():
+            raise OSError("HF_HUB_OFFLINE is set")
+        record = ask()
+    except Exception as error:
+        reason = _short_reason(error)
+        record = None if _is_refused(error) else reuse()
+        if record is None:
+            raise UsageError(f"{where}: {not_found_locally(name)}{reason}{fix}") from error
+        if not is_offline():
+            warn(f"the Hub does not answer for {name} ({reason}): using what was fetched before", alone=True)
+        return record
+    last.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(last, json.dumps(record))
+    return record
+
+
+def _last_fetch(root: Path, key: str) -> Path:
+    return root / "commits" / hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _read_record(last: Path) -> dict | None:
+    """Return the record of the last complete fetch; None if there is none, or its folder was removed."""
+    record = json.loads(last.read_text()) if last.exists() else None
+    return record if record and Path(record.get("folder", "/")).is_dir() else None
+
+
+def _is_refused(error: Exception) -> bool:
+    """Return whether the Hub has no such repository or revision, or none that this user may read."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     return isinstance(error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError)
 
 
-def _first(error: Exception) -> str:
+def _short_reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     code = getattr(getattr(error, "response", None), "status_code", None)
-    way = "; if it is private or gated, set HF_TOKEN to a token that may read it" if code in (401, 403) else ""
-    return (" ".join(lines[:2])[:300] or type(error).__name__) + way
+    hint = "; if it is private or gated, set HF_TOKEN to a token that may read it" if code in (401, 403) else ""
+    return (" ".join(lines[:2])[:300] or type(error).__name__) + hint

@@ -6,7 +6,7 @@ Tests: tests/models/test_loading.py.
 from pathlib import Path
 
 from src.config.schema import RunConfig
-from src.download import http_files, hub
+from src.download import fetched, hub
 from src.download.cache_folder import cache_root
 
 
@@ -19,8 +19,8 @@ def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", w
 def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
     """Return the folder of the pretrained model and, if it is from the Hub, its commit."""
     folder = Path(model_folder(cfg, cfg.model_name_or_path))
-    fetched = http_files.fetched.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
-    return folder, fetched.get("commit")
+    record = fetched.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
+    return folder, record.get("commit")
 
 
 def reason(error: Exception) -> str:

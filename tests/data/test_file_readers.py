@@ -8,8 +8,8 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data.file_readers import install
-from tests.download.test_remote_files import opened
 from tests.helpers import kit
+from tests.helpers.served_data import open_served
 
 BOM = b"\xef\xbb\xbf"
 GOOD = {
@@ -116,7 +116,7 @@ def test_broken_csv_behind_http_is_refused(hub, tools, tmp_path, streaming):
         content, said = BAD.get(name) or (GOOD[name], None)
         put(hub.folder / "files", name, content)
         fields = {"tokenizer_name": tools / "tokenizer", "model_config": tools / "llama.yaml"}
-        found = opened(
+        found = open_served(
             hub, tmp_path, f"{hub.files_url}/{name}", _here if streaming else len, streaming=streaming, **fields
         )
         assert said or found == (["ab", "cd"] if streaming else 2), found

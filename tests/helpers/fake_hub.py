@@ -6,7 +6,6 @@
 
 A repository's sha is a hash of its contents: edit a file, and the next request sees another. `commit` it first, and the
 old one is still served. Files are read whole. `python -m tests.helpers.fake_hub FOLDER` is for people.
-Guarded by tests/download/test_hub_server_helper.py.
 """
 
 import base64
@@ -215,9 +214,13 @@ class Hub:
 
 
 def adopt(environment: dict[str, str]) -> None:
-    """Do in a forked process, whose libraries have read their environment already, what it does for a new one."""
+    """Apply these variables to a forked process, whose libraries have read their environment already."""
     import datasets.config
     from huggingface_hub import constants, hf_api
+
+    from src.storage import launch_peers
+
+    launch_peers.STARTED = time.time()  # as in a new process
 
     os.environ |= environment
     url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])

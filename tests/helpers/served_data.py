@@ -1,0 +1,29 @@
+"""Data served by the local Hub, opened in a process of its own as train.py opens it."""
+
+from src.config.errors import UsageError
+from src.download import remote_version
+from tests.helpers import kit
+from tests.helpers.fake_hub import adopt
+
+
+def stats_of(split) -> dict:
+    return split.stats
+
+
+def _open(environment, fields, before, then):
+    adopt(environment)
+    remote_version.TRIES = 2
+    before()
+    try:
+        _, splits = kit.open_data(**fields)
+        return then(splits["train"])
+    except UsageError as error:
+        return str(error)
+
+
+def open_served(hub, folder, files, then=stats_of, before=lambda: None, streaming=True, **more):
+    """Return `then(training data)` of files behind URLs, or the message of a UsageError."""
+    fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "streaming": streaming, "max_steps": 3}
+    fields |= {"cache_dir": folder / "cache", "global_batch_size": 8} | more
+    (found,) = kit.spawn(1, _open, hub.environment(folder), fields, before, then, out=folder / "out", timeout=40)
+    return found
