@@ -209,7 +209,7 @@ def test_private_and_missing_repositories(hub, tmp_path):
     secret = recipe(tmp_path, "secret", dataset_name="org/secret")
     refused(environment, tmp_path, secret, "dataset_name: org/secret", "401", "HF_TOKEN", world=2)
     missing = recipe(tmp_path, dataset_name="org/missing")
-    refused(environment, tmp_path, missing, "dataset_name: org/missing", "there is no such folder here")
+    refused(environment, tmp_path, missing, "dataset_name: org/missing", "no such folder here")
     missing = recipe(tmp_path, model_name_or_path="org/missing")
     refused(environment, tmp_path, missing, "model_name_or_path: org/missing")
     refused(environment, tmp_path, recipe(tmp_path, dataset_revision="v9"), "dataset_name: org/ds", "v9")
