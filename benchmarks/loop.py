@@ -85,15 +85,15 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     times = {"ours": [], "plain": []}
     losses = {"ours": [], "plain": []}
 
-    class Interleave(train.Tracker):
-        def begin(self, *known):
-            super().begin(*known)
+    class Interleave(train.RunLogger):
+        def start(self, *known):
+            super().start(*known)
             self.plain = make_plain(task, run, self.accelerator, LOSSES[loss])
             self.ready = steps_in_memory(run, task, split, self.accelerator)
             self.steps, self.mark = 0, clock()
 
-        def step(self):
-            super().step()
+        def add_step(self, *values):
+            super().add_step(*values)
             self.steps += 1
             if self.steps % block:
                 return
@@ -109,14 +109,14 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
             self.accelerator.wait_for_everyone()
             self.mark = clock()
 
-        def line(self, kind, step, values):
-            super().line(kind, step, values)
+        def _line(self, kind, step, values):
+            super()._line(kind, step, values)
             losses["ours"].append(values["loss"])
 
         def say(self, text):
             """Keep quiet: the table of results is what a person wants to read."""
 
-    train.Tracker = Interleave
+    train.RunLogger = Interleave
     with suppress(Stop):
         train.main(words)
     if "RANK" not in os.environ:  # else a rank knows only its own part of the plain loss

@@ -19,6 +19,7 @@ import torch
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, derive_seed, training_order
 from src.distributed.stop_signals import ignore_signals
+from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
@@ -26,12 +27,14 @@ Window = list[Item]  # the micro-batches of one optimizer step on one rank
 
 
 def train_batches(
-    cfg: RunConfig, task: Task, train_set, state, num_steps: int, rank: int, world: int, pin_memory: bool
+    cfg: RunConfig, strategy: Strategy, task: Task, train_set, state, num_steps: int
 ) -> Iterator[tuple[Window, float]]:
     """Yield (this rank's window, seconds waited for it) of each optimizer step from `state.step` to `num_steps`.
 
     Which examples a step holds depends on seed and step only, so starting at any step is O(1). A stream has no last
     step: when its windows are empty on all ranks, call `train_set.next_pass()`; that was no step."""
+    rank, world = strategy.data_rank, strategy.data_world_size
+    pin_memory = strategy.accelerator.device.type == "cuda"
     if cfg.streaming:
         return train_set.windows(rank, world, state, pin_memory)
     config = plan_config(cfg, train_set)

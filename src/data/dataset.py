@@ -51,6 +51,9 @@ class Split:
         """Return how many times the rows have been gone through after so many steps."""
         return step / steps_per_epoch(len(self), batch)
 
+    def position(self, step: int, host_group) -> None:
+        """Return nothing to save: where to continue follows from the step."""
+
     def segments(self) -> list[tuple[str, int, "Split"]]:
         """Return (name, first id, rows) of each source."""
         return [("", 0, self)]

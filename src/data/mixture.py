@@ -58,6 +58,9 @@ class Mixture:
         total["files"] = {f"{name}: {k}": v for name, p in self.parts.items() for k, v in p.stats["files"].items()}
         return total
 
+    def position(self, step: int, host_group) -> None:
+        """Return nothing to save: where to continue follows from the step."""
+
     def __len__(self) -> int:
         return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
 

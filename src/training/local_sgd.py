@@ -20,7 +20,7 @@ class LocalSGD:
         self.accelerator, self.host_group, self.cfg = strategy.accelerator, host_group, cfg
         self.optimizer, self.state = optimizer, state
         self.averaged_step = state.step  # all ranks begin with the same state
-        state.alone = True
+        state.local_updates = True
         if not optimizer.state:
             _create_moments(optimizer)
 
@@ -37,7 +37,7 @@ class LocalSGD:
         skipped = [0.0] * self.accelerator.num_processes
         skipped[self.accelerator.process_index] = float(state.skipped)
         state.skipped = int(self.host_group.sum(skipped).max())
-        state.give_up(most, state.step)
+        state.check_skipped(most, state.step)
         for tensors in self._tensors_by_kind().values():
             self._average_tensors(tensors)
 

@@ -22,7 +22,7 @@ Window = list[tuple[MicroBatch, Batch]]
 
 
 class DeviceFlag:
-    """A truth that the device is still to find out; read later without waiting for the work that was queued since."""
+    """A bool being computed on the device; reading it does not wait for later work."""
 
     def __init__(self, value: torch.Tensor):
         self.event = None
@@ -39,146 +39,163 @@ class DeviceFlag:
 
 
 class UpdateResult(NamedTuple):
-    """What one update came to, and what it was made of, in case it came to nothing."""
+    """One update whose outcome the device still computes, with what is needed to report it if it is skipped."""
 
     skipped: DeviceFlag  # the loss or the gradient of some rank was not finite
     step: int
-    window: Window  # this rank's
-    losses: torch.Tensor  # of its micro-batches
+    window: Window  # this rank's micro-batches
+    losses: torch.Tensor  # of these micro-batches
 
 
 @dataclass
 class TrainState:
-    """Where a run is: all of its state besides weights, optimizer and the sums of the next train line."""
+    """Everything a checkpoint holds besides tensors and the sums of the next train line. All fields are saved."""
 
     step: int = 0  # global batches of the plan that are done
-    updates: int = 0  # those that changed the weights; the schedule goes by them
-    skipped: int = 0  # updates in a row, up to now, that did not, because something was not finite
-    evaluated: int = 0  # step of the last evaluation that was finished
-    best: float | None = None  # best value so far of the metric that early stopping and the best model go by
+    updates: int = 0  # those that changed the weights; the learning rate follows this number
+    skipped: int = 0  # updates skipped in a row, up to now, because something was not finite
+    logged: int = 0  # step of the last train line
+    evaluated: int = 0  # step of the last finished evaluation
+    best: float | None = None  # best value so far of the metric for early stopping and the best model
     best_step: int = 0  # step of that evaluation; 0: none, or not known
     best_metric: str | None = None  # name of that metric
     best_greater: bool = False  # whether a greater value of it is better
-    evals_without_improvement: int = 0  # evaluations since that did not improve on it
-    stream: dict | None = None  # where the lanes of a stream are
+    evals_without_improvement: int = 0  # since the best one
+    stream: dict | None = None  # position in each shard group of a stream
 
     def __post_init__(self):
-        self.pending: UpdateResult | None = None  # of the last update, not yet counted; no field, and never saved
-        self.alone = False  # whether this rank updates by its own gradient for now (local SGD)
+        self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
+        self.local_updates = False  # whether ranks update by their own gradients for now (local SGD)
 
-    def finish_update(self, most: int) -> None:
-        """Count the outcome of the last update; Failure on all ranks after `most` in a row that came to nothing.
+    def finish_update(self, max_skipped: int) -> None:
+        """Count the outcome of the last update; raise Failure on all ranks after `max_skipped` skipped ones in a row.
 
-        A rank that updates alone counts what it left out itself; the schedule, which is that of all ranks, goes on.
-        Waits for the device where its answer is still under way: call it when the next gradient is queued behind."""
-        outcome, self.pending = self.pending, None
-        if outcome is None:
+        Under local SGD each rank counts its own skipped updates, and the schedule, which all ranks share, continues.
+        Waits for the device if it has no answer yet: call this when the next gradient is already queued."""
+        pending, self.pending = self.pending, None
+        if pending is None:
             return
-        skipped = bool(outcome.skipped)
-        self.updates += self.alone or not skipped
+        skipped = bool(pending.skipped)
+        self.updates += self.local_updates or not skipped
         self.skipped = self.skipped + 1 if skipped else 0
         if skipped:
-            report_skipped(outcome, self.alone)
-        if not self.alone:
-            self.give_up(most, outcome.step)
+            report_skipped(pending, self.local_updates)
+        if not self.local_updates:
+            self.check_skipped(max_skipped, pending.step)
 
-    def give_up(self, most: int, step: int) -> None:
-        """Raise Failure if `most` updates in a row, up to that of `step`, came to nothing."""
-        if self.skipped >= most:
-            where = " on some rank" if self.alone else ""
-            weights = "" if self.alone else "The weights are those before them. "
-            raise Failure(
-                f"{self.skipped} updates in a row were left out{where} because the loss or the gradient was not finite, the "
-                f"last at step {step} (max_skipped_steps). {weights}Lower learning_rate, or look at the examples named above "
-                "and in logs/; the same command goes on from the last checkpoint"
-            )
+    def check_skipped(self, max_skipped: int, step: int) -> None:
+        """Raise Failure if `max_skipped` updates in a row, the last at `step`, were skipped."""
+        if self.skipped < max_skipped:
+            return
+        where = " on some rank" if self.local_updates else ""
+        weights = "" if self.local_updates else "The weights are those before them. "
+        raise Failure(
+            f"{self.skipped} updates in a row were skipped{where} because the loss or the gradient was not finite, the "
+            f"last at step {step} (max_skipped_steps). {weights}Lower learning_rate, or check the examples named above and "
+            "in logs/; the same command resumes from the last checkpoint"
+        )
 
-    def follow(self, cfg: RunConfig) -> None:
-        """Start the comparison of evaluations anew if another metric, or direction, decides from now on."""
+    def use_metric(self, cfg: RunConfig) -> None:
+        """Forget the best evaluation if another metric or direction decides from now on."""
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
             self.best, self.best_step, self.evals_without_improvement = None, 0, 0
         self.best_metric, self.best_greater = name, greater
 
-    def update_best(self, line: dict, cfg: RunConfig) -> None:
-        """Note that this step is evaluated, and whether that improved on the best evaluation so far."""
-        self.follow(cfg)
+    def update_best(self, metrics: dict, cfg: RunConfig) -> UsageError | None:
+        """Mark this step as evaluated and compare it with the best one; return an error if the metric does not exist.
+
+        Returned, not raised: which metrics exist is known only now, and the run is to be saved before it ends."""
+        self.use_metric(cfg)
         name = self.best_metric
-        if name not in line:
-            raise UsageError(
-                f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, line)}; it has {', '.join(line)}"
+        if name not in metrics:
+            return UsageError(
+                f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, metrics)}; it has "
+                f"{', '.join(metrics)}"
             )
         self.evaluated = self.step
-        value = line[name]
+        value = metrics[name]
         sign = -1 if self.best_greater else 1
         if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.best_step, self.evals_without_improvement = value, self.step, 0
         else:
             self.evals_without_improvement += 1
+        return None
 
 
 class Intervals:
-    """What is due at the step that `progress` has reached: the same on every rank."""
+    """What is due at the step that `state` has reached: the same on every rank."""
 
-    def __init__(self, cfg: RunConfig, progress: TrainState, total: int, evaluates: bool):
-        self.cfg, self.progress, self.total, self.evaluates = cfg, progress, total, evaluates
-        progress.follow(cfg)
+    def __init__(self, cfg: RunConfig, state: TrainState, num_steps: int, has_validation: bool):
+        self.cfg, self.state, self.num_steps, self.has_validation = cfg, state, num_steps, has_validation
+        self.last_save = (state.step, state.evaluated)  # at first: what the run resumed from
+        state.use_metric(cfg)
 
     def finished(self) -> bool:
         """Return whether the last step is done: of the run's length, or by early stopping."""
         patience = self.cfg.early_stopping_patience
-        return self.progress.step >= self.total or bool(
-            patience and self.progress.evals_without_improvement >= patience
+        return self.state.step >= self.num_steps or (
+            bool(patience) and self.state.evals_without_improvement >= patience
         )
 
-    def due(self, every: int | None) -> bool:
-        """Return whether this is a step for something done every so many steps, and always at the end."""
-        return self.finished() or bool(every and self.progress.step % every == 0)
+    def every(self, steps: int | None) -> bool:
+        """Return whether this step ends an interval of `steps` steps, or the run."""
+        return self.finished() or bool(steps and self.state.step % steps == 0)
 
-    def evaluation_due(self) -> bool:
-        """Return whether this step is still to be evaluated."""
-        progress = self.progress
-        return self.evaluates and progress.evaluated < progress.step and self.due(self.cfg.eval_steps)
+    def log(self) -> bool:
+        """Return whether a train line is due that is not written yet."""
+        return self.state.logged < self.state.step and self.every(self.cfg.logging_steps)
+
+    def evaluate(self) -> bool:
+        """Return whether an evaluation is due that is not finished yet."""
+        return self.has_validation and self.state.evaluated < self.state.step and self.every(self.cfg.eval_steps)
 
     def best(self) -> bool:
-        """Return whether this step is the best evaluated one so far, by a metric that is named."""
-        return bool(self.cfg.metric_for_best_model) and 0 < self.progress.best_step == self.progress.step
+        """Return whether this step is the best evaluated one so far, by a metric that the run file names."""
+        return bool(self.cfg.metric_for_best_model) and 0 < self.state.best_step == self.state.step
 
-    def saved(self) -> bool:
-        """Return whether this step is to be saved: by the interval, at the end, and where it is a new best."""
-        return self.due(self.cfg.save_steps) or self.best()
+    def save(self) -> bool:
+        """Return whether a checkpoint is due: by the interval, at the end, or because this step is the best one."""
+        is_new = (self.state.step, self.state.evaluated) != self.last_save
+        return is_new and (self.every(self.cfg.save_steps) or self.best())
 
     def complete(self) -> bool:
-        """Return whether nothing is left to do but to write the final model."""
-        return self.finished() and not self.evaluation_due()
+        """Return whether only the final model is left to write."""
+        return self.finished() and not self.evaluate()
 
     def outcome(self) -> dict:
-        """Return for status.json whether the run ended early, and which evaluation was the best by the metric that is named."""
-        progress, named = self.progress, self.cfg.metric_for_best_model and self.progress.best_step
-        best = (progress.best_step, progress.best_metric, progress.best) if named else (None, None, None)
-        early = self.finished() and progress.step < self.total
-        return {"stopped_early": early} | dict(zip(("best_step", "best_metric", "best_value"), best, strict=True))
+        """Return for status.json whether the run stopped early, and its best evaluation if the run file names a metric."""
+        state = self.state
+        has_best = bool(self.cfg.metric_for_best_model and state.best_step)
+        return {
+            "stopped_early": self.finished() and state.step < self.num_steps,
+            "best_step": state.best_step if has_best else None,
+            "best_metric": state.best_metric if has_best else None,
+            "best_value": state.best if has_best else None,
+        }
 
-    def early(self) -> str:
-        """Return why the run ended before its last step, or nothing."""
+    def early_stop_message(self) -> str:
+        """Return why the run ended before its last step, or an empty string."""
         if not self.outcome()["stopped_early"]:
             return ""
+        count = self.state.evals_without_improvement
         return (
-            f"stopped early at step {self.progress.step:,} of {self.total:,}: {self.progress.best_metric} has not improved for "
-            f"{self.progress.evals_without_improvement} evaluation{'s' * (self.progress.evals_without_improvement > 1)} (early_stopping_patience)"
+            f"stopped early at step {self.state.step:,} of {self.num_steps:,}: {self.state.best_metric} has not improved for "
+            f"{count} evaluation{'s' * (count > 1)} (early_stopping_patience)"
         )
 
 
-def report_skipped(outcome: UpdateResult, alone: bool = False) -> None:
-    """Say on the rank that computed them which examples had a loss that is not finite, and keep it in its log."""
+def report_skipped(result: UpdateResult, local_updates: bool = False) -> None:
+    """Print which examples had a loss that is not finite, on the rank that computed them, and write it to its log."""
     rank = os.environ.get("RANK", "0")
-    pairs = zip(outcome.window, outcome.losses.tolist(), strict=True)
-    window = [(micro.ids.tolist(), loss) for (micro, _), loss in pairs if not micro.dummy]
-    wrong = [i for ids, loss in window if not math.isfinite(loss) for i in ids]
-    every = [i for ids, _ in window for i in ids]
-    what = f"the loss of examples {wrong}" if wrong else f"the gradient (here, of examples {every})"
-    where = "on this rank" if alone else "on all ranks"
-    text = f"step {outcome.step}: {what} is not finite; the update is left out {where}, no weight or moment has changed"
+    all_ids, bad_ids = [], []
+    for (micro, _), loss in zip(result.window, result.losses.tolist(), strict=True):
+        if not micro.dummy:
+            all_ids += micro.ids.tolist()
+            bad_ids += [] if math.isfinite(loss) else micro.ids.tolist()
+    what = f"the loss of examples {bad_ids}" if bad_ids else f"the gradient (here, of examples {all_ids})"
+    where = "on this rank" if local_updates else "on all ranks"
+    text = f"step {result.step}: {what} is not finite; the update is skipped {where}, no weight or moment has changed"
     logging.getLogger("run").warning("%s", text)
-    if wrong or alone or rank == "0":
+    if bad_ids or local_updates or rank == "0":
         print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

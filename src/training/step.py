@@ -1,14 +1,20 @@
-"""One optimizer step: the exact gradient of a global batch, then clip, update or skip.
+"""One optimizer step: its totals over all ranks, the exact gradient of a global batch, then clip, update or skip.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """
 
+from pathlib import Path
+from typing import NamedTuple
+
 import numpy as np
 import torch
 
+from src.config.schema import RunConfig
 from src.data.batch_plan import hash_ids
 from src.data.data_loader import seed_everything
+from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
+from src.models.compile_and_recompute import compile_and_recompute
 from src.tasks import Task
 from src.training.state import DeviceFlag, Window
 
@@ -30,6 +36,37 @@ class ModelWithLoss(torch.nn.Module):
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return self.task.loss(self.model, inputs)
+
+
+def build_model(cfg: RunConfig, strategy: Strategy, task: Task, weights: str | Path | None) -> ModelWithLoss:
+    """Return the task's model and loss in one module, compiled and with activation checkpointing as `cfg` says."""
+    model = strategy.build_model(task, weights)
+    return ModelWithLoss(compile_and_recompute(model, cfg, strategy.accelerator.device), task)
+
+
+class StepTotals(NamedTuple):
+    """Sums over all ranks that are known before the forward passes of a step: one small all-reduce per step."""
+
+    weight: float  # the loss is divided by this: targets (tokens, rows, ...) in the global batch
+    tokens: float
+    padded_tokens: float  # tokens and padding
+    examples: float  # 0: a stream has no rows left in this pass
+    hash_low: float  # with hash_high: a hash of the example ids, for ledger.jsonl
+    hash_high: float
+    save: float  # ranks that were asked for a checkpoint
+    stop: float  # ranks that were asked to stop
+    failed: float  # ranks on which too many checkpoints in a row could not be written
+    forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
+
+    @classmethod
+    def sum_over_ranks(
+        cls, hosts: HostGroup, window: Window, requests: list[float], forwards: list[float]
+    ) -> "StepTotals":
+        """Return the totals of all ranks' windows and requests (save, stop, failed); a collective.
+
+        Every decision that one rank could take alone is in here, so ranks never disagree. Sums of whole numbers are exact."""
+        sums = hosts.sum([*window_counts(window), *requests, *forwards]).tolist()
+        return cls(*sums[:9], forwards=sums[9:])
 
 
 def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> torch.Tensor:

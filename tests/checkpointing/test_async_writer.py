@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 import train
-from src.checkpointing import async_writer, checkpoint_list, format, host_copy, model_folder
+from src.checkpointing import async_writer, checkpoint_list, checkpointer, format, host_copy, model_folder
 from src.config.parsing import RunConfig
 from src.distributed.strategies import make_strategy
 from src.reporting import ledger
@@ -252,7 +252,7 @@ def interrupted(data, straight, tmp_path, mounted):
     """A run with a checkpoint of step 4, and with checkpoints/ a file system of its own."""
     folder = tmp_path / "here" / "run"
     with pytest.MonkeyPatch.context() as patch:
-        die_at(6, patch)
+        kit.exit_in_update(6, patch)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, folder, *recipe(data))
     shutil.move(folder / "checkpoints", folder / "before")
@@ -262,28 +262,9 @@ def interrupted(data, straight, tmp_path, mounted):
     return folder, disk
 
 
-def die_at(step: int, monkeypatch):
-    """Let every rank end without a word in its update of `step`, when what was to be saved before is saved."""
-    count, update, savers, create = [0], train.optimizer_step, [], async_writer.CheckpointWriter.__init__
-
-    def created(self, *args, **kwargs):
-        savers.append(self)
-        create(self, *args, **kwargs)
-
-    def dying(*args):
-        count[0] += 1
-        if count[0] == step:
-            savers[0].wait()
-            os._exit(9)
-        return update(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", dying)
-    monkeypatch.setattr(async_writer.CheckpointWriter, "__init__", created)
-
-
 def test_on_a_full_disk_the_run_finishes_and_the_checkpoint_before_is_intact(data, straight, interrupted, monkeypatch):
     """ENOSPC in the middle of a real file, as when somebody else takes the room after it was looked at."""
-    monkeypatch.setattr(async_writer.CheckpointWriter, "_room_for", lambda *_: None)
+    monkeypatch.setattr(async_writer.CheckpointWriter, "disk_error", lambda *_: None)
     folder, disk = interrupted
     size = sum(file.stat().st_size for file in (disk.folder / "step_00000004").iterdir())
     disk.leave(size // 2)
@@ -390,7 +371,7 @@ def test_what_was_copied_is_what_a_run_goes_on_from(data, straight, tmp_path):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_save_that_would_wait_too_long_for_the_one_before_is_left_out(data, straight, tmp_path, monkeypatch, world):
-    monkeypatch.setattr(async_writer, "PATIENCE", 1.5)
+    monkeypatch.setattr(checkpointer, "SLOW_DISK", 1.5)
     argv = [*recipe(data), "--output_dir", tmp_path / "run"]
     kit.spawn(world, _slow, argv, 4, 10, False, out=tmp_path / "out")
     said = (tmp_path / "out" / "rank0.txt").read_text()
@@ -400,7 +381,7 @@ def test_a_save_that_would_wait_too_long_for_the_one_before_is_left_out(data, st
 
 
 def test_the_end_of_the_run_waits_for_its_last_checkpoint(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(async_writer, "PATIENCE", 0.5)
+    monkeypatch.setattr(checkpointer, "SLOW_DISK", 0.5)
     argv = [*recipe(data, save_steps=11), "--output_dir", tmp_path / "run"]
     kit.spawn(1, _slow, argv, 11, 0, False, 3.0, out=tmp_path / "out")
     assert saved(tmp_path / "run") == [11, 12]
@@ -423,7 +404,7 @@ def _stopped(argv, *args):
 
 
 def test_a_run_that_is_stopped_says_that_all_is_saved_only_when_it_is(data, tmp_path, monkeypatch):
-    monkeypatch.setattr(async_writer, "PATIENCE", 0.5)
+    monkeypatch.setattr(checkpointer, "SLOW_DISK", 0.5)
     argv = [*recipe(data), "--output_dir", tmp_path / "run"]
     with pytest.raises(kit.RankFailed) as ended:
         kit.spawn(1, _stopped, argv, 4, 0, False, 4.0, out=tmp_path / "out")
@@ -674,7 +655,7 @@ def test_the_scaler_survives_a_kill(fp16, tmp_path, monkeypatch, mutant):
     assert 0 < straight.kind("train")[-1]["skipped"] < 16  # it has shrunk, and some updates were made
     argv = [*flags, "--output_dir", tmp_path / "run"]
     with monkeypatch.context() as patch:
-        die_at(13, patch)
+        kit.exit_in_update(13, patch)
         with pytest.raises(kit.RankFailed):
             kit.spawn(1, _fp16, argv, out=tmp_path / "out")
     assert saved(tmp_path / "run") == [5, 10]

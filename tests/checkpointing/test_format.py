@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import train
 from src.data import data_loader
 from tests.helpers import kit
 
@@ -35,22 +34,9 @@ def straight(files, tmp_path_factory):
     return {world: kit.run_training(world, folder / f"{world}", *recipe(files)) for world in (1, 2)}
 
 
-def kill_at(step: int, monkeypatch):
-    """Make every rank die without a word in its update of `step`, as SIGKILL would have it."""
-    original, count = train.optimizer_step, [0]
-
-    def update(*args):
-        count[0] += 1
-        if count[0] == step:
-            os._exit(9)
-        return original(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", update)
-
-
 def killed_and_resumed(files, folder, worlds, at, monkeypatch) -> kit.Run:
     with monkeypatch.context() as patch:
-        kill_at(at, patch)
+        kit.exit_in_update(at, patch, after_saves=False)
         with pytest.raises(kit.RankFailed):
             kit.run_training(worlds[0], folder, *recipe(files))
     return kit.run_training(worlds[1], folder, *recipe(files))
@@ -79,7 +65,7 @@ def test_mutant_that_forgets_where_it_was_is_caught(files, straight, tmp_path, m
         return original(config, rank, world, 0, stop - start)
 
     with monkeypatch.context() as patch:
-        kill_at(23, patch)
+        kit.exit_in_update(23, patch, after_saves=False)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe(files))
     monkeypatch.setattr(data_loader, "training_order", from_the_start)
@@ -90,7 +76,7 @@ def test_stopped_on_two_processes_and_resumed_on_one(files, tmp_path, monkeypatc
     flags = recipe(files, dtype="float64", max_steps=12)
     whole = kit.run_training(1, tmp_path / "whole", *flags)
     with monkeypatch.context() as patch:
-        kill_at(8, patch)
+        kit.exit_in_update(8, patch, after_saves=False)
         with pytest.raises(kit.RankFailed):
             kit.run_training(2, tmp_path / "run", *flags)
     run = kit.run_training(1, tmp_path / "run", *flags)

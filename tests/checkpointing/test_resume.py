@@ -37,25 +37,6 @@ def recipe(files, **fields) -> list[str]:
     return kit.flags(**{name: value for name, value in values.items() if value is not None})
 
 
-def kill_at(step: int, monkeypatch):
-    """Make every rank die without a word in its update of `step`, when the save before it is done."""
-    original, count, savers, create = train.optimizer_step, [0], [], train.CheckpointWriter.__init__
-
-    def created(self, *args, **kwargs):
-        savers.append(self)
-        create(self, *args, **kwargs)
-
-    def update(*args):
-        count[0] += 1
-        if count[0] == step:
-            savers[0].wait()
-            os._exit(9)
-        return original(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", update)
-    monkeypatch.setattr(train.CheckpointWriter, "__init__", created)
-
-
 @pytest.fixture(scope="module")
 def straight(files, tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight")
@@ -67,7 +48,7 @@ def killed(files, tmp_path_factory):
     """A run folder with intact checkpoints of steps 4 and 8, killed at step 11."""
     folder = tmp_path_factory.mktemp("killed")
     with pytest.MonkeyPatch.context() as patch:
-        kill_at(11, patch)
+        kit.exit_in_update(11, patch)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, folder / "run", *recipe(files))
     assert [path.name for path in checkpoint_list.list_checkpoints(folder / "run")] == [
@@ -213,7 +194,7 @@ def test_a_run_that_falls_back_ends_bitwise_as_if_undisturbed(files, straight, t
         shutil.copytree(killed, folder)
     else:
         with pytest.MonkeyPatch.context() as patch:
-            kill_at(11, patch)
+            kit.exit_in_update(11, patch)
             with pytest.raises(kit.RankFailed):
                 kit.run_training(world, folder, *recipe(files))
     damage(folder, name, how)

@@ -503,7 +503,7 @@ def test_ranks_with_other_data_do_not_train(tools, tmp_path, mutant, monkeypatch
     fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": "rows.jsonl"}
     fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run", "ddp_timeout": 30}
     if mutant:
-        monkeypatch.setattr(train, "check_same_data", lambda *_: None)
+        monkeypatch.setattr(train.dataset, "check_same_data", lambda *_: None)
         kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains, without a word
         return
     with pytest.raises(kit.RankFailed, match="train data: rank 1 has other rows than rank 0") as failed:

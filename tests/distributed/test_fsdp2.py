@@ -192,7 +192,7 @@ def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path,
 
 def test_weights_that_would_be_trained_apart_are_refused(dropped, tmp_path, monkeypatch):
     """As accelerate leaves them whose module has no method to tie them again: it trains, and ends somewhere else."""
-    monkeypatch.setattr(train.ModelWithLoss, "tie_weights", lambda self: None)
+    monkeypatch.setattr(step.ModelWithLoss, "tie_weights", lambda self: None)
     codes, outputs = command(dropped[0], tmp_path / "here", 2, where("fsdp2", 2))
     assert codes == [1, 1], outputs
     assert "failed: weights that the model ties would be trained apart" in outputs[0]
@@ -455,7 +455,7 @@ def test_a_rank_that_cannot_even_leave_word_costs_no_more(files, two, tmp_path, 
         return deliver(self, parts, write)
 
     monkeypatch.setattr(sharded.ShardWriters, "write_shard", failing)
-    monkeypatch.setattr(async_writer, "SHARES", 3.0)
+    monkeypatch.setattr(async_writer, "SHARD_TIMEOUT", 3.0)
     folder = begun(two, tmp_path / "here" / "run", 10)
     flags = recipe(files, save_steps=2, max_failed_saves=2)
     codes, outputs = command(flags, tmp_path / "here", 2, where("fsdp2", 2))

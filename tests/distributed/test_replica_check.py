@@ -8,6 +8,7 @@ import torch
 
 import train
 from src.checkpointing import checkpoint_list
+from src.checkpointing.checkpointer import Checkpointer
 from src.config.errors import Failure
 from src.distributed import replica_check
 from src.distributed.host_group import HostGroup
@@ -118,17 +119,17 @@ def test_mutant_without_the_check_saves_what_has_drifted(files, tmp_path, monkey
 
 def _checks(argv):
     """Train on this rank; return the steps at which replicas were compared, and those that were saved."""
-    steps, saves, check, save = [], [], replica_check.check_replicas, train.CheckpointWriter.save
+    steps, saves, check, save = [], [], replica_check.check_replicas, Checkpointer.save
 
     def checked(host_group, model_with_loss, step):
         steps.append(step)
         return check(host_group, model_with_loss, step)
 
-    def saving(self, progress, *rest):
-        saves.append(progress.step)
-        return save(self, progress, *rest)
+    def saving(self):
+        saves.append(self.state.step)
+        return save(self)
 
-    replica_check.check_replicas, train.CheckpointWriter.save = checked, saving
+    replica_check.check_replicas, Checkpointer.save = checked, saving
     train.main([str(word) for word in argv])
     return steps, saves
 

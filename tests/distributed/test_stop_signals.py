@@ -16,9 +16,10 @@ import pytest
 
 import train
 from src.checkpointing import checkpoint_list
-from src.checkpointing.async_writer import CheckpointWriter
+from src.checkpointing.checkpointer import Checkpointer
 from src.config.errors import Stopped
 from src.distributed import stop_signals
+from src.reporting.ledger import Ledger
 from src.runtime import run_status
 from src.storage import atomic_folder
 from src.training import evaluation
@@ -125,11 +126,11 @@ def test_mutant_a_signal_that_one_rank_obeys_alone_is_caught(tiny, tmp_path, mon
 
 
 def test_mutant_a_stop_that_does_not_save_is_caught(tiny, tmp_path, monkeypatch):
-    def leave(self, host_group, save, reason):
+    def stop(self, reason):
         raise Stopped(f"{reason}; everything is saved")
 
     flags = recipe(tiny, save_steps=10)
-    monkeypatch.setattr(CheckpointWriter, "leave", leave)
+    monkeypatch.setattr(Checkpointer, "stop", stop)
     ranks = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
     kit.until(
         lambda: kit.last_step(tmp_path / "run") % 10 in (3, 4, 5) and checkpoint_list.list_checkpoints(tmp_path / "run")
@@ -251,12 +252,16 @@ def test_two_copies_of_a_signal_within_a_second_count_as_one(tiny, straight, tmp
     finish(tmp_path, recipe(tiny), 2, straight)
 
 
-@pytest.mark.parametrize("moment", ["load", "make_optimizer", "Saver", "begin"])
+BEFORE_TRAINING = {"prepare_datasets": train.dataset, "make_optimizer": train.optimizers, "build_model": train}
+BEFORE_TRAINING["begin"] = Ledger  # the last to begin
+
+
+@pytest.mark.parametrize("moment", sorted(BEFORE_TRAINING))
 def test_a_signal_before_training_begins_ends_with_75(tiny, tmp_path, monkeypatch, moment):
     """While data is prepared, the model is built, and the run takes its place.
 
     DEFECT: in load nobody listens yet (-15); in begin, status.json says `running` for ever."""
-    holder = train.Ledger if moment == "begin" else train  # the ledger is the last to begin
+    holder = BEFORE_TRAINING[moment]
     original = getattr(holder, moment)
 
     def slow(*args, **kwargs):

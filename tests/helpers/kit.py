@@ -243,7 +243,7 @@ def after_prepare(look) -> None:
     """Let this process call `look(strategy, module, optimizer)` when train.py's strategy has prepared them."""
     import train
 
-    make = train.make_strategy
+    make = train.strategies.make_strategy
 
     def made(accelerator, cfg):
         strategy = make(accelerator, cfg)
@@ -257,7 +257,7 @@ def after_prepare(look) -> None:
         strategy.prepare = prepared
         return strategy
 
-    train.make_strategy = made
+    train.strategies.make_strategy = made
 
 
 def _train(argv):
@@ -268,10 +268,11 @@ def _train(argv):
     seen = {}
     original = train.train
 
-    def spy(run, options, task, splits, accelerator):
+    def spy(*args):
+        accelerator = args[-1]
         seen["world"] = accelerator.num_processes
         seen["initialised"] = dist.is_initialized()
-        original(run, options, task, splits, accelerator)
+        original(*args)
 
     def look(strategy, module, optimizer):
         mesh = getattr(next(module.parameters()), "device_mesh", None)
@@ -282,6 +283,29 @@ def _train(argv):
     after_prepare(look)
     train.main([str(word) for word in argv])
     return seen
+
+
+def exit_in_update(step: int, monkeypatch, after_saves: bool = True) -> None:
+    """Make every rank end without a word in its update of `step`, as SIGKILL does; `after_saves`: with all saves written."""
+    import train
+    from src.checkpointing.async_writer import CheckpointWriter
+
+    update, create, writers, calls = train.optimizer_step, CheckpointWriter.__init__, [], [0]
+
+    def created(self, *args, **kwargs):
+        writers.append(self)
+        create(self, *args, **kwargs)
+
+    def exiting(*args):
+        calls[0] += 1
+        if calls[0] == step:
+            if after_saves:
+                writers[0].wait()
+            os._exit(9)
+        return update(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", exiting)
+    monkeypatch.setattr(CheckpointWriter, "__init__", created)
 
 
 def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":

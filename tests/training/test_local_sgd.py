@@ -176,22 +176,8 @@ def test_after_an_average_all_ranks_have_the_same_weights_and_moments(tiny, tmp_
 
 def resumed(tiny, folder, step: int) -> kit.Run:
     """Train, die in the update of `step` when the save before it is done, and train on."""
-    update, savers, create, count = train.optimizer_step, [], train.CheckpointWriter.__init__, [0]
-
-    def created(self, *args, **kwargs):
-        savers.append(self)
-        create(self, *args, **kwargs)
-
-    def dies(*args):
-        count[0] += 1
-        if count[0] == step:
-            savers[0].wait()
-            os._exit(9)
-        return update(*args)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "optimizer_step", dies)
-        patch.setattr(train.CheckpointWriter, "__init__", created)
+        kit.exit_in_update(step, patch)
         with pytest.raises(kit.RankFailed) as failed:
             kit.run_training(2, folder, *recipe(tiny))
     assert 9 in failed.value.codes
@@ -277,7 +263,7 @@ def test_a_rank_that_leaves_out_too_many_in_a_row_ends_all_at_the_next_average(t
 
     def after_the_save(*args):  # or the end would come before the disk has the checkpoint
         for thread in threading.enumerate():
-            if thread.name == "saver":
+            if thread.name == "checkpoint writer":
                 thread.join()
         return update(*args)
 

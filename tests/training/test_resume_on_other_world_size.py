@@ -37,7 +37,7 @@ def killed_at(at: int, world: int, folder: Path, flags: list[str], monkeypatch) 
     def gradient(strategy, module, window, *rest):
         if window[0][0].step == at - 1:
             for thread in threading.enumerate():
-                if thread.name == "saver":
+                if thread.name == "checkpoint writer":
                     thread.join()
             os._exit(9)
         return original(strategy, module, window, *rest)
@@ -195,7 +195,7 @@ def test_a_checkpoint_may_come_before_the_first_line_of_metrics(tiny, tmp_path):
 
 
 def test_mutant_forgetting_the_sums_of_a_line_under_way_is_caught(tiny, tmp_path, monkeypatch):
-    from src.reporting.metrics import Meter
+    from src.reporting.meter import Meter
 
     flags = recipe(tiny, logging_steps=7, save_steps=5)
     straight = kit.run_training(1, tmp_path / "straight", *flags)

@@ -149,9 +149,9 @@ def test_the_very_first_update_may_be_left_out(tiny, tmp_path, monkeypatch, opti
     assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
 
     # The same steps without their global batches: no update is attempted where the weight of a step is zero.
-    counts = train.window_counts
+    counts = step.window_counts
     monkeypatch.setattr(
-        train,
+        step,
         "window_counts",
         lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
     )
@@ -196,7 +196,7 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
         def dies(strategy, *rest):
             if Path(os.environ["NOTES"], "7.json").exists():
                 for thread in threading.enumerate():
-                    thread.join() if thread.name == "saver" else None
+                    thread.join() if thread.name == "checkpoint writer" else None
                 os._exit(9)
             return update(strategy, *rest)
 
@@ -375,8 +375,11 @@ def test_an_evaluation_is_better_or_not(greater, values, stale):
 
 
 def test_a_metric_that_an_evaluation_lacks_is_refused():
-    with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
-        TrainState().update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
+    state = TrainState(step=4)
+    error = state.update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
+    assert isinstance(error, UsageError)
+    assert "no 'f1'; it has loss, weight" in str(error)
+    assert state.evaluated == 0
 
 
 @pytest.mark.parametrize(
@@ -422,32 +425,50 @@ def test_another_metric_starts_the_comparison_over(change):
     assert progress.best == (0.5 if "metric_for_best_model" in change else 4.0)
 
 
-def rhythm(at: int, total: int = 10, evaluates: bool = True, evaluated: int = 0, stale: int = 0, **fields) -> Intervals:
-    return Intervals(
-        RunConfig(**fields), TrainState(step=at, evaluated=evaluated, evals_without_improvement=stale), total, evaluates
-    )
+def intervals(num_steps: int = 10, has_validation: bool = True, fields: dict | None = None, **state) -> Intervals:
+    return Intervals(RunConfig(**(fields or {})), TrainState(**state), num_steps, has_validation)
+
+
+def steps_at(due: str, last: int = 10, **kwargs) -> list[int]:
+    """Return the steps of a run at which something is due that was never done before."""
+    found = []
+    for number in range(last + 1):
+        at = intervals(**kwargs)
+        at.state.step = number
+        found += [number] if getattr(at, due)() else []
+    return found
 
 
 def test_what_is_due_at_which_step():
-    assert [at for at in range(1, 11) if rhythm(at).due(4)] == [4, 8, 10]  # and always at the end
-    assert [at for at in range(1, 11) if rhythm(at).due(None)] == [10]
-    assert [at for at in range(11) if rhythm(at).finished()] == [10]
-    assert [at for at in range(1, 11) if rhythm(at, eval_steps=4).evaluation_due()] == [4, 8, 10]
-    assert [at for at in range(1, 11) if rhythm(at, evaluates=False, eval_steps=4).evaluation_due()] == []
-    assert not rhythm(8, evaluated=8, eval_steps=4).evaluation_due()
-    assert not rhythm(0, eval_steps=4).evaluation_due()  # before the first step there is nothing to evaluate
+    assert steps_at("finished") == [10]
+    assert steps_at("log", fields={"logging_steps": 4}) == [4, 8, 10]  # and always at the end
+    assert steps_at("evaluate", fields={"eval_steps": 4}) == [4, 8, 10]
+    assert steps_at("save", fields={"save_steps": 4}) == [4, 8, 10]
+    assert steps_at("evaluate", has_validation=False, fields={"eval_steps": 4}) == []
+
+
+def test_what_was_done_is_not_due_again():
+    assert not intervals(step=8, logged=8, fields={"logging_steps": 4}).log()
+    assert not intervals(step=8, evaluated=8, fields={"eval_steps": 4}).evaluate()
+    resumed = intervals(step=8, evaluated=4, fields={"save_steps": 4, "eval_steps": 4})
+    assert not resumed.save()  # this is the checkpoint that the run resumed from
+    assert resumed.evaluate()
+    resumed.state.evaluated = 8
+    assert resumed.save()  # its evaluation was interrupted and is finished now
 
 
 def test_early_stopping_makes_a_step_the_last_one():
-    assert not rhythm(4, stale=1, early_stopping_patience=2).finished()
-    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).finished()
-    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).due(100)
-    assert rhythm(4, stale=2, evaluated=4, early_stopping_patience=2).complete()
-    assert not rhythm(4, stale=99).finished()  # not asked for
+    patience = {"early_stopping_patience": 2, "logging_steps": 100}
+    assert not intervals(step=4, evals_without_improvement=1, fields=patience).finished()
+    stopped = intervals(step=4, evaluated=4, evals_without_improvement=2, fields=patience)
+    assert stopped.finished()
+    assert stopped.complete()
+    assert stopped.log()
+    assert not intervals(step=4, evals_without_improvement=99).finished()  # not asked for
 
 
 def test_a_run_is_complete_when_its_last_step_is_evaluated():
-    assert not rhythm(9).complete()
-    assert not rhythm(10).complete()
-    assert rhythm(10, evaluated=10).complete()
-    assert rhythm(10, evaluates=False).complete()
+    assert not intervals(step=9).complete()
+    assert not intervals(step=10).complete()
+    assert intervals(step=10, evaluated=10).complete()
+    assert intervals(step=10, has_validation=False).complete()

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from src.reporting.environment import arithmetic
-from src.reporting.metrics import Meter
+from src.reporting.meter import Meter
 from src.storage.jsonl import strict_json
+from src.training.step import StepTotals
 from tests.helpers import kit
 
 
@@ -64,21 +65,29 @@ def test_numbers_that_are_not_finite_become_null():
         json.dumps(values, allow_nan=False)
 
 
+def totals(weight: float, tokens: float) -> StepTotals:
+    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
+
+
+class OneRank:
+    sum = staticmethod(torch.as_tensor)
+
+
 def test_a_meter_without_any_weight_has_no_loss():
     meter = Meter()
-    meter.add(None, 0.0, 0.0, 0.0, 0.1)
-    line = meter.line(torch.as_tensor)
+    meter.add(None, totals(weight=0.0, tokens=0.0), 0.1)
+    line = meter.line(OneRank)
     assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
 
 
 def test_evaluation_and_saving_are_no_part_of_the_throughput():
     """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
     meter = Meter()
-    meter.add(torch.ones(2), 1.0, 100.0, 100.0, 0.0)
+    meter.add(torch.ones(2), totals(weight=1.0, tokens=100.0), 0.0)
     time.sleep(0.2)
     with meter.paused():
         time.sleep(0.5)
-    line = meter.line(torch.as_tensor)
+    line = meter.line(OneRank)
     assert 0.2 <= line["seconds"] < 0.5
     assert line["tokens_per_second"] == pytest.approx(100 / line["seconds"])
 

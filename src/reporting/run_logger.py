@@ -1,0 +1,185 @@
+"""RunLogger: the lines of a run in metrics.jsonl, ledger.jsonl, the console and the trackers; status.json at its end.
+
+A fork adds numbers to the lines here. Tests: tests/reporting/test_run_logger.py.
+"""
+
+import json
+import logging
+import time
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import torch
+
+from src.config.errors import UsageError
+from src.config.parsing import to_yaml
+from src.config.schema import RunConfig
+from src.data.dataset import Split
+from src.data.streaming import Stream
+from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
+from src.models.compile_and_recompute import CompileCounter
+from src.reporting import trackers
+from src.reporting.environment import environment, save_diff, topology
+from src.reporting.ledger import Ledger
+from src.reporting.meter import Meter
+from src.reporting.run_plan import plan_table, run_notes
+from src.runtime import console, run_status
+from src.runtime.console import Console, exact, table
+from src.runtime.exit_codes import record_exit_in
+from src.storage import atomic_folder, jsonl
+from src.storage.jsonl import strict_json
+from src.tasks import Task
+from src.training.optimizers import make_schedule, total_steps
+from src.training.state import Intervals, TrainState
+from src.training.step import StepTotals
+
+log = logging.getLogger("run")
+
+
+class RunLogger:
+    """Counts every step on all ranks; writes and prints on the main process only."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        strategy: Strategy,
+        hosts: HostGroup,
+        task: Task,
+        train_set: Split | Stream,
+        num_steps: int,
+    ):
+        self.cfg, self.strategy, self.hosts = cfg, strategy, hosts
+        self.task, self.train_set = task, train_set
+        self.is_main, self.folder = strategy.accelerator.is_main_process, Path(cfg.output_dir)
+        self.meter, self.compile_counter = Meter(), CompileCounter(cfg)
+        self.console = Console(self.is_main, num_steps)
+        self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
+        self.ledger = Ledger(cfg, train_set, self.is_main)
+        try:
+            (self.folder / "logs").mkdir(parents=True, exist_ok=True)
+            console.log_to(self.folder / "logs" / f"rank_{strategy.accelerator.process_index}.log")
+        except OSError as error:
+            raise _not_writable(self.folder, error) from error
+
+    def files(self) -> list[jsonl.JsonlWriter]:
+        """Return the files that hold lines about steps; a checkpoint must not be ahead of them."""
+        return [self.metrics, self.ledger.lines]
+
+    def say(self, text: str) -> None:
+        """Print on the main process, above the progress bar."""
+        if self.is_main and text:
+            console.say(text)
+
+    def begin(
+        self, datasets: dict, model: torch.nn.Module, lr_at, due: Intervals, resume_from: Path | None, notes: list[str]
+    ) -> None:
+        """Print the plan; unless the run is complete, truncate its files to `due.state` and start the trackers."""
+        state = due.state
+        plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
+        self.say(table(plan | topology(self.strategy, self.cfg)))
+        for note in notes + run_notes(self.cfg, datasets, resume_from, state, due.complete()):
+            self.say(note)
+        if due.complete():
+            return
+        record_exit_in(self.folder)
+        if not self.is_main:
+            return
+        config = to_yaml(self.cfg, self.task.options)
+        try:
+            self._write_run_files(config, state.step)
+            # What came after the checkpoint is computed again; so is an evaluation that it does not know as finished.
+            jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
+            run_status.write_status(self.folder, "running", state.step)
+        except OSError as error:
+            raise _not_writable(self.folder, error) from error
+        lines = jsonl.read_lines(self.metrics.path)
+        trackers.start(self.strategy.accelerator, self.cfg, config, state.step, lines)
+        self.ledger.begin(state.step)
+        self.console.begin(state.step)
+
+    def _write_run_files(self, config: str, step: int) -> None:
+        """Write config.yaml, environment.json (with every start of this run) and code.diff."""
+        starts = []
+        with suppress(OSError, ValueError, KeyError):
+            starts = json.loads((self.folder / "environment.json").read_text())["starts"] if step else []
+        atomic_folder.rewrite(self.folder / "config.yaml", config)
+        known = environment(self.strategy, self.cfg)
+        known["starts"] = [*starts, {"step": step, "world_size": known["world_size"], "time": time.time()}]
+        atomic_folder.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
+        save_diff(self.folder)
+
+    # ---- in the loop -------------------------------------------------------------------------------------------------
+
+    def paused(self) -> AbstractContextManager:
+        """Stop the clock of tokens_per_second."""
+        return self.meter.paused()
+
+    def add_step(self, step: int, losses: torch.Tensor | None, totals: StepTotals, data_seconds: float) -> None:
+        """Count a step; costs no wait for the device."""
+        self.meter.add(losses, totals, data_seconds)
+        self.ledger.add(step, totals.examples, totals.hash_low, totals.hash_high)
+        self.console.step()
+
+    def train_line(self, state: TrainState, learning_rate: float | None, grad_norm: torch.Tensor | None) -> None:
+        """Write a train line about the steps since the last one; a collective."""
+        state.finish_update(self.cfg.max_skipped_steps)
+        state.logged = state.step
+        epoch = self.train_set.epoch_at(state.step, self.cfg.global_batch_size)
+        values = {"epoch": epoch} | self.meter.line(self.hosts)
+        values |= {"learning_rate": learning_rate, "grad_norm": grad_norm, "skipped": state.step - state.updates}
+        self._line("train", state.step, values | self.compile_counter.line())
+
+    def eval_line(self, state: TrainState, metrics: dict) -> None:
+        """Write an eval line."""
+        self._line("eval", state.step, metrics)
+
+    def _line(self, kind: str, step: int, values: dict) -> None:
+        """Append one line to metrics.jsonl, print it, and send it to the trackers."""
+        if not self.is_main:
+            return
+        numbers = {name: float(value) if torch.is_tensor(value) else value for name, value in values.items()}
+        line = strict_json({"kind": kind, "step": step} | numbers)
+        self.metrics.add(line)
+        self.metrics.try_flush()
+        trackers.add(line)
+        log.info("%s", json.dumps(line))
+        self.console.line(line)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
+        """Print how the run ended, the last numbers and the task's sample; write status.json."""
+        self.say(summary)
+        self.console.end()
+        if not self.is_main:
+            return
+        if sample:
+            self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
+        self.metrics.try_flush()
+        last = {line["kind"]: line for line in jsonl.read_lines(self.metrics.path)}
+        for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
+            if kind in last:
+                chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
+                self.say(f"\n{kind}\n{table(chosen)}")
+        step = max((line["step"] for line in last.values()), default=0)
+        with suppress(OSError):
+            run_status.write_status(self.folder, "complete", step, 0, **outcome)
+        self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
+
+
+def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
+    """Print what would be trained (`--dry_run`), without a process group."""
+    num_steps = total_steps(cfg, datasets["train"].stats["examples"])
+    print(table(plan_table(cfg, datasets, task.build(), make_schedule(cfg, num_steps), num_steps)))
+    print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
+
+
+def _is_before(line: dict, state: TrainState) -> bool:
+    """Return whether a line of metrics.jsonl is about what `state` has done."""
+    done = {"train": state.logged, "eval": state.evaluated}.get(line["kind"], state.step)
+    return line["step"] < state.step or (line["step"] == state.step == done)
+
+
+def _not_writable(folder: Path, error: OSError) -> UsageError:
+    return UsageError(f"output_dir: {folder} cannot be written: {error}")
