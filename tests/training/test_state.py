@@ -217,7 +217,7 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
         env={"NOTES": str(tmp_path)},
     )
     assert codes == [1, 1], texts
-    said = "3 updates in a row were left out because the loss or the gradient was not finite, the last at step 7"
+    said = "3 updates in a row were skipped because the loss or the gradient was not finite, the last at step 7"
     assert said in texts[0].rstrip().splitlines()[-1]
     assert "Traceback" not in "".join(texts)
     told = json.loads((tmp_path / "run" / "status.json").read_text())
