@@ -23,8 +23,7 @@ def main(argv: list[str]) -> None:
     validation.check(cfg, options)
     check_environment()
     task = make_task(cfg, options)
-    # Downloads and tokenization happen before there is a process group, so no collective can time out on them.
-    datasets = dataset.prepare_datasets(cfg, task)
+    datasets = dataset.prepare_datasets(cfg, task)  # before there is a process group: no collective can time out on it
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
     accelerator = init_accelerator(cfg)
@@ -39,11 +38,10 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     hosts = host_group.HostGroup(accelerator, cfg.ddp_timeout)  # sums small vectors over all ranks on the CPU
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, the time limit, the files `save` and `stop`
     dataset.check_same_data(accelerator, datasets)
-
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
-    weights = checkpointer.find()  # of the newest intact checkpoint of this same run, or of init_from, or None
-    model = build_model(cfg, strategy, task, weights)  # the task's model and loss in one module
+    # The task's model and loss in one module; with the weights of the newest intact checkpoint of this run, if there is one.
+    model = build_model(cfg, strategy, task, weights=checkpointer.find())
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
@@ -70,8 +68,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
                 metrics = evaluate(strategy, hosts, module, task, val_set, cfg, signals.stopping)
             if metrics:  # None: a stop was requested in the middle; the evaluation is repeated after the resume
                 logger.eval_line(state, metrics)
-                if error := state.update_best(metrics, cfg):
-                    checkpointer.stop(error)
+                checkpointer.update_best(metrics)  # ends the run, saved, if metric_for_best_model is none of them
                 if due.log():  # early stopping made this step the last one
                     logger.train_line(state, lr, grad_norm)
         if due.save() or save_requested:
@@ -81,8 +78,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
 
         # ---- one all-reduce of a few numbers per step: the normalizer, throughput, and every shared decision ----------
         batch, data_seconds = next(batches)
-        requests = [*signals.requests(), checkpointer.failed()]
-        totals = StepTotals.sum_over_ranks(hosts, batch, requests, strategy.forwards_per_rank(batch))
+        totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
         if totals.stop or totals.failed:
             break

@@ -82,6 +82,15 @@ class Checkpointer:
         """Return 1 on a rank where too many checkpoints in a row failed: for the all-reduce of every step."""
         return self.writer.failed()
 
+    def update_best(self, metrics: dict) -> None:
+        """Compare this evaluation with the best one; save and end the run if metric_for_best_model is none of its metrics.
+
+        Which metrics exist is known only after the first evaluation: the steps until then are not lost."""
+        try:
+            self.state.update_best(metrics, self.cfg)
+        except UsageError as error:
+            self.stop(error)
+
     def save(self) -> None:
         """Copy the state to the host and write checkpoints/step_N beside training, unless that one is there already."""
         with self.meter.paused():

@@ -102,14 +102,12 @@ class TrainState:
             self.best, self.best_step, self.evals_without_improvement = None, 0, 0
         self.best_metric, self.best_greater = name, greater
 
-    def update_best(self, metrics: dict, cfg: RunConfig) -> UsageError | None:
-        """Mark this step as evaluated and compare it with the best one; return an error if the metric does not exist.
-
-        Returned, not raised: which metrics exist is known only now, and the run is to be saved before it ends."""
+    def update_best(self, metrics: dict, cfg: RunConfig) -> None:
+        """Mark this step as evaluated and compare it with the best one; raise UsageError if the metric does not exist."""
         self.use_metric(cfg)
         name = self.best_metric
         if name not in metrics:
-            return UsageError(
+            raise UsageError(
                 f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, metrics)}; it has "
                 f"{', '.join(metrics)}"
             )
@@ -120,7 +118,6 @@ class TrainState:
             self.best, self.best_step, self.evals_without_improvement = value, self.step, 0
         else:
             self.evals_without_improvement += 1
-        return None
 
 
 class Intervals:

@@ -60,12 +60,13 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def sum_over_ranks(
-        cls, hosts: HostGroup, window: Window, requests: list[float], forwards: list[float]
+        cls, hosts: HostGroup, strategy: Strategy, window: Window, requests: list[float], failed: float
     ) -> "StepTotals":
-        """Return the totals of all ranks' windows and requests (save, stop, failed); a collective.
+        """Return the totals of all ranks' windows, `requests` (save, stop) and `failed` saves; a collective.
 
         Every decision that one rank could take alone is in here, so ranks never disagree. Sums of whole numbers are exact."""
-        sums = hosts.sum([*window_counts(window), *requests, *forwards]).tolist()
+        forwards = strategy.forwards_per_rank(window)
+        sums = hosts.sum([*window_counts(window), *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
 
 

@@ -376,9 +376,8 @@ def test_an_evaluation_is_better_or_not(greater, values, stale):
 
 def test_a_metric_that_an_evaluation_lacks_is_refused():
     state = TrainState(step=4)
-    error = state.update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
-    assert isinstance(error, UsageError)
-    assert "no 'f1'; it has loss, weight" in str(error)
+    with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
+        state.update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
     assert state.evaluated == 0
 
 
