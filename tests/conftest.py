@@ -1,4 +1,4 @@
-"""Settings of the whole suite: one thread a process, caches of its own, no network, and small data shared by the tests."""
+"""Settings of the whole suite: one thread per process, caches of its own, no network, small shared data, `--fast`."""
 
 import os
 import signal
@@ -16,23 +16,48 @@ os.environ |= {
 }
 for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "MASTER_ADDR", "WORLD_SIZE"):
     os.environ.pop(name, None)
-for name in (
-    "MAKEFLAGS",
-    "MFLAGS",
-    "MAKEOVERRIDES",
-    "MAKELEVEL",
-    "ARGS",
-):  # of the make that runs the tests, which run make
+for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of `make test`: tests run make, too
     os.environ.pop(name, None)
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and children would inherit that
 
 import shutil
+import subprocess
 
 import numpy as np
 import pytest
 
 from tests.helpers import kit
+
+
+# Tests that start processes, but belong to --fast: the basics of the promise.
+BASICS = (
+    "conformance/test_task.py",
+    "test_weights_and_losses_do_not_depend_on_the_split[2-4-",
+    "test_mutant_mean_of_means_is_caught",
+)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="skip tests that start processes, except the conformance basics")
+
+
+def pytest_configure(config):
+    """With --fast, skip a test as soon as it, or one of its fixtures, starts a process."""
+    if not config.getoption("--fast"):
+        return
+
+    def skip_unless_basic(start):
+        def call(*args, **kwargs):
+            test = os.environ.get("PYTEST_CURRENT_TEST", "")
+            if test and not any(name in test for name in BASICS):
+                pytest.skip("starts processes")
+            return start(*args, **kwargs)
+
+        return call
+
+    os.fork, os.forkpty = skip_unless_basic(os.fork), skip_unless_basic(os.forkpty)
+    subprocess.Popen.__init__ = skip_unless_basic(subprocess.Popen.__init__)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -189,7 +189,7 @@ def test_labels_and_tokenizer_of_a_task_are_recorded(tmp_path):
     assert changed["tokenizer_files"] != known["tokenizer_files"]
 
 
-@pytest.mark.parametrize("size", [1, 4000])
+@pytest.mark.parametrize("size", [1, 400])
 def test_changed_rows_of_a_stream_are_refused(tiny, tmp_path, size):
     """Of a file of the same size; of a large one, some places are looked at."""
     path = tmp_path / "train.jsonl"

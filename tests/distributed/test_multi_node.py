@@ -1,4 +1,4 @@
-"""Two nodes on one machine: two launchers that meet over loopback, each with two processes of its own."""
+"""Two nodes on one machine: two launchers that meet over loopback, each with two processes."""
 
 import json
 import os
@@ -13,36 +13,26 @@ pytestmark = pytest.mark.cluster
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"ACCELERATE_USE_CPU": "true"}
 
 
-def test_two_nodes_of_two_processes_give_the_numbers_of_one_process(files, tmp_path):
+def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
     fields = {"model_config": files / "dropout.yaml", "train_file": files / "train.jsonl", "dtype": "float64"}
     fields |= {"validation_file": files / "validation.jsonl", "global_batch_size": 32, "per_device_batch_size": 4}
     flags = kit.flags(**fields, max_steps=8, logging_steps=1, eval_steps=4, save_steps=4)
     one = kit.run_training(1, tmp_path / "one", *flags)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes", "4"]
-    launch += ["--config_file", str(kit.REPOSITORY / "accelerate_configs" / "multi_node.yaml")]
-    launch += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(kit.free_port())]
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", "no", "--num_processes", "4"]
+    launcher += ["--config_file", str(kit.REPOSITORY / "accelerate_configs" / "multi_node.yaml")]
+    launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(kit.free_port())]
     script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(tmp_path / "run")]
-    nodes = [
-        subprocess.Popen(
-            [*launch, "--machine_rank", str(rank), *script],
-            env=ENVIRONMENT,
-            cwd=tmp_path,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in (0, 1)
-    ]
+    options = {"env": ENVIRONMENT, "cwd": tmp_path, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    nodes = [subprocess.Popen([*launcher, "--machine_rank", str(rank), *script], **options) for rank in (0, 1)]
     outputs = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
-    said = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert (said["world_size"], said["nodes"], said["strategy"]) == (4, 2, "DDP over gloo")
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (environment["world_size"], environment["nodes"], environment["strategy"]) == (4, 2, "DDP over gloo")
     run = kit.Run(tmp_path / "run")
-    for mine, theirs in zip(run.losses(), one.losses(), strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-10)
-    assert [line["loss"] for line in run.kind("eval")] == pytest.approx(
-        [line["loss"] for line in one.kind("eval")], rel=1e-10
-    )
+    assert run.losses() == pytest.approx(one.losses(), rel=1e-10)
+    eval_losses = [[line["loss"] for line in either.kind("eval")] for either in (run, one)]
+    assert eval_losses[0] == pytest.approx(eval_losses[1], rel=1e-10)
     assert kit.distance(run.weights, one.weights) <= 1e-10
     assert kit.ledger_text(run.folder) == kit.ledger_text(one.folder)
     assert len(list((tmp_path / "run" / "logs").glob("rank_*.log"))) == 4

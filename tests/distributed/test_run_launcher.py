@@ -1,9 +1,10 @@
-"""What make starts: the folder of the run, threads, Ctrl-C on a terminal, exit codes; and what nobody else may print."""
+"""What make starts: run folder, threads, signals on a terminal, exit codes, and no output of the launcher."""
 
 import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -13,53 +14,53 @@ from pathlib import Path
 import psutil
 import pytest
 
-from src.checkpointing import checkpoint_list
-from src.distributed import quiet_launcher as launcher
-from src.distributed import run_launcher
+from src.checkpointing import format
+from src.distributed import quiet_launcher, run_launcher
 from src.runtime import run_status
 from tests.helpers import kit
 
-PLAIN = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "OMP_"))}
-FOREIGN = ("Traceback", "OMP_NUM_THREADS", "had defaults used", "torch.distributed", "CalledProcessError")
+PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "OMP_"))}
+LAUNCHER_OUTPUT = ("Traceback", "OMP_NUM_THREADS", "had defaults used", "torch.distributed", "CalledProcessError")
+CTRL_C = b"\x03"
 
 
 class Terminal:
-    """A command on a terminal of its own, as a person has it."""
+    """A command on a terminal of its own."""
 
-    def __init__(self, *words, folder=kit.REPOSITORY, env=None):
+    def __init__(self, *words, env=None):
         self.pid, self.file = pty.fork()
         if self.pid == 0:
-            os.chdir(folder)
-            os.execvpe(str(words[0]), [str(word) for word in words], PLAIN | (env or {}))
+            os.chdir(kit.REPOSITORY)
+            os.execvpe(str(words[0]), [str(word) for word in words], PLAIN_ENVIRONMENT | (env or {}))
         self.text = ""
 
     def read(self, seconds: float) -> bool:
         """Take what is printed within this time; return whether the command may print more."""
-        if select.select([self.file], [], [], seconds)[0]:
-            try:
-                new = os.read(self.file, 1 << 16).decode(errors="replace")
-            except OSError:
-                return False
-            self.text += new.replace("\r\n", "\n")
-            return bool(new)
-        return True
+        if not select.select([self.file], [], [], seconds)[0]:
+            return True
+        try:
+            new = os.read(self.file, 1 << 16).decode(errors="replace")
+        except OSError:
+            return False
+        self.text += new.replace("\r\n", "\n")
+        return bool(new)
 
-    def until(self, true, timeout: float = 90):
+    def until(self, condition, timeout: float = 90) -> None:
         end = time.monotonic() + timeout
-        while not true():
+        while not condition():
             assert self.read(0.05), self.text
             assert time.monotonic() < end, self.text
 
     def press(self, key: bytes) -> None:
         os.write(self.file, key)
 
-    def ready(self) -> int:
-        """Return the process of SCRIPT when it hears signals."""
+    def training_process(self) -> int:
+        """Return the process of SCRIPT when it handles signals."""
         self.until(lambda: re.search(r"ready (\d+)\n", self.text))
         return int(re.search(r"ready (\d+)\n", self.text)[1])
 
     def lines(self, timeout: float = 60) -> list[str]:
-        """Return the lines without those of make and the terminal's ^C, when the command has ended."""
+        """Return all lines, without those of make and the terminal's ^C, when the command has ended."""
         end = time.monotonic() + timeout
         while self.read(0.2):
             assert time.monotonic() < end, self.text
@@ -68,19 +69,25 @@ class Terminal:
         return [line for line in lines if line and not line.startswith("make") and line != "^C"]
 
 
+def run(words: list) -> subprocess.CompletedProcess:
+    command = [str(word) for word in words]
+    options = {"cwd": kit.REPOSITORY, "env": PLAIN_ENVIRONMENT, "timeout": 90, "check": False}
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+def make_train(*words) -> list:
+    return ["make", "-s", "-o", ".venv/done", "train", *words]
+
+
 @pytest.fixture
 def endless(tmp_path) -> Path:
-    """A run file for more steps than anybody waits for, which names its own folder."""
+    """A run file that names its folder, for more steps than any test waits for."""
     fields = {name: str(value) for name, value in kit.tiny_files(tmp_path).items()}
     fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
     return kit.write_yaml(tmp_path / "run.yaml", fields | {"output_dir": str(tmp_path / "own")})
 
 
-def make_train(run_file: Path, *words) -> list:
-    return ["make", "-o", ".venv/done", "train", f"CONFIG={run_file}", *words]
-
-
-# ---- the folder of the run ----------------------------------------------------------------------------------------------
+# ---- before the launch -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -94,78 +101,80 @@ def make_train(run_file: Path, *words) -> list:
         ({}, ["--output_dir", "e", "--output_dir", "f"], "f"),
     ],
 )
-def test_the_folder_of_a_run(tmp_path, yaml, flags, folder):
+def test_run_folder(tmp_path, yaml, flags, folder):
     path = kit.write_yaml(tmp_path / "run.yaml", {"seed": 1} | yaml)
     words = ["--config_file", "x.yaml", "train.py", "--config", str(path), *flags]
-    found, added = run_launcher.find_run_folder("default", words)
+    found, completed = run_launcher.find_run_folder("default", words)
     assert found == Path(folder)
-    assert added == words + ["--output_dir", "default"] * (folder == "default")
+    assert completed == words + ["--output_dir", "default"] * (folder == "default")
 
 
-def test_threads_are_the_cores_of_a_process():
-    where = {name: str(kit.REPOSITORY / "accelerate_configs" / f"{name}.yaml") for name in ("cpu", "cpu_ddp", "ddp")}
+def test_threads_per_process():
     cores = psutil.cpu_count(logical=False)
 
     def threads(name, processes=None):
-        given = {"config_file": where[name], "num_processes": processes, "num_machines": None, "cpu": False}
-        return launcher.threads_per_process(Namespace(**given))
+        config_file = str(kit.REPOSITORY / "accelerate_configs" / f"{name}.yaml")
+        args = Namespace(config_file=config_file, num_processes=processes, num_machines=None, cpu=False)
+        return quiet_launcher.threads_per_process(args)
 
-    assert threads("cpu") == cores  # what accelerate gives one process
-    assert threads("cpu_ddp") == max(1, cores // 2)  # of the file
+    assert threads("cpu") == cores
+    assert threads("cpu_ddp") == max(1, cores // 2)  # two processes in the file
     assert threads("cpu_ddp", processes=cores) == 1
     assert threads("cpu_ddp", processes=10 * cores) == 1
     assert threads("ddp", processes=1) == 1  # GPUs compute
 
 
-# ---- Ctrl-C -------------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C ------------------------------------------------------------------------------------------------------------
 
 
 def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
-    """The flag's folder with a space is where the status is looked for; nothing foreign is printed before or after."""
+    """One line when it is pressed, one at the end. The run folder of the flag has a space in its name."""
     folder = tmp_path / "a run"
-    run = Terminal(*make_train(endless, "NPROC=2", f"ARGS=--output_dir '{folder}'"))
-    run.until(lambda: kit.last_step(folder) > 3)
-    run.press(b"\x03")
-    lines = run.lines()
-    step = checkpoint_list.step_of(checkpoint_list.newest_intact(folder))
+    terminal = Terminal(*make_train(f"CONFIG={endless}", "NPROC=2", f"ARGS=--output_dir '{folder}'"))
+    terminal.until(lambda: kit.last_step(folder) > 3)
+    terminal.press(CTRL_C)
+    lines = terminal.lines()
+    step = format.step_of(format.newest_intact(folder))
     assert step == kit.last_step(folder)
     assert lines[-1] == f"Stopped by Ctrl-C at step {step}. Saved to {folder}; run the same command to resume."
+    assert terminal.text.count("saving after this step") == 1
     assert lines[0].startswith("accelerate launch ")
-    assert not [name for name in FOREIGN if name in run.text]
-    assert "Error 75" in run.text
+    assert not [name for name in LAUNCHER_OUTPUT if name in terminal.text]
+    assert "Error 75" in terminal.text
     assert not (tmp_path / "own").exists()
-    share = max(1, psutil.cpu_count(logical=False) // 2)
-    assert f"{share} thread{'s' * (share > 1)} per rank" in (folder / "environment.json").read_text()
+    threads = max(1, psutil.cpu_count(logical=False) // 2)
+    assert f"{threads} thread{'s' * (threads > 1)} a rank" in (folder / "environment.json").read_text()
 
 
 @pytest.mark.parametrize("how", ["make", "python"])
 def test_ctrl_c_before_training_begins(endless, tmp_path, how):
-    """While the launcher, or train.py, imports."""
-    words = make_train(endless) if how == "make" else [sys.executable, "train.py", "--config", endless]
-    run, began = Terminal(*words), time.monotonic()
-    run.until(lambda: "accelerate launch" in run.text if how == "make" else time.monotonic() > began + 1)
-    run.press(b"\x03")
-    lines = run.lines()
-    assert "Stopped by Ctrl-C before training began" in lines[-1]
-    assert "Traceback" not in run.text
+    """During the imports of the launcher, or of train.py."""
+    words = make_train(f"CONFIG={endless}") if how == "make" else [sys.executable, "train.py", "--config", endless]
+    terminal, start = Terminal(*words), time.monotonic()
+    terminal.until(lambda: "accelerate launch" in terminal.text if how == "make" else time.monotonic() > start + 1)
+    terminal.press(CTRL_C)
+    assert "Stopped by Ctrl-C before training began" in terminal.lines()[-1]
+    assert "Traceback" not in terminal.text
     assert not (tmp_path / "own").exists()
 
 
 SCRIPT = """
 import os, signal, sys, time
-got = []
-def hear(number, _):
-    got.append(number)
+count = 0
+def handle(number, _):
+    global count
+    count += 1
     print("got", signal.Signals(number).name, flush=True)
-    if len(got) == 2:
+    open(sys.argv[-1] + ".txt", "a").write(signal.Signals(number).name)
+    if count == 2:
         os._exit(1)
-signal.signal(signal.SIGINT, hear)
-signal.signal(signal.SIGTERM, hear)
+signal.signal(signal.SIGINT, handle)
+signal.signal(signal.SIGTERM, handle)
 print("ready", os.getpid(), flush=True)
-for i in range(600):
-    time.sleep(0.1)
-    print("beat", flush=True)
+time.sleep(60)
+os._exit(1)
 """
+# After a signal handler, time.sleep continues; SIGCONT has no handler.
 
 
 @pytest.fixture
@@ -175,156 +184,141 @@ def script(tmp_path) -> Path:
     return path
 
 
-def attended(script: Path, *before: str) -> list:
-    """Return a command that launches `script` for a run in a folder beside it."""
-    where = kit.REPOSITORY / "accelerate_configs" / "cpu.yaml"
-    return [
-        *before,
-        sys.executable,
-        "-m",
-        "src.distributed.run_launcher",
-        script.parent / "run",
-        "--",
-        "--config_file",
-        where,
-        script,
-    ]
+def launch_command(script: Path) -> list:
+    """Return a command that launches `script` for a run in the folder `run` beside it."""
+    config = kit.REPOSITORY / "accelerate_configs" / "cpu.yaml"
+    launcher = [sys.executable, "-m", "src.distributed.run_launcher", script.parent / "run"]
+    return [*launcher, "--", "--config_file", config, script]
 
 
-def test_a_second_ctrl_c_is_passed_on(script):
-    run = Terminal(*attended(script))
-    run.ready()
+def test_second_ctrl_c_is_passed_on(script):
+    terminal = Terminal(*launch_command(script))
+    terminal.training_process()
     for count in (1, 2):
-        run.press(b"\x03")
-        run.until(lambda count=count: run.text.count("got SIGINT") == count)
-    run.lines()
-    assert run.code == 130
-    assert "Traceback" not in run.text
+        terminal.press(CTRL_C)
+        terminal.until(lambda count=count: terminal.text.count("got SIGINT") == count)
+    terminal.lines()
+    assert terminal.code == 130
+    assert "Traceback" not in terminal.text
 
 
-ENDED = """
-import os, sys, threading, time
+COMPLETED_SCRIPT = """
+import sys
 from pathlib import Path
-from src.runtime import run_status as status
-status.write_status(Path(sys.argv[-1]), "stopped", 3, 75)
+from src.runtime import run_status
+run_status.write_status(Path(sys.argv[-1]), "stopped", 3, 75)
 print("Saved", flush=True)
+"""
+SLOW_EXIT = """
+import atexit, sys, time
+if "src.distributed.quiet_launcher" in " ".join(sys.orig_argv):
+    atexit.register(time.sleep, 20)
 """
 
 
-def test_ctrl_c_after_the_run_has_ended(script, tmp_path, monkeypatch):
-    """The training process is gone and has said that it saved; its launcher is about to end."""
-    script.write_text(ENDED)
+def test_ctrl_c_after_the_run_has_ended(script, tmp_path):
+    """The training process has saved and ended; the launcher is about to end."""
+    script.write_text(COMPLETED_SCRIPT)
     (tmp_path / "run").mkdir()
-    (tmp_path / "sitecustomize.py").write_text(
-        "import atexit, sys, time\n"
-        "if 'src.distributed.quiet_launcher' in ' '.join(sys.orig_argv):\n    atexit.register(time.sleep, 20)\n"
-    )
-    path = f"{kit.REPOSITORY}:{tmp_path}"
-    run = Terminal(*attended(script), env={"PYTHONPATH": path})
-    run.until(lambda: "Saved" in run.text)
-    launcher = psutil.Process(run.pid).children()[0]
-    run.until(lambda: not launcher.children() or time.sleep(0.1))
-    run.press(b"\x03")
-    lines = run.lines()
-    assert lines[-1] == "Saved"
-    assert run.code == 75
+    (tmp_path / "sitecustomize.py").write_text(SLOW_EXIT)
+    terminal = Terminal(*launch_command(script), env={"PYTHONPATH": f"{kit.REPOSITORY}:{tmp_path}"})
+    terminal.until(lambda: "Saved" in terminal.text)
+    [launcher] = psutil.Process(terminal.pid).children()
+    terminal.until(lambda: not launcher.children() or time.sleep(0.1))
+    terminal.press(CTRL_C)
+    assert terminal.lines()[-1] == "Saved"
+    assert terminal.code == 75
 
 
-def test_a_terminal_that_is_closed_stops_the_run(script, tmp_path):
-    """Its SIGHUP becomes SIGTERM for the training process, which SIGHUP would end unsaved."""
-    script.write_text(
-        SCRIPT.replace('print("got"', f'open(r"{tmp_path}/got", "a").write(signal.Signals(number).name)  #')
-    )
-    run = Terminal(*attended(script))
-    worker = run.ready()
-    os.close(run.file)
-    kit.until(lambda: (tmp_path / "got").exists() and (tmp_path / "got").read_text(), 20)
-    assert (tmp_path / "got").read_text() == "SIGTERM"
-    os.kill(worker, 9)
-    os.waitpid(run.pid, 0)
+def test_closed_terminal_sends_sigterm(script, tmp_path):
+    """SIGHUP would end the training process unsaved."""
+    terminal = Terminal(*launch_command(script))
+    worker = terminal.training_process()
+    os.close(terminal.file)
+    received = tmp_path / "run.txt"
+    kit.until(lambda: received.exists() and received.read_text(), 20)
+    assert received.read_text() == "SIGTERM"
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(terminal.pid, 0)
 
 
-def test_ctrl_z_pauses_the_run_and_fg_continues_it(script):
-    run = Terminal(*attended(script))
-    worker = psutil.Process(run.ready())
-    os.kill(run.pid, 20)
+def test_ctrl_z_pauses_and_fg_continues(script):
+    terminal = Terminal(*launch_command(script))
+    worker = psutil.Process(terminal.training_process())
+    os.kill(terminal.pid, signal.SIGTSTP)
     kit.until(lambda: worker.status() == psutil.STATUS_STOPPED, 10)
-    os.kill(run.pid, 18)
+    os.kill(terminal.pid, signal.SIGCONT)
     kit.until(lambda: worker.status() != psutil.STATUS_STOPPED, 10)
-    run.press(b"\x03")
-    run.until(lambda: "got SIGINT" in run.text)
+    terminal.press(CTRL_C)
+    terminal.until(lambda: "got SIGINT" in terminal.text)
     worker.kill()
-    run.lines()
+    terminal.lines()
 
 
 def test_nohup_is_respected(script, tmp_path):
-    output = (tmp_path / "output.txt").open("w+")
-    run = subprocess.Popen(
-        [str(word) for word in attended(script, "nohup")], cwd=kit.REPOSITORY, env=PLAIN, stdout=output, stderr=output
-    )
-    kit.until(lambda: "ready" in (tmp_path / "output.txt").read_text())
-    run.send_signal(1)
-    time.sleep(2)
-    assert "got" not in (tmp_path / "output.txt").read_text()
-    run.send_signal(15)
-    kit.until(lambda: "got" in (tmp_path / "output.txt").read_text())
-    run.send_signal(15)
-    assert run.wait(30) == 128 + 15
-    text = (tmp_path / "output.txt").read_text()
-    assert re.findall("got (.*)", text) == ["SIGTERM", "SIGTERM"]
+    output = tmp_path / "output.txt"
+    command = [str(word) for word in ["nohup", *launch_command(script)]]
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, stdout=file, stderr=file)
+    kit.until(lambda: "ready" in output.read_text())
+    process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    kit.until(lambda: "got" in output.read_text())
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+    assert re.findall("got (.*)", output.read_text()) == ["SIGTERM", "SIGTERM"]
 
 
-# ---- exit codes -----------------------------------------------------------------------------------------------------------
+# ---- exit codes --------------------------------------------------------------------------------------------------------
 
 
-def test_exit_codes(tmp_path):
-    assert run_launcher.exit_code(0, [], True, None) == 0
-    assert run_launcher.exit_code(2, [], True, None) == 2
-    assert run_launcher.exit_code(1, [15], True, None) == 75  # before there was a status
-    assert run_launcher.exit_code(1, [2, 2], True, None) == 130
-    assert run_launcher.exit_code(1, [2], False, None) == 130  # an evaluation saves nothing
-    assert run_launcher.exit_code(1, [15], True, 75) == 75
-    assert run_launcher.exit_code(1, [], True, 75) == 75
+@pytest.mark.parametrize(
+    "launcher_code, signals, training, run_code, expected",
+    [
+        (0, [], True, None, 0),
+        (2, [], True, None, 2),
+        (1, [15], True, None, 75),  # stopped before there was a status.json
+        (1, [2, 2], True, None, 130),
+        (1, [2], False, None, 130),  # an evaluation saves nothing
+        (1, [15], True, 75, 75),
+        (1, [], True, 75, 75),
+    ],
+)
+def test_exit_code(launcher_code, signals, training, run_code, expected):
+    assert run_launcher.exit_code(launcher_code, signals, training, run_code) == expected
 
 
-def test_only_the_status_of_this_launch_counts(tmp_path):
-    """Not that of a run before, whose launcher had the same number (containers begin at 1), nor of one that still trains,
-    which keeps its status.json."""
-    launched = run_launcher.Launcher.__new__(run_launcher.Launcher)
-    launched.folder, launched.process, launched.start_time = tmp_path, Namespace(pid=os.getppid()), time.time() + 60
+def test_status_of_another_launch_is_ignored(tmp_path):
+    """Launchers in containers often have the same process id; a run that still trains keeps its status.json."""
+    launcher = run_launcher.Launcher.__new__(run_launcher.Launcher)
+    launcher.folder, launcher.process = tmp_path, Namespace(pid=os.getppid())
+    launcher.start_time = time.time() + 60
     run_status.write_status(tmp_path, "complete", 3, 0)
-    assert launched.status() == {}
-    launched.start_time -= 120
-    assert launched.status()["exit_code"] == 0
-    launched.process.pid += 1
-    assert launched.status() == {}
-
-
-def test_a_mistake_does_not_touch_the_run_that_is_there(tmp_path):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    run_status.write_status(folder, "running", 3)
-    words = ["make", "-s", "-o", ".venv/done", "train", f"OUT={folder}", "ARGS=--max_step 5"]
-    done = subprocess.run(words, cwd=kit.REPOSITORY, env=PLAIN, capture_output=True, text=True, timeout=90, check=False)
-    assert "Error 2" in done.stderr
-    assert run_status.read_status(folder)["status"] == "running"
+    assert launcher.status() == {}
+    launcher.start_time -= 120
+    assert launcher.status()["exit_code"] == 0
+    launcher.process.pid += 1
+    assert launcher.status() == {}
 
 
 def test_mistyped_flag_on_two_processes(tmp_path):
-    words = ["make", "-s", "-o", ".venv/done", "train", "NPROC=2", f"OUT={tmp_path / 'run'}", "ARGS=--max_step 5"]
-    done = subprocess.run(words, cwd=kit.REPOSITORY, env=PLAIN, capture_output=True, text=True, timeout=90, check=False)
+    """One line, exit code 2, and no change to a run that trains in the folder."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_status.write_status(folder, "running", 3)
+    done = run(make_train("NPROC=2", f"OUT={folder}", "ARGS=--max_step 5"))
     [line] = [line for line in done.stderr.splitlines() if line and not line.startswith("make")]
     assert "--max_step: " in line
     assert "max_steps?" in line
     assert "Error 2" in done.stderr
-    assert not (tmp_path / "run").exists()
+    assert run_status.read_status(folder)["status"] == "running"
 
 
-def test_a_process_that_was_killed_is_named(tmp_path):
+def test_killed_process_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\nos.kill(os.getpid(), 9)\n")
-    words = [str(word) for word in attended(script)]
-    done = subprocess.run(words, cwd=kit.REPOSITORY, env=PLAIN, capture_output=True, text=True, timeout=90, check=False)
+    done = run(launch_command(script))
     assert done.returncode == 137
     [line] = done.stderr.splitlines()  # no warning about threads, no traceback
     assert "rank 0 was ended by SIGKILL" in line
