@@ -29,17 +29,18 @@ import pytest
 
 from tests.helpers import kit
 
-
-# Tests that start processes, but belong to --fast: the basics of the promise.
+# The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.
 BASICS = (
-    "conformance/test_task.py",
+    "test_task.py",
     "test_weights_and_losses_do_not_depend_on_the_split[2-4-",
     "test_mutant_mean_of_means_is_caught",
 )
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help="skip tests that start processes, except the conformance basics")
+    parser.addoption(
+        "--fast", action="store_true", help="skip tests that start processes, except the conformance basics"
+    )
 
 
 def pytest_configure(config):
@@ -47,17 +48,23 @@ def pytest_configure(config):
     if not config.getoption("--fast"):
         return
 
-    def skip_unless_basic(start):
+    def skip_outside_conformance(start):
         def call(*args, **kwargs):
             test = os.environ.get("PYTEST_CURRENT_TEST", "")
-            if test and not any(name in test for name in BASICS):
+            if test and "tests/conformance" not in test:
                 pytest.skip("starts processes")
             return start(*args, **kwargs)
 
         return call
 
-    os.fork, os.forkpty = skip_unless_basic(os.fork), skip_unless_basic(os.forkpty)
-    subprocess.Popen.__init__ = skip_unless_basic(subprocess.Popen.__init__)
+    os.fork, os.forkpty = skip_outside_conformance(os.fork), skip_outside_conformance(os.forkpty)
+    subprocess.Popen.__init__ = skip_outside_conformance(subprocess.Popen.__init__)
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--fast"):
+        basic = [any(name in item.nodeid for name in BASICS) for item in items]
+        items[:] = [i for i, keep in zip(items, basic, strict=True) if keep or "tests/conformance" not in i.nodeid]
 
 
 def pytest_sessionfinish(session, exitstatus):
@@ -78,6 +85,12 @@ def files(tmp_path_factory):
     kit.write_yaml(folder / "dropout.yaml", kit.LLAMA | {"attention_dropout": 0.2})
     kit.write_yaml(folder / "gpt2.yaml", kit.GPT2)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> dict:
+    """The fields of kit.tiny_files: a model with dropout whose steps take ten milliseconds, and its data."""
+    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,9 @@ def launch(launcher: list, files, folder: Path, env=None) -> subprocess.Complete
     """Launch train.py with no variable of accelerate in the environment."""
     command = [*launcher, str(kit.REPOSITORY / "train.py"), *recipe(files, output_dir=folder / "run")]
     environment = PLAIN_ENVIRONMENT | (env or {})
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
 
 
 def check_refused(files, folder: Path, env: dict, world: int = 1, **fields) -> str:

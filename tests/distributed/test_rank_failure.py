@@ -18,11 +18,6 @@ from src.training import evaluation
 from tests.helpers import kit
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
-
-
 def recipe(tiny, **fields) -> list[str]:
     values = {"global_batch_size": 8, "per_device_batch_size": 2, "per_device_eval_batch_size": 1, "output_dir": "run"}
     values |= {"max_steps": 12, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 6, "save_steps": 4}

@@ -1,0 +1,55 @@
+"""A run that is stopped while it trains: start it, check that all is saved, resume it."""
+
+from pathlib import Path
+
+from src.checkpointing import format
+from src.runtime import run_status
+from src.storage import atomic_folder
+from tests.helpers import kit
+
+MAX_STEPS = 100
+
+
+def recipe(tiny: dict, **fields) -> list[str]:
+    """Return flags of a run that only a stop saves, so that without that save there is nothing to resume from."""
+    values = {"global_batch_size": 8, "per_device_batch_size": 2, "per_device_eval_batch_size": 4, "output_dir": "run"}
+    values |= {"max_steps": MAX_STEPS, "learning_rate": 3e-3, "logging_steps": 1, "eval_steps": 30}
+    return kit.flags(**tiny | values | {"save_steps": 10_000} | fields)
+
+
+def begin(folder: Path, flags: list[str], world: int = 2, env=None) -> kit.Ranks:
+    """Start the command in `folder`, and return when it has trained a step more than before."""
+    before = kit.last_step(folder / "run")
+    ranks = kit.Ranks("train.py", *flags, folder=folder, world=world, env=env)
+    kit.until(lambda: kit.last_step(folder / "run") > before)
+    return ranks
+
+
+def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
+    """Assert that all ranks end with exit code 75 and that every logged step is saved; return the step."""
+    codes = ranks.wait(15)
+    assert codes == [75] * len(codes), ranks.text()
+    step = check_saved(folder)
+    assert f"at step {step:,}. Saved to run" in ranks.text()
+    return step
+
+
+def check_saved(folder: Path) -> int:
+    """Assert that the run has stopped and that every logged step is saved; return the step."""
+    newest = format.newest_intact(folder)
+    assert newest
+    assert atomic_folder.verify(newest) == []
+    step = format.step_of(newest)
+    assert step == kit.last_step(folder)
+    status = run_status.read_status(folder)
+    assert (status["status"], status["step"], status["exit_code"]) == ("stopped", step, 75)
+    return step
+
+
+def check_resumes(folder: Path, flags: list[str], undisturbed: kit.Run, world: int = 2) -> None:
+    """Run the same command again, and assert that the run is bitwise the undisturbed one."""
+    ranks = kit.Ranks("train.py", *flags, folder=folder, world=world)
+    assert ranks.wait(60) == [0] * world, ranks.text()
+    assert kit.timeless(folder / "run") == kit.timeless(undisturbed.folder)
+    assert kit.same(kit.Run(folder / "run").weights, undisturbed.weights)
+    assert run_status.read_status(folder / "run")["status"] == "complete"

@@ -1,0 +1,154 @@
+"""status.json, exit code of a run, and the lock of the run folder."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import train
+from src.runtime import run_status
+from tests.helpers import kit
+from tests.helpers.stopping import MAX_STEPS, begin, check_resumes, check_stopped, recipe
+
+
+@pytest.fixture(scope="module")
+def straight(tiny, tmp_path_factory) -> kit.Run:
+    """An undisturbed run on two processes."""
+    return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
+
+
+@pytest.fixture
+def short_wait(monkeypatch) -> None:
+    """Wait half a second for the lock of a run folder."""
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
+
+
+def exit_code(folder: Path, launcher_code: int = 1) -> int:
+    command = [sys.executable, "-m", "src.runtime.run_status", str(folder), str(launcher_code)]
+    return int(subprocess.run(command, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True).stdout)
+
+
+def outcome(folder: Path) -> tuple:
+    status = run_status.read_status(folder)
+    return status["status"], status["step"], status["exit_code"]
+
+
+def test_status_of_a_run(tiny, tmp_path, monkeypatch):
+    """Running, stopped, failed, complete."""
+    flags, folder = recipe(tiny), tmp_path / "run"
+    assert exit_code(folder, launcher_code=143) == 143
+    ranks = begin(tmp_path, flags, world=1)
+    status = run_status.read_status(folder)
+    assert status.pop("time")
+    running = {"status": "running", "step": 0, "exit_code": None, "reason": "", "launcher": os.getpid()}
+    assert status == running
+    ranks.signal(signal.SIGTERM)
+    step = check_stopped(ranks, folder)
+    assert run_status.read_status(folder)["reason"].startswith(f"Stopped by SIGTERM at step {step}")
+    assert exit_code(folder) == 75
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "compute_gradient", lambda *args: 1 / 0)
+        assert kit.Ranks("train.py", *flags, folder=tmp_path).wait() == [1]
+    assert outcome(folder) == ("failed", step, 1)
+    assert run_status.read_status(folder)["reason"] == "ZeroDivisionError: division by zero"
+
+    assert kit.Ranks("train.py", *flags, folder=tmp_path).wait() == [0]
+    assert outcome(folder) == ("complete", MAX_STEPS, 0)
+    assert exit_code(folder, launcher_code=1) == 0
+
+
+# ---- lock --------------------------------------------------------------------------------------------------------------
+
+
+def test_second_run_in_a_folder_is_refused(tiny, tmp_path, short_wait):
+    flags, folder = recipe(tiny, max_steps=100_000), tmp_path / "run"
+    first = begin(tmp_path, flags, world=1)
+    second = kit.Ranks("train.py", *flags, "--output_dir", folder, folder=tmp_path / "elsewhere", world=2)
+    assert second.wait(20) == [2, 2], second.text()
+    assert "output_dir: another process trains in" in second.text()
+    assert first.processes[0].is_alive()
+    first.signal(signal.SIGTERM)
+    step = check_stopped(first, folder)
+    train_steps = [line["step"] for line in kit.timeless(folder) if line["kind"] == "train"]
+    assert train_steps == list(range(1, step + 1))
+
+
+def test_lock_ends_with_its_process(tiny, straight, tmp_path, short_wait):
+    flags = recipe(tiny, save_steps=10)
+    ranks = begin(tmp_path, flags)
+    ranks.signal(signal.SIGKILL)
+    assert ranks.wait() == [-9, -9]
+    check_resumes(tmp_path, flags, straight)
+
+
+def test_deleted_lock_file_is_locked_again(tiny, tmp_path, short_wait):
+    ranks = begin(tmp_path, recipe(tiny, max_steps=100_000), world=1)
+    lock = tmp_path / "run" / "logs" / "rank_0.log"
+    lock.unlink()
+    kit.until(lock.exists, 5)
+    second = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "elsewhere")
+    assert second.wait(20) == [2], second.text()
+    ranks.signal(signal.SIGTERM)
+    check_stopped(ranks, tmp_path / "run")
+
+
+# ---- a folder that is taken away ---------------------------------------------------------------------------------------
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def delete(folder: Path) -> None:
+    while folder.exists():  # the run may write while it is deleted
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def take_away(folder: Path, how: str) -> dict[str, bytes] | None:
+    """Move, delete or replace the folder; return the contents of the new one."""
+    if how == "moved":
+        folder.rename(folder.with_name("elsewhere"))
+        return None
+    delete(folder)
+    if how == "deleted":
+        return None
+    (folder / "logs").mkdir(parents=True)
+    for name in ("metrics.jsonl", "status.json", "save", "logs/rank_0.log"):
+        (folder / name).write_text("")
+    return contents(folder)
+
+
+@pytest.mark.parametrize("how", ["moved", "deleted", "replaced", "replaced while suspended"])
+def test_run_without_its_folder_ends_without_writing(tiny, tmp_path, how):
+    folder = tmp_path / "run"
+    ranks = begin(tmp_path, recipe(tiny, max_steps=100_000, save_steps=5))
+    if "suspended" in how:
+        ranks.signal(signal.SIGSTOP)
+    before = take_away(folder, how)
+    if "suspended" in how:
+        ranks.signal(signal.SIGCONT)
+    assert ranks.wait(10) == [1, 1], ranks.text()
+    assert "output_dir" in ranks.text()
+    assert "ended without saving" in ranks.text()
+    if before is None:
+        assert not folder.exists()
+    else:
+        assert contents(folder) == before
+        assert [path.name for path in (folder / "logs").iterdir()] == ["rank_0.log"]
+        assert not (folder / "checkpoints").exists()
+
+
+def test_new_run_in_the_place_of_a_deleted_one(tiny, straight, tmp_path):
+    orphan = begin(tmp_path, recipe(tiny, max_steps=100_000, save_steps=3))
+    delete(tmp_path / "run")
+    new = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "new", world=2)
+    assert orphan.wait(20) == [1, 1], orphan.text()
+    assert new.wait() == [0, 0], new.text()
+    assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
+    assert kit.same(kit.Run(tmp_path / "run").weights, straight.weights)
