@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list, format
 from src.runtime import run_status
 from src.tasks import causal_lm
 from src.training import evaluation
@@ -112,7 +112,7 @@ def test_exception_in_the_checkpoint_writer(tiny, tmp_path, monkeypatch):
     """An error of the code, unlike one of the disk, ends the run; no checkpoint is published."""
     raise_in(monkeypatch, "save", 0, ValueError("a cosmic ray"))
     check_failed(tmp_path, recipe(tiny), 0, "ValueError: a cosmic ray")
-    assert format.list_checkpoints(tmp_path / "run") == []
+    assert checkpoint_list.list_checkpoints(tmp_path / "run") == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])

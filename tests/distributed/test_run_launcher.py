@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.distributed import quiet_launcher, run_launcher
 from src.runtime import run_status
 from tests.helpers import kit
@@ -134,7 +134,7 @@ def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
     terminal.until(lambda: kit.last_step(folder) > 3)
     terminal.press(CTRL_C)
     lines = terminal.lines()
-    step = format.step_of(format.newest_intact(folder))
+    step = checkpoint_list.step_of(checkpoint_list.newest_intact(folder))
     assert step == kit.last_step(folder)
     assert lines[-1] == f"Stopped by Ctrl-C at step {step}. Saved to {folder}; run the same command to resume."
     assert terminal.text.count("saving after this step") == 1

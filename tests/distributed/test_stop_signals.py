@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import train
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.config.errors import Stopped
 from src.distributed import stop_signals
 from src.runtime import run_status
@@ -145,7 +145,7 @@ def test_file_save_during_an_evaluation(tiny, tmp_path, slow_evaluation):
     (tmp_path / "run" / "save").touch()
     assert ranks.wait() == [0, 0], ranks.text()
     assert not (tmp_path / "run" / "save").exists()
-    steps = [format.step_of(path) for path in format.list_checkpoints(tmp_path / "run")]
+    steps = [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "run")]
     assert steps[0] in (10, 11)
     assert steps[1:] == [20]
 
@@ -230,11 +230,11 @@ def test_files_save_and_stop(tiny, straight, tmp_path, monkeypatch):
     flags, folder = recipe(tiny), tmp_path / "run"
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
-    saved = kit.until(lambda: format.newest_intact(folder))
+    saved = kit.until(lambda: checkpoint_list.newest_intact(folder))
     assert atomic_folder.verify(saved) == []
-    kit.until(lambda: kit.last_step(folder) > format.step_of(saved) + 3)  # training continues
+    kit.until(lambda: kit.last_step(folder) > checkpoint_list.step_of(saved) + 3)  # training continues
     (folder / "stop").touch()
-    assert check_stopped(ranks, folder) > format.step_of(saved)
+    assert check_stopped(ranks, folder) > checkpoint_list.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not {"save", "stop"} & set(os.listdir(folder))
     check_resumes(tmp_path, flags, straight)

@@ -1,9 +1,9 @@
-"""A real Slurm on one machine, as any user, without services: to try the files of slurm/ before a cluster has them.
+"""A real Slurm on one machine, for any user and without services, to try the files of slurm/ before using a cluster.
 
-    python -m tests.helpers.local_slurm sbatch --wait --nodes 2 slurm/train.sbatch configs/stdlib_lm.yaml     runs a command beside it
+    python -m tests.helpers.local_slurm sbatch --wait --nodes 2 slurm/train.sbatch configs/stdlib_lm.yaml     runs a command in it
 
-Leave alone. Guarded by tests/distributed/test_slurm.py. Needs slurmctld, slurmd and Slurm's commands (Debian: slurmctld slurmd
-slurm-client). Everything lives in one folder and on free ports, and ends with the process that started it.
+Needs slurmctld, slurmd and Slurm's commands (Debian: slurmctld slurmd slurm-client). Everything is in one folder and on free
+ports, and ends with the process that started it. Used by tests/distributed/test_slurm.py.
 """
 
 import os
@@ -16,13 +16,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
-PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where Debian has the daemons
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Debian's folders of the daemons
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "setpriv")
-# A job of the partition `urgent` that needs a node takes it from a job of `normal`, which is put back into the queue.
-# A job that was put back waits for cred_expire + 1 seconds.
+# A job of the partition `urgent` preempts jobs of `normal`, which are requeued. A requeued job waits cred_expire + 1 seconds.
 CONF = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -61,15 +60,22 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=2 PreemptM
 
 
 def missing() -> str:
-    """Return why there can be no Slurm here, or nothing."""
+    """Return why Slurm cannot run here, or nothing."""
     absent = [name for name in NEEDED if not shutil.which(name, path=PATH)]
-    return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client)" * bool(
-        absent
-    )
+    if not absent:
+        return ""
+    return f"Slurm is not installed: no {', '.join(absent)} (apt-get install slurmctld slurmd slurm-client)"
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return free ports; all are open at the same time, so that none comes twice."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 class Slurm:
-    """A controller and some nodes of four CPUs each, from `with Slurm() as slurm:` to its end."""
+    """A controller and nodes of four CPUs each, while a `with Slurm() as slurm:` block runs."""
 
     def __init__(self, nodes: int = 2, kill_wait: int = 20):
         self.nodes, self.kill_wait, self.daemons = nodes, kill_wait, []
@@ -78,12 +84,7 @@ class Slurm:
         self.env |= {"PATH": PATH, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def __enter__(self) -> "Slurm":
-        host, sockets = socket.gethostname().split(".")[0], [socket.socket() for _ in range(self.nodes + 1)]
-        for each in sockets:  # all open at the same time, so that no port comes twice
-            each.bind(("127.0.0.1", 0))
-        ports = [each.getsockname()[1] for each in sockets]
-        for each in sockets:
-            each.close()
+        host, ports = socket.gethostname().split(".")[0], _free_ports(self.nodes + 1)
         names = [f"n{number}" for number in range(1, self.nodes + 1)]
         nodes = [
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=4000 State=UNKNOWN"
@@ -110,11 +111,11 @@ class Slurm:
         return self
 
     def __exit__(self, *_) -> None:
-        """End all jobs and daemons, whatever state they are in; jobs and what became of them are not waited for."""
+        """End all daemons and jobs at once."""
         for daemon in self.daemons:
             daemon.terminate()
-        for _ in range(3):  # what ends may have begun something else
-            for pid in self._ours():
+        for _ in range(3):  # a process that ends may have started another one
+            for pid in self._processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.1)
@@ -122,8 +123,8 @@ class Slurm:
             daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _ours(self) -> list[int]:
-        """Return the processes of this Slurm: its daemons, and jobs with all that they have started."""
+    def _processes(self) -> list[int]:
+        """Return the processes of this Slurm: its daemons, and its jobs with everything that they have started."""
         found, mark = [], str(self.folder)
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
@@ -134,7 +135,7 @@ class Slurm:
         return [pid for pid in found if pid != os.getpid()]
 
     def _start(self, daemon: str, *arguments: str) -> None:
-        """Start a daemon that the kernel ends with this process, should that die without a word."""
+        """Start a daemon that the kernel ends when this process dies."""
         command = ["setpriv", "--pdeathsig", "TERM", daemon, "-D", *arguments]
         quiet = subprocess.DEVNULL
         self.daemons.append(
@@ -156,14 +157,14 @@ class Slurm:
         return done.stdout.strip()
 
     def job(self, job: str) -> dict[str, str]:
-        """Return what Slurm knows of a job: JobState, Restarts, ExitCode, …"""
+        """Return Slurm's record of a job: JobState, Restarts, ExitCode, …"""
         words = self("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 def main(command: list[str]) -> int:
-    if fault := missing():
-        print(fault, file=sys.stderr)
+    if reason := missing():
+        print(f"error: {reason}", file=sys.stderr)
         return 2
     with Slurm() as slurm:
         return subprocess.run(command or ["bash"], env=slurm.env, check=False).returncode

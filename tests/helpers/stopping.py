@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from src.checkpointing import format
+from src.checkpointing import checkpoint_list
 from src.runtime import run_status
 from src.storage import atomic_folder
 from tests.helpers import kit
@@ -36,10 +36,10 @@ def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
 
 def check_saved(folder: Path) -> int:
     """Assert that the run has stopped and that every logged step is saved; return the step."""
-    newest = format.newest_intact(folder)
+    newest = checkpoint_list.newest_intact(folder)
     assert newest
     assert atomic_folder.verify(newest) == []
-    step = format.step_of(newest)
+    step = checkpoint_list.step_of(newest)
     assert step == kit.last_step(folder)
     status = run_status.read_status(folder)
     assert (status["status"], status["step"], status["exit_code"]) == ("stopped", step, 75)

@@ -1,0 +1,108 @@
+"""Jobs for tests/distributed/test_slurm.py: a project to submit from, real launchers or a fake one, states of a job."""
+
+import re
+import sys
+import time
+from pathlib import Path
+
+from src.checkpointing.checkpoint_list import newest_intact, step_of
+from src.storage import atomic_folder
+from tests.helpers import kit
+from tests.helpers.local_slurm import Slurm
+
+SCRIPTS = sorted((kit.REPOSITORY / "slurm").glob("*.sbatch"))
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+# A fake `accelerate`: runs the code in the file `behavior` of the run folder, or prints its arguments.
+FAKE_ACCELERATE = f"""#!{sys.executable} -IS
+import os, signal, sys, time
+OUT, ENV = os.environ["OUT"], os.environ
+
+def end(code, step=1):
+    os.makedirs(f"{{OUT}}/checkpoints/step_{{step:08d}}", exist_ok=True)
+    with open(f"{{OUT}}/status.json", "w") as file:
+        file.write('{{"status": "fake run", "step": %d, "exit_code": %d, "reason": ""}}' % (step, code))
+    sys.exit(min(code, 1))
+
+if os.path.exists(f"{{OUT}}/behavior"):
+    exec(open(f"{{OUT}}/behavior").read())
+else:
+    print("node", ENV["SLURM_NODEID"], "of", ENV["HEAD"], *sys.argv[1:])
+"""
+# Waits for a signal and ends as a stopped run; completes after a requeue.
+WAIT_FOR_SIGNAL = """
+if "SLURM_RESTART_COUNT" in ENV:
+    end(0)
+for number in (signal.SIGTERM, signal.SIGUSR1):
+    signal.signal(number, lambda *_: end(75))
+print("waiting", flush=True)
+time.sleep(120)
+"""
+
+
+def make_project(folder: Path, remove: str = "", replace: tuple[str, str] = ("", "")) -> Path:
+    """Return a folder to submit from: this project without .venv, with its slurm files changed for a mutant."""
+    folder.mkdir(parents=True)
+    for name in ("train.py", "src", "accelerate_configs"):
+        (folder / name).symlink_to(kit.REPOSITORY / name)
+    (folder / "slurm").mkdir()
+    old, new = (remove, ":") if remove else replace
+    for script in SCRIPTS:
+        text = script.read_text()
+        assert old in text or script.name != "train.sbatch"
+        (folder / "slurm" / script.name).write_text(text.replace(old, new) if old else text)
+    kit.write_yaml(folder / "x.yaml", {})
+    return folder
+
+
+class Job:
+    """A job, submitted from a folder; `fake` is the behavior of a fake launcher ("": print its arguments)."""
+
+    def __init__(self, slurm: Slurm, folder: Path, *command, fake: str | None = None, task: int | None = None, **env):
+        self.slurm, self.output = slurm, folder / "output.txt"
+        self.step = 0  # at which it was last signaled
+        self.folder = folder / "run" if task is None else folder / f"run_seed{task}"
+        path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
+        if fake is not None:
+            (folder / "bin").mkdir(exist_ok=True)
+            (folder / "bin" / "accelerate").write_text(FAKE_ACCELERATE)
+            (folder / "bin" / "accelerate").chmod(0o755)
+            path = f"{folder / 'bin'}:{path}"
+        if fake:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / "behavior").write_text(fake)
+        sbatch = ["sbatch", "--parsable", "--output", self.output, *command]
+        self.id = slurm(*sbatch, env={"PATH": path, "OUT": str(folder / "run")} | env, cwd=folder)
+        self.id += "" if task is None else f"_{task}"
+
+    def text(self) -> str:
+        return self.output.read_text() if self.output.exists() else ""
+
+    def state(self) -> tuple[str, int, str]:
+        """Return (state, requeues, exit code)."""
+        job = self.slurm.job(self.id)
+        return job["JobState"], int(job["Restarts"]), job["ExitCode"].split(":")[0]
+
+    def until(self, condition, timeout: float = 120) -> None:
+        """Return when `condition` is true or the job has ended; asks Slurm rarely, because that slows the other jobs."""
+        kit.until(lambda: condition() or (time.sleep(0.3) or self.state()[0] in ENDED), timeout)
+
+    def end(self, timeout: float = 120) -> tuple[str, int, str]:
+        """Return the final state."""
+        self.until(lambda: False, timeout)
+        return self.state()
+
+    def until_step(self, step: int, timeout: float = 120) -> int:
+        """Return the step of the run when it has reached `step`."""
+        ended = lambda: "exit code" in self.text().split("start ")[-1]  # noqa: E731
+        kit.until(lambda: kit.last_step(self.folder) >= step or ended(), timeout)
+        assert kit.last_step(self.folder) >= step, self.text()
+        return kit.last_step(self.folder)
+
+    def was_requeued(self, requeues: int, step: int, timeout: float = 60) -> bool:
+        """Return whether it has started again after it had stopped in order, with everything up to `step` saved."""
+        starts = lambda: re.split(r"start \d+: .*\n", self.text())[1:]  # noqa: E731
+        self.until(lambda: len(starts()) > requeues, timeout)
+        if len(starts()) != requeues + 1 or f"{self.folder}: stopped, step" not in starts()[requeues - 1]:
+            return False
+        newest = newest_intact(self.folder)
+        return not atomic_folder.verify(newest) and step_of(newest) >= step
