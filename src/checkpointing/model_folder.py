@@ -14,6 +14,7 @@ from safetensors import safe_open
 from src.checkpointing.sharded import file_name
 from src.config.redact import publishable, redact_all
 from src.config.schema import RunConfig
+from src.runtime import private_apis
 from src.training.step import ModelWithLoss
 
 RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, without credentials
@@ -46,7 +47,7 @@ def write_model(
 def _write_shard(model: torch.nn.Module, folder: Path, tensors: dict, rank: int, world: int) -> None:
     """Write one rank's tensors as model-RANK-of-WORLD.safetensors, and the configuration files on rank 0."""
     inner, has_tensors = folder / "model", bool(tensors)
-    model.should_save_on_this_rank = lambda is_main_process: True  # transformers would write on rank 0 only
+    private_apis.save_on_every_rank(model)
     model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
     if has_tensors:  # none if there are more ranks than layers
         (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))

@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import is_partial
+from src.runtime import private_apis
 from src.storage import atomic_folder
 
 
@@ -138,16 +139,14 @@ class TensorReader:
     def like(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
         """Return a tensor, sharded as `parameter` is if it has its shape: each process reads its own rows only."""
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         rows = self._rows(name)
         if not is_partial(parameter) or self.shape(name) != tuple(parameter.shape):
             return self.whole(name)
-        mesh, placements = parameter.device_mesh, parameter.placements
-        shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
-        own = parameter.to_local()
-        place = tuple(slice(begin, begin + size) for begin, size in zip(offset, shape, strict=True))
-        local = rows[place].clone() if all(shape) else torch.empty(shape, dtype=own.dtype)
+        mesh, placements, own = parameter.device_mesh, parameter.placements, parameter.to_local()
+        slices = private_apis.local_slices(parameter)
+        shape = [part.stop - part.start for part in slices]
+        local = rows[slices].clone() if all(shape) else torch.empty(shape, dtype=own.dtype)
         self.mapped += local.nbytes
         return DTensor.from_local(
             local.to(own.device), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()

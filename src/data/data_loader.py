@@ -20,6 +20,7 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, derive_seed, training_order
 from src.distributed.stop_signals import ignore_signals
 from src.distributed.strategies import Strategy
+from src.runtime import private_apis
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
@@ -187,7 +188,7 @@ def _explain_worker_failures(
 
 def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int) -> str:
     """Return what happened to the loader processes and what they were reading."""
-    processes = getattr(items, "_workers", [])
+    processes = private_apis.loader_processes(items)
     dead = [number for number, process in enumerate(processes) if not process.is_alive()]
     what = f"did not answer for {timeout} s (dataloader_timeout)"
     if dead:

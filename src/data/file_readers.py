@@ -13,6 +13,7 @@ from functools import cache
 from itertools import count
 
 from src.config.errors import UsageError
+from src.runtime import private_apis
 
 DIALECT = ("header", "names", "index_col", "usecols", "converters", "skipinitialspace", "skiprows", "nrows", "quoting")
 DIALECT += (
@@ -38,8 +39,7 @@ def install() -> None:
 
     for module, kind, tables in ((csv_module, "Csv", _csv_tables), (text_module, "Text", _text_tables)):
         builder = getattr(module, kind)
-        if not hasattr(builder, "lenient_tables"):
-            builder.lenient_tables, builder._generate_tables = builder._generate_tables, tables
+        private_apis.replace_table_reader(builder, tables)
     csv.field_size_limit(sys.maxsize)
 
 
@@ -70,7 +70,10 @@ def _csv_tables(self, base_files, files_iterables):
         for file in files:
             with getattr(module, "open", open)(file, "rb") as raw:  # theirs reads URLs, too
                 for number, frame in enumerate(_frames(file, raw, config)):
-                    yield Key(shard, number), self._cast_table(pa.Table.from_pandas(frame, preserve_index=False))
+                    yield (
+                        Key(shard, number),
+                        private_apis.cast_table(self, pa.Table.from_pandas(frame, preserve_index=False)),
+                    )
 
 
 def _frames(file: str, raw, config) -> Iterator:
@@ -152,7 +155,7 @@ def _text_tables(self, base_files, files_iterables):
                         _refuse_nul(file, line, content)
                     first += len(lines)
                     table = pa.Table.from_arrays([pa.array([line.rstrip("\n") for line in lines])], names=names)
-                    yield Key(shard, number), self._cast_table(table)
+                    yield Key(shard, number), private_apis.cast_table(self, table)
 
 
 def _refuse_nul(file: str, number: int, line: str) -> None:

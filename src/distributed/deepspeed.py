@@ -13,6 +13,7 @@ from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
 from src.distributed.strategies import Strategy
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -39,7 +40,7 @@ class DeepSpeed(Strategy):
         if self.accelerator.mixed_precision != "no":  # DeepSpeed has copied the masters from weights it had rounded
             for name, parameter in model_with_loss.named_parameters():
                 if name in originals:
-                    self._set_shard(parameter, originals[name])
+                    private_apis.set_shard(parameter, originals[name])
         return self.engine, self.engine.optimizer
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
@@ -75,7 +76,7 @@ class DeepSpeed(Strategy):
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer's state, flat, by "key/parameter name"."""
-        self._link_moments()
+        private_apis.link_moments(self.engine.optimizer)
         found: dict[str, Any] = {}
         states = list(self.engine.optimizer.optimizer.state.values())
         for key, value in states[0].items() if states else ():
@@ -92,7 +93,7 @@ class DeepSpeed(Strategy):
             key, name = path.split("/", 1)
             value = reader.whole(path)
             if value.dim():
-                self._set_shard(trained[name], value, key)
+                private_apis.set_shard(trained[name], value, key)
             else:
                 for state in states.values():
                     state[key] = value.clone()
@@ -103,28 +104,10 @@ class DeepSpeed(Strategy):
     def _allocate_moments(self, keys: Iterable[str]) -> None:
         """Give the optimizer moments of zero, which it would make only in its first step."""
         zero = self.engine.optimizer
-        for flat in getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups:
+        for flat in private_apis.flat_weights(zero):
             for key in keys:
                 zero.optimizer.state[flat][key] = torch.zeros_like(flat)
-        self._link_moments()
-
-    def _link_moments(self) -> None:
-        """Connect parameters with their moments: ZeRO-1 and 2 do so after the first group's first step, when others have none."""
-        zero = self.engine.optimizer
-        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
-            zero._hp_optimizer_states_linked = False
-            zero._lazy_init_hp_params_optimizer_state()
-
-    def _set_shard(self, parameter: torch.nn.Parameter, full: torch.Tensor, key: str | None = None) -> None:
-        """Copy this rank's shard of a full weight, or of its moment `key`, into the optimizer."""
-        if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2
-            parameter.set_full_hp_param(full, key)
-            return
-        count, rank = parameter.partition_numel(), torch.distributed.get_rank()
-        mine = full.flatten()[count * rank : count * (rank + 1)]
-        shard = torch.zeros(count, dtype=torch.float32)  # the last shards are padded
-        shard[: len(mine)] = mine
-        parameter._z3_optimizer.set_local_hp_param(shard, parameter, key)
+        private_apis.link_moments(self.engine.optimizer)
 
 
 def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:

@@ -115,17 +115,19 @@ class FSDP2(Strategy):
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
         """Give every process the main process's saved buffers, because accelerate 1.15 sends only those that are not saved."""
         saved = []
-        for module in model_with_loss.modules() if self.main_process_builds else ():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    saved.append((module, name))
+        if self.main_process_builds:
+            keys = model_with_loss.state_dict().keys()
+            names = [name for name, _ in model_with_loss.named_buffers(remove_duplicate=False) if name in keys]
+            saved = [
+                (model_with_loss.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)
+            ]
         for module, name in saved:
-            module._buffers[name] = module._buffers[name].to(self.accelerator.device)
-            torch.distributed.broadcast(module._buffers[name], 0)
-            module._non_persistent_buffers_set.add(name)
+            buffer = getattr(module, name).to(self.accelerator.device)
+            torch.distributed.broadcast(buffer, 0)
+            module.register_buffer(name, buffer, persistent=False)
         yield
         for module, name in saved:
-            module._non_persistent_buffers_set.discard(name)
+            module.register_buffer(name, getattr(module, name), persistent=True)
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.schema import RunConfig
 from src.distributed import stop_signals, strategy_checks
-from src.runtime import console
+from src.runtime import console, private_apis
 from src.runtime.exit_codes import run_exit_hooks
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
         "rank": int(os.environ["RANK"]),
         "world_size": world_size,
     }
-    settings.to_kwargs = lambda: arguments  # there is no field for a store; accelerate passes on what this returns
+    private_apis.set_process_group_arguments(settings, arguments)
     return settings
 
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from src.runtime.private_apis import CHECKPOINT_WRAPPER_PREFIX
+
 
 class ShardedTensorRef(NamedTuple):
     """A tensor that DeepSpeed has sharded in a way that torch does not know."""
@@ -30,4 +32,4 @@ def gather_full(value: Any) -> torch.Tensor:
 
 def plain_name(name: str) -> str:
     """Return the name of a parameter without the prefix that activation checkpointing inserts."""
-    return name.replace("_checkpoint_wrapped_module.", "")
+    return name.replace(CHECKPOINT_WRAPPER_PREFIX, "")

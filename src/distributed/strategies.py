@@ -15,6 +15,7 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import strategy_checks, tensor_parallel
 from src.distributed.sharded_tensors import is_partial, plain_name
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -145,7 +146,7 @@ class Strategy:
             optimizer.step()  # the scaler checks the gradients itself, and waits for the device
             skipped = torch.tensor(self.accelerator.optimizer_step_was_skipped)
         elif optimizer.defaults.get("fused") and not first_momentum:  # torch would leave a first momentum uninitialized
-            optimizer.found_inf = skipped.float()
+            private_apis.skip_update_on_device(optimizer, skipped)
             optimizer.step()
         elif not skipped:
             optimizer.step()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from src.config.errors import UsageError
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -50,15 +51,7 @@ def split_layers(accelerator: "Accelerator", model: torch.nn.Module) -> None:
         raise UsageError(f"tp_size is {count}: set {', '.join(dropouts)} of the model to 0")
     mesh = accelerator.torch_device_mesh["tp"]
     parallelize_module(model.base_model, mesh, {name: styles[style]() for name, style in plan.items()})
-
-    def mark_as_parallel(*objects):
-        """Replace accelerate 1.15's preparation, which imports a class that transformers has up to 5.0 only."""
-        for item in objects:
-            if isinstance(item, torch.nn.Module):
-                item.tp_size = count  # accelerate refuses a model without it
-        return objects
-
-    accelerator._prepare_tp = mark_as_parallel
+    private_apis.skip_tensor_parallel_preparation(accelerator, count)
 
 
 def split_by_sharding(group: dict) -> list[dict]:
@@ -87,5 +80,5 @@ def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Ten
     total = torch.stack(squares).sum()
     dist.all_reduce(total)
     norm = (total / dist.get_world_size()).sqrt()
-    torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    private_apis.multiply_all_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

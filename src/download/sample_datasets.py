@@ -142,7 +142,7 @@ def _functions(target: Path) -> None:
 
 def _train_tokenizer(texts: list[str], target: Path) -> None:
     """Train a byte-level BPE tokenizer and save it as transformers expects it."""
-    from tokenizers import ByteLevelBPETokenizer
+    from tokenizers import ByteLevelBPETokenizer, Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
@@ -151,5 +151,7 @@ def _train_tokenizer(texts: list[str], target: Path) -> None:
     model.train_from_iterator(
         texts, vocab_size=VOCABULARY, min_frequency=2, special_tokens=special, show_progress=False
     )
-    fast = PreTrainedTokenizerFast(tokenizer_object=model._tokenizer, eos_token=special[0], pad_token=special[1])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(model.to_str()), eos_token=special[0], pad_token=special[1]
+    )
     fast.save_pretrained(target)

@@ -8,8 +8,9 @@ from functools import lru_cache
 import torch
 import torch.nn.functional as F
 
-from src.models.attention_masks import known_masks
 from src.models.losses import chunk_rows
+from src.runtime import private_apis
+from src.runtime.private_apis import known_masks
 
 
 def activation_bytes(
@@ -53,14 +54,14 @@ class _FlashAttention(torch.autograd.Function):
 
 def saved_bytes(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
     """Return (bytes that autograd saves of a forward pass, bytes of one layer's input), from a run on fake tensors."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     decoder = getattr(model, "base_model", model)
     saved = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        saved[storage._cdata] = storage.nbytes(), tensor  # the tensor keeps the address from being used again
+        saved[private_apis.storage_id(tensor)] = (
+            tensor.untyped_storage().nbytes(),
+            tensor,
+        )  # the tensor keeps the address from being used again
         return tensor
 
     def fake(value: torch.Tensor) -> torch.Tensor:
@@ -70,10 +71,10 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, dtype: torch.dty
     attention = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _FlashAttention.apply(q, k, v)
     try:
-        with FakeTensorMode():
+        with private_apis.fake_tensors():
             weights = {name: fake(value) for name, value in decoder.named_parameters()}
             weights |= {name: fake(value) for name, value in decoder.named_buffers()}
-            own = {value.untyped_storage()._cdata for value in weights.values()}
+            own = {private_apis.storage_id(value) for value in weights.values()}
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long), "use_cache": False}
             hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
             with hooks, known_masks(packed=False), torch.autocast("cpu", dtype, enabled=autocast):

@@ -80,9 +80,8 @@ def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) ->
     with init_empty_weights(include_buffers=False):
         model = auto_class.from_config(config, **options)
     for module in model.modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                memory = torch.empty(value.shape, dtype=value.dtype)
-                module._parameters[name] = torch.nn.Parameter(memory, requires_grad=value.requires_grad)
+        for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            memory = torch.empty(value.shape, dtype=value.dtype)
+            setattr(module, name, torch.nn.Parameter(memory, requires_grad=value.requires_grad))
     model.tie_weights()
     return model

@@ -7,6 +7,7 @@ import torch
 
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
+from src.runtime import private_apis
 
 
 def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.device) -> torch.nn.Module:
@@ -31,7 +32,7 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers that a model repeats, which share the code compiled for the first one; else the model."""
-    names = set(getattr(model, "_no_split_modules", None) or [])
+    names = private_apis.layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names] or [model]
 
 
@@ -45,14 +46,12 @@ class CompileCounter:
         """Return the number of graphs for a train line; nothing without `compile`."""
         if not self.enabled:
             return {}
-        from torch._dynamo import config, utils
-
-        count = utils.counters["stats"]["unique_graphs"]
-        if count >= config.recompile_limit and not self.warned:
+        count, limit = private_apis.compiled_graphs()
+        if count >= limit and not self.warned:
             self.warned = True
             warn(
                 f"torch.compile has compiled {count} graphs, because shapes or types differ between micro-batches; after "
-                f"{config.recompile_limit} graphs of one layer it runs the rest uncompiled: give --packing true or "
+                f"{limit} graphs of one layer it runs the rest uncompiled: give --packing true or "
                 "--pad_to_multiple_of 64"
             )
         return {"graphs": count}

@@ -13,6 +13,7 @@ from src.config.safe_values import plain_name
 from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
 from src.models.model_files import model_folder, reason
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -133,7 +134,7 @@ def check_fit(
 ) -> int:
     """Return the largest length of a row; raise UsageError if task, tokenizer, model and max_length do not fit together."""
     source = cfg.model_name_or_path or cfg.model_config
-    if type(config) not in auto_class._model_mapping and not getattr(config, "auto_map", None):
+    if not private_apis.has_model_class(auto_class, config) and not getattr(config, "auto_map", None):
         raise UsageError(
             f"{source}: transformers has no {auto_class.__name__} of model_type {config.model_type}: give another "
             f"model, or another --task than {cfg.task}"

@@ -11,6 +11,7 @@ import torch
 
 from src.config.schema import RunConfig
 from src.models.activation_memory import activation_bytes
+from src.runtime import private_apis
 
 LOW_PRECISION = ("bf16", "fp16", "fp8")
 DEEPSPEED_BUCKET = 5e8  # elements of gradients reduced at a time, its default
@@ -90,7 +91,7 @@ def count_parameters(model: torch.nn.Module) -> ModelSize:
             trained += size * parameter.requires_grad
         return total, trained
 
-    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    kinds = private_apis.layer_class_names(model)
     layers = [m for m in model.modules() if any(kind.__name__ in kinds for kind in type(m).__mro__)]
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
     table = getattr(model, "get_input_embeddings", lambda: None)()

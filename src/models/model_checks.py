@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from src.config.errors import UsageError
-from src.models.attention_masks import known_masks
+from src.runtime.private_apis import known_masks
 
 
 @contextmanager

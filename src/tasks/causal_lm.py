@@ -16,13 +16,13 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.models.attention_masks import known_masks
 from src.models.build_model import build_model
 from src.models.load_config import check_fit, load_config
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.text_sample import sample_text
+from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
 from src.text.chat import read_template

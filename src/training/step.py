@@ -15,6 +15,7 @@ from src.data.data_loader import seed_everything
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
+from src.runtime import private_apis
 from src.tasks import Task
 from src.training.state import DeviceFlag, Window
 
@@ -27,7 +28,7 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
         self.model, self.task = model, task
-        self._no_split_modules = getattr(model, "_no_split_modules", None)  # the units that FSDP2 shards
+        private_apis.copy_layer_class_names(model, self)
 
     def tie_weights(self) -> None:
         """Tie weights again: accelerate shards a copy of the model on torch's meta device, where they are untied."""

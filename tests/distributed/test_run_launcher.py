@@ -143,7 +143,7 @@ def test_ctrl_c_under_make_on_two_processes(endless, tmp_path):
     assert "Error 75" in terminal.text
     assert not (tmp_path / "own").exists()
     threads = max(1, psutil.cpu_count(logical=False) // 2)
-    assert f"{threads} thread{'s' * (threads > 1)} a rank" in (folder / "environment.json").read_text()
+    assert f"{threads} thread{'s' * (threads > 1)} per rank" in (folder / "environment.json").read_text()
 
 
 @pytest.mark.parametrize("how", ["make", "python"])

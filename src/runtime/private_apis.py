@@ -1,0 +1,201 @@
+"""Private and undocumented APIs of libraries: every use in src/ is a function here, with version, reason and test.
+
+After an upgrade run the tests named here; each of them fails if its API has changed. tests/runtime/test_private_apis.py
+keeps the rest of src/ free of private names.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # torch is slow to import
+    from multiprocessing.process import BaseProcess
+
+    import torch
+
+# ---- torch 2.13 ----------------------------------------------------------------------------------------------------------
+
+# Inserted into parameter names by activation checkpointing of FSDP2. Test: tests/checkpointing/test_sharded.py.
+CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+
+
+def skip_update_on_device(optimizer: "torch.optim.Optimizer", skip: "torch.Tensor") -> None:
+    """Let a fused optimizer skip its next update if `skip` is true; otherwise the host would have to wait for the device.
+
+    The gradient scaler passes the decision to fused kernels in this attribute. Test: tests/training/test_step.py."""
+    optimizer.found_inf = skip.float()
+
+
+def multiply_all_(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None:
+    """Multiply all tensors in place by one kernel; the public functions take no shards of several meshes together.
+
+    Test: tests/distributed/test_tensor_parallel.py."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
+
+
+def local_slices(sharded: "torch.Tensor") -> tuple[slice, ...]:
+    """Return which part of a DTensor this rank holds, so that it reads only that from a file.
+
+    Test: tests/distributed/test_fsdp2.py."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def loader_processes(batches: Iterator) -> "list[BaseProcess]":
+    """Return the processes of a DataLoader's iterator, to report which one died. Test: tests/data/test_data_loader.py."""
+    return getattr(batches, "_workers", [])
+
+
+def compiled_graphs() -> tuple[int, int]:
+    """Return how many graphs torch.compile has made so far, and after how many of one function it gives up.
+
+    Test: tests/models/test_compile_and_recompute.py."""
+    from torch._dynamo import config, utils
+
+    return utils.counters["stats"]["unique_graphs"], config.recompile_limit
+
+
+def fake_tensors():
+    """Return a context in which tensors have shapes but no memory. Test: tests/models/test_memory_estimate.py."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def storage_id(tensor: "torch.Tensor") -> int:
+    """Return the identity of a tensor's memory, also of a fake one, whose address is 0.
+
+    Test: tests/models/test_memory_estimate.py."""
+    return tensor.untyped_storage()._cdata
+
+
+# ---- transformers 5.23 ---------------------------------------------------------------------------------------------------
+
+
+def layer_class_names(model: "torch.nn.Module") -> set[str]:
+    """Return the class names of the layers that a model repeats: units to shard, compile and count.
+
+    Tests: tests/distributed/test_fsdp2.py and tests/models/test_compile_and_recompute.py."""
+    return set(getattr(model, "_no_split_modules", None) or ())
+
+
+def copy_layer_class_names(model: "torch.nn.Module", wrapper: "torch.nn.Module") -> None:
+    """Give a wrapper the layer names of its model, which accelerate shards by. Test: tests/distributed/test_fsdp2.py."""
+    wrapper._no_split_modules = getattr(model, "_no_split_modules", None)
+
+
+def has_model_class(auto_class: type, config: Any) -> bool:
+    """Return whether an auto class such as AutoModelForCausalLM has a model for this configuration.
+
+    Test: tests/models/test_loading.py."""
+    return type(config) in auto_class._model_mapping
+
+
+def save_on_every_rank(model: "torch.nn.Module") -> None:
+    """Let `save_pretrained` write on every rank, not on rank 0 only. Test: tests/distributed/test_fsdp2.py."""
+    model.should_save_on_this_rank = lambda is_main_process: True
+
+
+@contextmanager
+def known_masks(packed: bool) -> Iterator[None]:
+    """Tell transformers whether rows are packed or padded, so that it does not read this from the device.
+
+    It asks `mask.all()` in every forward pass, and the host waits for all queued work. In a version without these functions
+    only the wait remains. Tests: tests/training/test_step.py and tests/tasks/test_causal_lm.py."""
+    import torch
+    from transformers import masking_utils
+
+    def find_packed_sequence_indices(position_ids):
+        if not packed:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+
+    def ignore_mask(padding_mask, kv_length, local_attention_size=None):
+        return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
+
+    ours = {
+        "find_packed_sequence_indices": find_packed_sequence_indices,
+        "_ignore_bidirectional_mask_sdpa": ignore_mask,
+    }
+    original = {name: getattr(masking_utils, name) for name in ours if hasattr(masking_utils, name)}
+    try:
+        vars(masking_utils).update({name: ours[name] for name in original})
+        yield
+    finally:
+        vars(masking_utils).update(original)
+
+
+# ---- accelerate 1.15 -----------------------------------------------------------------------------------------------------
+
+
+def set_process_group_arguments(settings: Any, arguments: dict) -> None:
+    """Let accelerate pass these arguments to init_process_group: InitProcessGroupKwargs has no field for a store.
+
+    Test: tests/distributed/test_stop_signals.py (torchrun with restarts)."""
+    settings.to_kwargs = lambda: arguments
+
+
+def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
+    """Let `prepare` leave a model with sharded layers as it is: accelerate imports a class that transformers 5.1 removed.
+
+    Test: tests/distributed/test_tensor_parallel.py."""
+    import torch
+
+    def mark_as_parallel(*objects):
+        for item in objects:
+            if isinstance(item, torch.nn.Module):
+                item.tp_size = tp_size  # accelerate refuses a model without it
+        return objects
+
+    accelerator._prepare_tp = mark_as_parallel
+
+
+# ---- datasets 5.2 --------------------------------------------------------------------------------------------------------
+
+
+def replace_table_reader(builder: type, read_tables: Callable) -> None:
+    """Let a builder of `datasets` read its files with `read_tables`; its own reader stays available as `lenient_tables`.
+
+    Test: tests/data/test_file_readers.py."""
+    if not hasattr(builder, "lenient_tables"):
+        builder.lenient_tables, builder._generate_tables = builder._generate_tables, read_tables
+
+
+def cast_table(builder: Any, table: Any) -> Any:
+    """Return a table with the features that the builder was asked for. Test: tests/data/test_file_readers.py."""
+    return builder._cast_table(table)
+
+
+# ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -----------------------------------------------------------------
+
+
+def flat_weights(zero_optimizer: Any) -> "list[torch.Tensor]":
+    """Return the flat float32 tensors that the base optimizer updates."""
+    return (
+        getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
+    )
+
+
+def link_moments(zero_optimizer: Any) -> None:
+    """Connect parameters with their moments: ZeRO-1 and 2 do so after the first group's first step, when others have none."""
+    if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
+        zero_optimizer._hp_optimizer_states_linked = False
+        zero_optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def set_shard(parameter: "torch.nn.Parameter", full: "torch.Tensor", key: str | None = None) -> None:
+    """Copy this rank's shard of a full weight, or of its moment `key`, into the optimizer."""
+    import torch
+
+    if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2
+        parameter.set_full_hp_param(full, key)
+        return
+    count, rank = parameter.partition_numel(), torch.distributed.get_rank()
+    mine = full.flatten()[count * rank : count * (rank + 1)]
+    shard = torch.zeros(count, dtype=torch.float32)  # the last shards are padded
+    shard[: len(mine)] = mine
+    parameter._z3_optimizer.set_local_hp_param(shard, parameter, key)

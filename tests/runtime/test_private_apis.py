@@ -1,0 +1,42 @@
+"""No file of src/ but private_apis.py uses a private name of a library."""
+
+import ast
+
+import pytest
+
+from tests.helpers import kit
+
+FILES = sorted((kit.REPOSITORY / "src").rglob("*.py")) + [kit.REPOSITORY / name for name in ("train.py", "eval.py")]
+NOT_PRIVATE = ("os._exit", "._replace")  # documented, in spite of their names
+
+
+def is_private(name: object) -> bool:
+    return isinstance(name, str) and name.startswith("_") and not name.startswith("__")
+
+
+def private_names(source: str) -> list[str]:
+    """Return private attributes of anything but self, and imports of private names or modules."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in ("self", "cls"):
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("src"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [name for name in names if is_private(name)]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            found += [arg.value for arg in node.args[1:2] if isinstance(arg, ast.Constant) and is_private(arg.value)]
+    return [name for name in found if not name.endswith(NOT_PRIVATE)]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(kit.REPOSITORY)))
+def test_no_private_names(path):
+    names = private_names(path.read_text())
+    assert bool(names) == (path.name == "private_apis.py"), names
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    ["model._no_split_modules", "from torch._dynamo import utils", "getattr(batches, '_workers', [])", "a.b._c = 1"],
+)
+def test_mutant_private_name_is_caught(mutant):
+    assert private_names(mutant)
