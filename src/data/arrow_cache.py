@@ -1,176 +1,233 @@
-"""Convert raw files to Arrow once per disk, and open them memory-mapped.
+"""Raw rows as Arrow files: converted once per disk by `datasets`, checked and opened memory-mapped.
 
+A record per group of files (raw/KEY.json, written last) names the Arrow files in the cache of `datasets` and their sizes.
 Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
 """
 
+import errno
 import hashlib
 import json
 import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import file_readers
-from src.data.arrow_columns import quoted
-from src.data.file_errors import describe_file_error
-from src.data.sources import NO_ROOM, Source
+from src.data.arrow_columns import has_quoted_text
+from src.data.dataset_folder import refuse_files_outside, unread_files
+from src.data.file_errors import describe_file_error, explain_read_error
+from src.data.row_errors import locate_row
+from src.data.sources import Source
 from src.download.cache_folder import cache_root
 from src.storage.shared_work import SharedWork, write_atomic
 
-MANY = 256  # files, above which they are converted to Arrow in groups
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+MANY = 256  # with more files than this, one process converts a group of them at a time
 GROUP = 64 << 20  # bytes of files in a group
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-def load_raw_rows(source: Source, cfg: RunConfig, split: str, work: SharedWork):
-    """Return the raw rows as a memory-mapped `datasets.Dataset`, converted to Arrow by one process of those that see the
-    disk, or None where a named data set has no such split."""
+@dataclass(frozen=True)
+class RawRows:
+    """The raw rows of a split, memory-mapped, and the files that hold them in this order."""
+
+    source: Source
+    rows: "Dataset"
+    files: tuple[str, ...]
+    unread: tuple[str, ...] = ()  # files of a folder that look like data and are in no split
+
+    def describe_row(self, row: int) -> str:
+        """Return file and line of a row, as far as they are found, and its number in the split."""
+        found = locate_row(self.files, row)
+        return (f"{found}: " if found else "") + f"{self.source.split} data, row {row}"
+
+
+def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows | None:
+    """Return the raw rows of a source, or None where a named dataset has no such split."""
+    if source.saved_to_disk:
+        rows = _load_from_disk(source)
+        return RawRows(source, rows, _arrow_files(rows)) if rows is not None else None
     import datasets
 
-    if source.saved():
-        try:
-            loaded = datasets.load_from_disk(source.name)
-        except Exception as error:
-            raise UsageError(source.explain(error)) from error
-        loaded = loaded if isinstance(loaded, dict) else {"train": loaded}
-        return loaded.get(_chosen(split, loaded))
-    groups = _groups(source)
     file_readers.install()
-    about = (
-        source.builder,
-        source.name,
-        source.hub,
-        split,
-        datasets.__version__,
-        Path(file_readers.__file__).read_text(),
-    )
-    keys = [repr((source.stamps(group), *about)) for group in groups]
-    folder = cache_root(cfg) / "raw"
-    records = [folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json" for key in keys]
-    for record in records:
-        if record.exists() and not _whole(record):
-            with work.exclusive(record, f"reading {source}"):  # another process may have made it again by now
-                if not _whole(record):
-                    record.replace(record.with_suffix(".lost"))
-    work.run_all(records, lambda i: _convert(source, cfg, split, groups[i], records[i]), f"reading {source}")
-    known = [json.loads(record.read_text()) for record in records]
-    if known[0]["files"] is None:
+    groups = _groups(source)
+    paths = [_record_path(source, cfg, group) for group in groups]
+    for path in paths:
+        _invalidate_if_damaged(path, source, work)
+    work.run_all(paths, lambda i: _convert(source, cfg, groups[i], paths[i]), f"reading {source}")
+    records = [json.loads(path.read_text()) for path in paths]
+    if records[0]["files"] is None:
         return None
-    source.parts, source.unread = (known[0].get(key) or [] for key in ("parts", "unread"))
-    parts = [[datasets.Dataset.from_file(file) for file in one["files"]] for one in known]
-    for record, one, part in zip(records, known, parts, strict=True):
-        if (found := sum(map(len, part))) != one["rows"]:
-            record.replace(record.with_suffix(".lost"))
+    tables = [[datasets.Dataset.from_file(file) for file in record["files"]] for record in records]
+    for path, record, parts in zip(paths, records, tables, strict=True):
+        if (found := sum(map(len, parts))) != record["rows"]:
+            path.replace(path.with_suffix(".lost"))
             raise UsageError(
-                f"{source.field}: the cache of {source} has {found} rows, {one['rows']} were read: run again"
+                f"{source.field}: the cache of {source} has {found} rows, but {record['rows']} were read: run again"
             )
-    return _joined(source, groups, [(i, rows) for i, part in enumerate(parts) for rows in part])
+    rows = _concatenate(source, [(groups[i][:1], part) for i, parts in enumerate(tables) for part in parts])
+    files, unread = (tuple(records[0].get(key) or ()) for key in ("parts", "unread"))
+    return RawRows(source, rows, files or source.files, unread)
 
 
-def _groups(source: Source) -> list[list[str]]:
-    """Return the files in groups that one process converts at a time: each by itself, unless they are very many."""
+def _load_from_disk(source: Source):
+    import datasets
+
+    try:
+        loaded = datasets.load_from_disk(source.name)
+    except Exception as error:
+        raise UsageError(explain_read_error(source, error)) from error
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    return splits.get(_choose_split(source.split, splits))
+
+
+def _arrow_files(rows) -> tuple[str, ...]:
+    return tuple(file["filename"] for file in rows.cache_files)
+
+
+def _choose_split(split: str, names: Iterable[str]) -> str | None:
+    """Return which split of a named dataset is meant: for evaluation "test", where there is no "validation"."""
+    wanted = ("validation", "test") if split == "validation" else (split,)
+    return next((name for name in wanted if name in names), None)
+
+
+def _groups(source: Source) -> list[Sequence[str]]:
+    """Return the files in groups that one process converts at a time: one file each, unless there are very many."""
     if not source.builder:
         return [source.files]
     if len(source.files) <= MANY:
         return [[file] for file in source.files]
-    groups, size = [[]], 0
+    groups: list[list[str]] = [[]]
+    size = 0
     for file in source.files:
         if groups[-1] and size > GROUP:
-            groups, size = [*groups, []], 0
+            groups.append([])
+            size = 0
         groups[-1].append(file)
         size += os.path.getsize(file)
     return groups
 
 
-def _joined(source: Source, groups: list[list[str]], parts: list[tuple]):
-    """Return all rows as one data set; UsageError names two files whose columns do not go together."""
+def _record_path(source: Source, cfg: RunConfig, group: Sequence[str]) -> Path:
     import datasets
 
-    rows = [part for _, part in parts]
+    readers = Path(file_readers.__file__).read_text()
+    content = (source.builder, source.name, source.hub, source.split, datasets.__version__, readers)
+    key = hashlib.sha256(repr((source.file_keys(group), *content)).encode()).hexdigest()[:32]
+    return cache_root(cfg) / "raw" / f"{key}.json"
+
+
+def _invalidate_if_damaged(path: Path, source: Source, work: SharedWork) -> None:
+    """Rename a record to .lost if its Arrow files are missing or have other sizes: they are made again."""
+    if path.exists() and not _is_intact(path):
+        with work.exclusive(path, f"reading {source}"):  # another process may have made them again by now
+            if not _is_intact(path):
+                path.replace(path.with_suffix(".lost"))
+
+
+def _is_intact(path: Path) -> bool:
+    """Return whether the Arrow files that a record names exist with the sizes that were written."""
     try:
-        return datasets.concatenate_datasets(rows) if rows else datasets.Dataset.from_dict({})
-    except Exception as error:
-        for (j, one), (i, other) in combinations(parts, 2):  # a third may go with the first, and not with the second
-            try:
-                datasets.concatenate_datasets([one, other])
-            except Exception:
-                if found := describe_file_error(groups[i][0]):
-                    raise UsageError(found) from error
-                columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, one)]
-                raise UsageError(
-                    f"{source.field}: {groups[i][0]} has other columns ({columns[0]}) than {groups[j][0]} ({columns[1]})"
-                ) from error
-        raise
+        record = json.loads(path.read_text())
+        sizes = [os.path.getsize(file) for file in record["files"] or []]
+    except OSError:
+        return False
+    return sizes == record.get("bytes", sizes)
 
 
-def _convert(source: Source, cfg: RunConfig, split: str, group: list[str], record: Path) -> None:
-    """Convert raw rows to Arrow files in the cache of `datasets`, and write down which they are."""
-    import datasets
-
-    cache = str(cache_root(cfg)) if cfg.cache_dir else None
-    lost, parts, stamps = record.with_suffix(".lost"), [], source.stamps(group)
-    # `datasets` knows a file by its path and time alone, and not by how it was read: so its cache gets our name for the data.
-    ours = {"description": record.stem} if group else {}
-    mode = "reuse_cache_if_exists" if lost.exists() else None  # or `datasets` would take what is there, whole or not
+def _convert(source: Source, cfg: RunConfig, group: Sequence[str], path: Path) -> None:
+    """Convert raw rows to Arrow files in the cache of `datasets`, and write the record that names them."""
+    keys = source.file_keys(group)
+    lost = path.with_suffix(".lost")
+    options = {"cache_dir": str(cache_root(cfg)) if cfg.cache_dir else None}
+    if group:  # `datasets` knows a file by path and time only, not by how it was read: our key becomes part of its key
+        options["description"] = path.stem
+    # Without this mode `datasets` would use existing Arrow files, whether they are damaged or not.
+    mode = "reuse_cache_if_exists" if lost.exists() else None
     try:
         if source.builder:
-            rows = datasets.load_dataset(
-                source.builder, data_files={split: group}, split=split, cache_dir=cache, download_mode=mode, **ours
-            )
-            if (
-                source.builder == "json"
-                and quoted(rows)
-                and (found := next(filter(None, map(describe_file_error, group)), None))
-            ):
-                raise UsageError(found)
+            rows, found = _convert_files(source, group, mode, options), {}
         else:
-            config, revision, _ = source.hub
-            builder = datasets.load_dataset_builder(source.name, config, revision=revision, cache_dir=cache, **ours)
-            chosen = _chosen(split, list(builder.info.splits or builder.config.data_files or []))
-            if not chosen:
-                write_atomic(record, json.dumps({"files": None}))
-                return
-            parts = [str(file) for file in (builder.config.data_files or {}).get(chosen, [])] if source.files else []
-            source.check_folder(builder.config.data_files)
-            if cfg.streaming and not source.files:  # its other splits are not to be downloaded
-                if builder.config.data_files:  # or the files of other splits would be opened, too
-                    builder.config.data_files = {chosen: builder.config.data_files[chosen]}
-                coming = builder.as_streaming_dataset(split=chosen)
-                coming = coming.take(cfg.max_eval_examples) if cfg.max_eval_examples else coming
-                rows = datasets.Dataset.from_generator(coming.__iter__, features=coming.features, cache_dir=cache)
-            else:
-                builder.download_and_prepare(download_mode=mode)
-                rows = builder.as_dataset(split=chosen)
+            rows, found = _convert_named(source, cfg, mode, options)
     except UsageError:
         raise
     except Exception as error:
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        if isinstance(cause, OSError) and cause.errno in NO_ROOM:
-            raise cause from error  # the disk's fault, not that of the files
-        raise UsageError(source.explain(error, group)) from error
-    if changed := [file for file, was, now in zip(group, stamps, source.stamps(group), strict=True) if was != now]:
-        raise UsageError(f"{source.field}: {changed[0]} changed while it was read: start again when it is complete")
-    files = [file["filename"] for file in rows.cache_files]
-    sizes = [os.path.getsize(file) for file in files]
-    write_atomic(
-        record, json.dumps({"files": files, "rows": len(rows), "bytes": sizes, "parts": parts, "unread": source.unread})
-    )
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            raise cause from error  # the disk is the problem, not the files
+        raise UsageError(explain_read_error(source, error, group)) from error
+    if rows is None:
+        write_atomic(path, json.dumps({"files": None}))
+        return
+    for file, before, after in zip(group, keys, source.file_keys(group), strict=True):
+        if before != after:
+            raise UsageError(f"{source.field}: {file} changed while it was read: start again when it is complete")
+    files = _arrow_files(rows)
+    record = {"files": files, "rows": len(rows), "bytes": [os.path.getsize(file) for file in files]}
+    write_atomic(path, json.dumps(record | found))
     lost.unlink(missing_ok=True)
 
 
-def _whole(record: Path) -> bool:
-    """Return whether the Arrow files that a record names are there as they were written."""
+def _convert_files(source: Source, group: Sequence[str], mode: str | None, options: dict) -> "Dataset":
+    import datasets
+
+    files = {source.split: list(group)}
+    rows = datasets.load_dataset(source.builder, data_files=files, split=source.split, download_mode=mode, **options)
+    errors = map(describe_file_error, group) if source.builder == "json" and has_quoted_text(rows) else ()
+    if found := next(filter(None, errors), None):
+        raise UsageError(found)
+    return rows
+
+
+def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: dict) -> tuple["Dataset | None", dict]:
+    """Return (rows of a folder or Hub dataset or None without such a split, what the record says of its files)."""
+    import datasets
+
+    builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
+    data_files = builder.config.data_files
+    split = _choose_split(source.split, list(builder.info.splits or data_files or []))
+    if not split:
+        return None, {}
+    refuse_files_outside(source, data_files)
+    found = {"unread": unread_files(source, data_files)}
+    if source.files:
+        found["parts"] = [str(file) for file in (data_files or {}).get(split, [])]
+    if cfg.streaming and not source.files:  # evaluation data of a Hub dataset: its other splits are not downloaded
+        if data_files:  # or `datasets` would open the files of other splits, too
+            builder.config.data_files = {split: data_files[split]}
+        rows = builder.as_streaming_dataset(split=split)
+        rows = rows.take(cfg.max_eval_examples) if cfg.max_eval_examples else rows
+        generator = datasets.Dataset.from_generator(
+            rows.__iter__, features=rows.features, cache_dir=options["cache_dir"]
+        )
+        return generator, found
+    builder.download_and_prepare(download_mode=mode)
+    return builder.as_dataset(split=split), found
+
+
+def _concatenate(source: Source, parts: list[tuple[Sequence[str], "Dataset"]]) -> "Dataset":
+    """Return all rows as one dataset; UsageError names two files whose columns do not fit together."""
+    import datasets
+
     try:
-        known = json.loads(record.read_text())
-        sizes = [os.path.getsize(file) for file in known["files"] or []]
-    except OSError:
-        return False
-    return sizes == known.get("bytes", sizes)
-
-
-def _chosen(split: str, names) -> str | None:
-    """Return which split of a named data set is meant: for evaluation, the test set where there is no other."""
-    wanted = ("validation", "test") if split == "validation" else (split,)
-    return next((name for name in wanted if name in names), None)
+        return datasets.concatenate_datasets([rows for _, rows in parts]) if parts else datasets.Dataset.from_dict({})
+    except Exception as error:
+        for (first, rows), (second, other) in combinations(parts, 2):  # a third may fit the first, but not the second
+            try:
+                datasets.concatenate_datasets([rows, other])
+            except Exception:
+                if found := describe_file_error(second[0]):
+                    raise UsageError(found) from error
+                columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, rows)]
+                raise UsageError(
+                    f"{source.field}: {second[0]} has other columns ({columns[0]}) than {first[0]} ({columns[1]})"
+                ) from error
+        raise

@@ -1,24 +1,24 @@
-"""Statistics of prepared data: tokens, cut rows, examples in both splits.
+"""Statistics of prepared data in words: tokens, truncated rows, examples in both splits. Forks add their own.
 
-A fork adds what it wants to know. Tests: tests/config/test_command_line.py and tests/data/test_bad_rows.py.
+Tests: tests/config/test_command_line.py and tests/data/test_bad_rows.py.
 """
 
 import numpy as np
 import xxhash
 
-MANY = 5_000_000  # rows of training data among which those of the validation data are looked for
+MANY = 5_000_000  # rows of training data that are searched for validation rows
 
 
 def format_stats(stats: dict) -> str:
-    """Return how many rows, tokens and targets a split holds."""
+    """Return the numbers of rows, tokens and targets of a split, in words."""
     if stats["examples"] is None:
         return "a stream"
     packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
     return f"{stats['examples']:,} rows{packed}, {stats['tokens']:,} tokens, {stats['targets']:,} targets"
 
 
-def facts_of_task(task) -> dict:
-    """Return what a run is to keep besides its rows: the names of the labels, and a hash of the tokenizer's files."""
+def task_stats(task) -> dict:
+    """Return what a checkpoint records about the task's data: label names and a hash of the tokenizer."""
     found, tokenizer = {}, getattr(task, "tokenizer", None)
     if labels := getattr(task, "labels", None):
         found["labels"] = list(labels)
@@ -30,7 +30,7 @@ def facts_of_task(task) -> dict:
 
 
 def data_notes(splits: dict) -> list[str]:
-    """Return what somebody may not expect of the data."""
+    """Return remarks about truncated rows, rows without a target, and validation rows that are trained on."""
     found = []
     for name, split in splits.items():
         stats = split.stats
@@ -38,27 +38,24 @@ def data_notes(splits: dict) -> list[str]:
             continue
         if stats["rows_cut"]:
             share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
-            text = f"{stats['rows_cut']:,} rows were longer than max_length and cut: {share:.1%} of the tokens"
+            text = f"{stats['rows_cut']:,} rows were longer than max_length and truncated: {share:.1%} of the tokens"
             found.append(f"{name} data: {text}")
         if stats["without_target"]:
-            text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and count for nothing"
+            text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and are not trained on"
             found.append(f"{name} data: {text}")
     if (both := repeated(splits)) and both[0]:
-        found.append(
-            f"validation data: {both[0]:,} of {both[1]:,} examples that were looked for are in the training data, too"
-        )
+        found.append(f"validation data: {both[0]:,} of {both[1]:,} examples searched for are also in the training data")
     return found
 
 
 def repeated(splits: dict) -> tuple[int, int] | None:
-    """Return (how many of the evaluated examples are trained on, too, of how many that were looked for), or None."""
+    """Return (validation examples that are also in the training data, number that were searched for), or None."""
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():
         return None
-    one, other = (
-        np.concatenate(
-            [np.load(part.folder / "hashes.npy", mmap_mode="r")[:MANY] for _, _, part in splits[name].segments()]
-        )
-        for name in ("validation", "train")
-    )
-    one = one[: MANY // 50]
-    return int(np.isin(one, other).sum()), len(one)
+    searched = _hashes(splits["validation"])[: MANY // 50]
+    return int(np.isin(searched, _hashes(splits["train"])).sum()), len(searched)
+
+
+def _hashes(split) -> np.ndarray:
+    folders = [part.folder for _, _, part in split.segments()]
+    return np.concatenate([np.load(folder / "hashes.npy", mmap_mode="r")[:MANY] for folder in folders])

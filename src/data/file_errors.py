@@ -1,24 +1,51 @@
-"""What is wrong with a data file, and in which line.
+"""What is wrong with a data file that cannot be read, and in which line.
 
-Tests: tests/config/test_bad_input.py and tests/data/test_bad_rows.py.
+Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
 """
 
 import json
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from src.data.row_location import is_array, objects, spreads
+from src.config.errors import UsageError
+from src.config.paths import not_found_locally
+from src.data.sources import Source
+
+JSON = (".jsonl", ".json")
+
+
+def explain_read_error(source: Source, error: Exception, files: Sequence[str] = ()) -> str:
+    """Return one sentence about why `datasets` could not read `files`: the file, and the line where there is one."""
+    name = source.display_names(files) or str(source)
+    while error.__cause__ is not None:
+        # To explain an error behind a URL, datasets opens it again, with an argument that fsspec refuses.
+        hidden = isinstance(error.__cause__, TypeError) and error.__context__ is not None
+        error = error.__context__ if hidden else error.__cause__
+    for file in files or source.files:
+        own = isinstance(error, UsageError) and file in str(error)
+        if found := str(error) if own else describe_file_error(file):
+            return found.replace(file, source.display_names([file]))
+    if isinstance(error, UsageError):
+        return str(error)
+    if absent := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
+        return f"{source.field}: {name}: there is no column `{absent[1]}`, as in other files"
+    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    if "corresponds to no data" in reason:
+        return f"{source.field}: {name} holds no rows: give data with at least one"
+    hint = "" if source.builder else not_found_locally(source.name)
+    return f"{source.field}: {name} could not be read: {hint}{reason}"
 
 
 def describe_file_error(file: str) -> str | None:
     """Return what is wrong with a text file, and in which line, or None where nothing is found."""
     kind = Path(file).suffix
-    if not os.path.isfile(file) or kind not in (".jsonl", ".json", ".csv", ".txt"):
+    if not os.path.isfile(file) or kind not in (*JSON, ".csv", ".txt"):
         return None
     if where := _not_utf8(file):
         return f"{file}, {where}: not UTF-8 text: a {kind} file was expected"
-    return _json_fault(file) if kind in (".jsonl", ".json") else None
+    return _json_error(file) if kind in JSON else None
 
 
 def _not_utf8(file: str) -> str | None:
@@ -26,61 +53,101 @@ def _not_utf8(file: str) -> str | None:
         for number, text in enumerate(lines, 1):
             try:
                 text.decode()
-            except UnicodeDecodeError as reason:
-                return f"line {number}, byte {reason.start}"
+            except UnicodeDecodeError as error:
+                return f"line {number}, byte {error.start}"
     return None
 
 
-def _json_fault(file: str) -> str | None:
-    """Return what is wrong with a file of JSON objects, one a line or in one array, and in which line; or None."""
-    kinds, where = {}, ""
+def _json_error(file: str) -> str | None:
+    """Return the first error in a file of JSON objects, and its line, or None."""
+    kinds: dict[str, str] = {}
+    where = ""
     try:
-        for place, value in _values(file):
-            where = f"{file}, {place}"
+        for where, value in json_values(file):
             if not isinstance(value, dict):
-                return f"{where}: expected a JSON object, found {json.dumps(value)[:60]}"
-            if other := _other_kind(kinds, value):
-                return f"{where}: {other}"
+                return f"{file}, {where}: expected a JSON object, found {json.dumps(value)[:60]}"
+            if mismatch := _other_kind(kinds, value):
+                return f"{file}, {where}: {mismatch}"
             json.dumps(value, ensure_ascii=False).encode()
-    except _Twice as reason:
-        return f"{file}, line {getattr(reason, 'before', 0) + 1}: `{reason}` is given twice"
     except UnicodeEncodeError:
-        return f"{where}: half of a surrogate pair, which no UTF-8 text can hold"
-    except json.JSONDecodeError as reason:
-        line, text = reason.lineno + getattr(reason, "before", 0), reason.doc.split("\n")[reason.lineno - 1].strip()
-        return f"{file}, line {line}: not valid JSON ({reason.msg}, column {reason.colno}): {text[:60]}"
-    except RecursionError as reason:
-        return f"{file}, line {getattr(reason, 'before', 0) + 1}: nested too deeply"
+        return f"{file}, {where}: half of a surrogate pair, which UTF-8 text cannot hold"
+    except json.JSONDecodeError as error:
+        line = error.lineno + getattr(error, "lines_before", 0)
+        text = error.doc.split("\n")[error.lineno - 1].strip()
+        return f"{file}, line {line}: not valid JSON ({error.msg}, column {error.colno}): {text[:60]}"
+    except _DuplicateKey as error:
+        return f"{file}, line {getattr(error, 'lines_before', 0) + 1}: `{error}` is given twice"
+    except RecursionError as error:
+        return f"{file}, line {getattr(error, 'lines_before', 0) + 1}: nested too deeply"
     return None
 
 
-class _Twice(ValueError):
+def json_values(file: str) -> Iterator[tuple[str, object]]:
+    """Yield (its line or row, a value) of a file of JSON values: one array, one value a line, or several lines each.
+
+    An error in a file of one value a line has the attribute `lines_before`."""
+    with open(file, encoding="utf-8-sig", errors="replace") as lines:
+        if file.endswith(".json") and lines.read(64).lstrip().startswith("["):
+            lines.seek(0)
+            yield from ((f"row {i}", value) for i, value in enumerate(json.load(lines)))
+            return
+    if _spans_lines(file):
+        yield from _spread_values(file)
+        return
+    with open(file, encoding="utf-8-sig", errors="replace") as lines:
+        for lines_before, text in enumerate(lines):
+            if not text.strip():
+                continue
+            try:
+                value = json.loads(text.rstrip(), object_pairs_hook=_object_without_duplicates)
+            except (ValueError, RecursionError) as error:
+                error.lines_before = lines_before
+                raise
+            yield f"line {lines_before + 1}", value
+
+
+class _DuplicateKey(ValueError):
     """An object has the same key twice."""
 
 
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise _Twice(next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i])))
+def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+    found = {}
+    for key, value in pairs:
+        if key in found:
+            raise _DuplicateKey(key)
+        found[key] = value
     return found
 
 
-def _values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield (its row or line, a value) of a file of JSON values: in one array, one a line, or over several lines each."""
-    with open(file, encoding="utf-8-sig") as lines:
-        if file.endswith(".json") and is_array(file):
-            yield from ((f"row {i}", value) for i, value in enumerate(json.load(lines)))
-        elif spreads(file):
-            yield from ((f"line {line}", value) for line, value in objects(file))
-        else:
-            for before, text in enumerate(lines):
-                try:
-                    value = json.loads(text.rstrip(), object_pairs_hook=_object) if text.strip() else None
-                except (ValueError, RecursionError) as reason:
-                    reason.before = before
-                    raise
-                if text.strip():
-                    yield f"line {before + 1}", value
+def _spans_lines(file: str) -> bool:
+    """Return whether the JSON objects of a file span several lines each, as a formatter writes them."""
+    with open(file, "rb") as lines:
+        first = next(filter(bytes.strip, lines), b"").strip()
+    try:
+        json.loads(first)
+        return False
+    except ValueError:  # or the first line is wrong
+        try:
+            next(_spread_values(file), None)
+        except ValueError:
+            return False
+        return True
+
+
+def _spread_values(file: str) -> Iterator[tuple[str, object]]:
+    """Yield (its first line, a value) of consecutive JSON values, wherever lines end."""
+    text = Path(file).read_text(encoding="utf-8-sig", errors="replace")
+    decoder = json.JSONDecoder()
+    position, line = 0, 1
+    while position < len(text):
+        if text[position].isspace():
+            line += text[position] == "\n"
+            position += 1
+            continue
+        value, end = decoder.raw_decode(text, position)
+        yield f"line {line}", value
+        line += text.count("\n", position, end)
+        position = end
 
 
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
@@ -89,12 +156,14 @@ _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number"
 def _kind(value) -> str:
     if not isinstance(value, list):
         return _KINDS[type(value)]
-    inside = {_kind(x) for x in value if x is not None}
-    return f"a list of {inside.pop() if len(inside) == 1 else 'several kinds'}" if inside else "a list"
+    inside = {_kind(item) for item in value if item is not None}
+    if not inside:
+        return "a list"
+    return f"a list of {inside.pop() if len(inside) == 1 else 'several kinds'}"
 
 
 def _other_kind(kinds: dict[str, str], row: dict) -> str | None:
-    """Return which field of a row is of another kind than in the rows before."""
+    """Return which field of a row is of another kind than in the rows before; add the kinds of the row to `kinds`."""
     for name, value in row.items():
         kind = None if value is None or value == [] else _kind(value)
         if kind and kinds.setdefault(name, kind) != kind:

@@ -1,133 +1,136 @@
 """Strict readers of CSV and text files, for `datasets`.
 
-pandas takes a surplus field in every row for an index and so shifts the columns, fills up short rows, and renames a second column
-of the same name. `datasets` keeps a byte order mark in the first line of a text. All of it is refused here, with file and line,
-for local files, folders, Hub data sets and streams alike. Tests: tests/data/test_file_readers.py, which would notice if `datasets` changed.
+pandas treats a surplus field in every row as an index and so shifts the columns, fills short rows, and renames a second
+column of the same name. `datasets` keeps a byte order mark in the first line of a text. Here all of it is refused, with
+file and line, for local files, folders, Hub datasets and streams.
+Tests: tests/data/test_file_readers.py, which also notices if `datasets` changes.
 """
 
 import csv
 import io
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
-from itertools import count
+from itertools import islice
 
 from src.config.errors import UsageError
 from src.runtime import private_apis
 
+# Options of pandas with which a CSV file is read by `datasets` itself
 DIALECT = ("header", "names", "index_col", "usecols", "converters", "skipinitialspace", "skiprows", "nrows", "quoting")
-DIALECT += (
-    "escapechar",
-    "comment",
-    "encoding",
-    "skipfooter",
-    "doublequote",
-    "on_bad_lines",
-    "skip_blank_lines",
-    "dialect",
-)
+DIALECT += ("escapechar", "comment", "encoding", "skipfooter", "doublequote", "on_bad_lines", "skip_blank_lines")
+DIALECT += ("dialect",)
 
 
 def install() -> None:
-    """Make `datasets` read CSV and text files by the functions below, and follow no references: those are templates, which
-    versions of fsspec run as code, and which a README.md may name."""
+    """Make `datasets` read CSV and text files with the functions below, and refuse reference:// files.
+
+    References are templates that versions of fsspec run as code, and a README.md of a dataset may name them."""
     import fsspec
 
-    fsspec.register_implementation("reference", _references(), clobber=True)
+    fsspec.register_implementation("reference", _refusing_file_system(), clobber=True)
     from datasets.packaged_modules.csv import csv as csv_module
     from datasets.packaged_modules.text import text as text_module
 
     for module, kind, tables in ((csv_module, "Csv", _csv_tables), (text_module, "Text", _text_tables)):
-        builder = getattr(module, kind)
-        private_apis.replace_table_reader(builder, tables)
+        private_apis.replace_table_reader(getattr(module, kind), tables)
     csv.field_size_limit(sys.maxsize)
 
 
 @cache
-def _references() -> type:
+def _refusing_file_system() -> type:
     from fsspec import AbstractFileSystem
 
     class References(AbstractFileSystem):
         protocol, cachable = "reference", False
 
         def __init__(self, *_, **__):
-            raise ValueError("reference:// is not read, it may run code: give the files themselves")
+            raise ValueError("reference:// is refused, because it may run code: give the files themselves")
 
     return References
 
 
 def _csv_tables(self, base_files, files_iterables):
-    """Yield (key, table) of CSV files, as `Csv._generate_tables` of datasets 5.2 does, of rows that all fit the header."""
+    """Yield (key, table) of CSV files as `Csv._generate_tables` of datasets 5.2 does, of rows that all fit the header."""
     import pyarrow as pa
     from datasets.builder import Key
     from datasets.packaged_modules.csv import csv as module
 
-    config, usual = self.config, module.CsvConfig()
-    if len(config.sep) != 1 or any(getattr(config, name) != getattr(usual, name) for name in DIALECT):
+    config, default = self.config, module.CsvConfig()
+    if len(config.sep) != 1 or any(getattr(config, name) != getattr(default, name) for name in DIALECT):
         yield from self.lenient_tables(base_files, files_iterables)  # somebody described another dialect
         return
+    open_file = getattr(module, "open", open)  # theirs reads URLs, too
     for shard, files in enumerate(files_iterables):
         for file in files:
-            with getattr(module, "open", open)(file, "rb") as raw:  # theirs reads URLs, too
-                for number, frame in enumerate(_frames(file, raw, config)):
-                    yield (
-                        Key(shard, number),
-                        private_apis.cast_table(self, pa.Table.from_pandas(frame, preserve_index=False)),
-                    )
+            with open_file(file, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+                for number, frame in enumerate(_csv_frames(file, text, config)):
+                    table = pa.Table.from_pandas(frame, preserve_index=False)
+                    yield Key(shard, number), private_apis.cast_table(self, table)
 
 
-def _frames(file: str, raw, config) -> Iterator:
+def _csv_frames(file: str, text: Iterable[str], config) -> Iterator:
     """Yield the rows of a CSV file as pandas reads them, in frames of `chunksize` rows; UsageError names a bad line."""
     import pandas as pd
+
+    records = csv_records(file, text, config.sep, config.quotechar)
+    line, fields, _ = next(records, (0, [], ""))
+    if not fields:
+        return
+    names = [name or f"Unnamed: {i}" for i, name in enumerate(fields)]
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"{file}, line {line}: the column `{duplicates[0]}` is named twice")
+    options = config.pd_read_csv_kwargs | {"header": None, "names": names, "chunksize": None, "index_col": False}
+    if config.features is not None:
+        options["dtype"] = _column_types(config.features)
+    first = True
+    while (chunk := [_fitting(file, len(names), *record) for record in islice(records, config.chunksize)]) or first:
+        yield pd.read_csv(io.StringIO("".join(chunk)), **options)
+        first = False
+
+
+def _column_types(features) -> dict:
     from datasets.features.features import require_storage_cast
 
-    chunk, names, rows, first = [], [], 0, 1
-    reader = csv.reader(_kept(file, raw, chunk), delimiter=config.sep, quotechar=config.quotechar, strict=True)
-    options = config.pd_read_csv_kwargs | {"header": None, "chunksize": None, "index_col": False}
-    if config.features is not None:
-        fields = zip(config.features.items(), config.features.arrow_schema.types, strict=True)
-        options["dtype"] = {
-            name: object if require_storage_cast(feature) else kind.to_pandas_dtype()
-            for (name, feature), kind in fields
-        }
-
-    def frame(chunk: list[str]):
-        return pd.read_csv(io.StringIO("".join(chunk)), **options)
-
-    while True:
-        first = reader.line_num + 1
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise UsageError(f"{file}, line {first}: not valid CSV ({error}): check the quotes") from None
-        if row is None:
-            break
-        if not row or (len(row) == 1 and not chunk[-1].strip()):
-            continue  # a blank line
-        if not names:
-            names = [name or f"Unnamed: {i}" for i, name in enumerate(row)]
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise UsageError(f"{file}, line {first}: the column `{twice[0]}` is named twice")
-            options["names"] = names
-            chunk.clear()
-            continue
-        if len(row) != len(names):
-            raise UsageError(f"{file}, line {first}: {len(row)} fields, where the first line names {len(names)}")
-        rows += 1
-        if rows % config.chunksize == 0:
-            yield frame(chunk)
-            chunk.clear()
-    if names and (rows % config.chunksize or not rows):
-        yield frame(chunk)
+    kinds = zip(features.items(), features.arrow_schema.types, strict=True)
+    return {
+        name: object if require_storage_cast(feature) else kind.to_pandas_dtype() for (name, feature), kind in kinds
+    }
 
 
-def _kept(file: str, raw, chunk: list[str]) -> Iterator[str]:
-    """Yield the lines of a CSV file without its byte order mark, and keep them in `chunk`."""
-    with io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+def _fitting(file: str, columns: int, line: int, fields: list[str], text: str) -> str:
+    """Return the text of a CSV record; UsageError if it has more or fewer fields than the header."""
+    if len(fields) != columns:
+        raise UsageError(f"{file}, line {line}: {len(fields)} fields, where the first line names {columns}")
+    return text
+
+
+def csv_records(
+    file: str, text: Iterable[str], delimiter: str = ",", quotechar: str = '"'
+) -> Iterator[tuple[int, list[str], str]]:
+    """Yield (its first line, fields, text) of each CSV record, the header first; blank lines are skipped.
+
+    `text` yields the lines with their ends. UsageError names the line of broken quotes and of NUL characters."""
+    record: list[str] = []  # the lines of the current record
+
+    def lines() -> Iterator[str]:
         for number, line in enumerate(text, 1):
             _refuse_nul(file, number, line)
-            chunk.append(line)
+            record.append(line)
             yield line
+
+    reader = csv.reader(lines(), delimiter=delimiter, quotechar=quotechar, strict=True)
+    while True:
+        first = reader.line_num + 1
+        record.clear()
+        try:
+            fields = next(reader, None)
+        except csv.Error as error:
+            raise UsageError(f"{file}, line {first}: not valid CSV ({error}): check the quotes") from None
+        if fields is None:
+            return
+        if fields and (len(fields) > 1 or record[-1].strip()):
+            yield first, fields, "".join(record)
 
 
 def _text_tables(self, base_files, files_iterables):
@@ -141,25 +144,30 @@ def _text_tables(self, base_files, files_iterables):
         yield from self.lenient_tables(base_files, files_iterables)
         return
     names = list(config.features) if config.features is not None else ["text"]
+    open_file = getattr(module, "open", open)
     for shard, files in enumerate(files_iterables):
         for file in files:
-            first = 1
             with (
-                getattr(module, "open", open)(file, "rb") as raw,
+                open_file(file, "rb") as raw,
                 io.TextIOWrapper(raw, encoding="utf-8-sig", errors=config.encoding_errors) as text,
             ):
-                for number in count():
-                    if not (lines := text.readlines(config.chunksize)):
-                        break
-                    for line, content in enumerate(lines, first):
-                        _refuse_nul(file, line, content)
-                    first += len(lines)
-                    table = pa.Table.from_arrays([pa.array([line.rstrip("\n") for line in lines])], names=names)
+                for number, lines in enumerate(_text_chunks(file, text, config.chunksize)):
+                    table = pa.Table.from_arrays([pa.array(lines)], names=names)
                     yield Key(shard, number), private_apis.cast_table(self, table)
+
+
+def _text_chunks(file: str, text, size: int) -> Iterator[list[str]]:
+    """Yield the lines of a text file without their ends, about `size` characters at a time."""
+    first = 1
+    while lines := text.readlines(size):
+        for number, line in enumerate(lines, first):
+            _refuse_nul(file, number, line)
+        yield [line.rstrip("\n") for line in lines]
+        first += len(lines)
 
 
 def _refuse_nul(file: str, number: int, line: str) -> None:
     if "\0" in line:
         raise UsageError(
-            f"{file}, line {number}: holds a NUL character: is it UTF-16, or not a text file? Convert it to UTF-8"
+            f"{file}, line {number}: holds a NUL character: UTF-16, or not a text file? Convert it to UTF-8"
         )

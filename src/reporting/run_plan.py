@@ -57,7 +57,7 @@ def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
     batch = cfg.global_batch_size
     steps = f"{total:,} of {batch} examples"
     if cfg.streaming:
-        return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.lanes} lanes"}
+        return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.shard_groups} shard groups"}
     per_epoch = steps_per_epoch(len(train), batch)
     tail = len(train) - (per_epoch - 1) * batch
     steps += f" = {total * batch / len(train):.2f} epochs of {per_epoch:,} steps"

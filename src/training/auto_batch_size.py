@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from src.config.schema import RunConfig
-from src.data.dataset import Split
+from src.data.prepared_split import Split
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import Task

@@ -672,7 +672,7 @@ def test_init_from_a_damaged_folder_or_none_ends_all_ranks_with_2(files, run, tm
 def _rows_read(argv, replay: bool = False):
     """Train on this rank; return the ids of all rows that were read, in order, and those trained on."""
     from src.data import data_loader
-    from src.data.dataset import Split
+    from src.data.prepared_split import Split
 
     read, trained, rows, gradient, order = [], [], Split.rows, train.compute_gradient, data_loader.training_order
 

@@ -17,7 +17,7 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data import data_loader
-from src.data.arrow_columns import views
+from src.data.arrow_columns import column_readers
 from src.data.batch_plan import PlanConfig, training_order
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -365,7 +365,7 @@ ZERO_COPY = {"int32", "int64", "float64", "lists", "floats"}
 
 
 def taken(batch: pa.RecordBatch) -> dict[str, list]:
-    return {name: [take(i) for i in range(batch.num_rows)] for name, take in views(batch)}
+    return {name: [take(i) for i in range(batch.num_rows)] for name, take in column_readers(batch)}
 
 
 def plain(value):
@@ -400,7 +400,7 @@ def _copies(batch: pa.RecordBatch) -> list[str]:
             shared = all(np.shares_memory(value, whole) for value in values if len(value))
         else:
             buffer = np.frombuffer(column.buffers()[1], np.uint8)
-            shared = np.shares_memory(dict(views(batch))[name].__self__, buffer)
+            shared = np.shares_memory(dict(column_readers(batch))[name].__self__, buffer)
         if not shared:
             found.append(name)
     return found
@@ -427,6 +427,6 @@ def test_mutant_that_copies_is_caught(monkeypatch):
             return column.to_numpy(zero_copy_only=False).copy().__getitem__
         return lambda i: np.array(column[i].as_py(), dtype=object)
 
-    monkeypatch.setattr(arrow_columns, "_taker", copying)
+    monkeypatch.setattr(arrow_columns, "_reader", copying)
     batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS))
     assert set(_copies(batch)) == ZERO_COPY

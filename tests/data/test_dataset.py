@@ -20,7 +20,7 @@ import torch
 from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data import data_loader, dataset_spec, preprocessing
+from src.data import data_loader, local_files, preprocessing
 from src.data.batch_plan import PlanConfig, evaluation_order, training_order
 from src.storage import launch_peers, shared_work
 from src.tasks import Batch, causal_lm
@@ -74,7 +74,7 @@ def write(path: Path, rows: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("kind", dataset_spec.BUILDERS)
+@pytest.mark.parametrize("kind", local_files.BUILDERS)
 def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
     file = write(tmp_path / f"rows{kind}", TEXTS)
     task, splits = open_data(tools, tmp_path, train_file=file)
@@ -167,7 +167,7 @@ def test_raw_rows_that_are_not_whole_are_made_again(tools, tmp_path, monkeypatch
         shutil.rmtree(tmp_path / "cache" / "prepared")
         task, splits = open_data(tools, tmp_path, **fields)
         assert texts(task, splits["train"]) == TEXTS
-    monkeypatch.setattr("src.data.arrow_cache._whole", lambda record: True)  # the mutant believes its record
+    monkeypatch.setattr("src.data.arrow_cache._is_intact", lambda path: True)  # the mutant believes its record
     shutil.rmtree(tmp_path / "cache" / "prepared")
     damage(raw)
     with pytest.raises(Exception, match=r"No such file|metadata"):
@@ -316,7 +316,7 @@ def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
     def forbidden(*_):
         raise AssertionError("prepared again")
 
-    monkeypatch.setattr(preprocessing, "_make", forbidden)
+    monkeypatch.setattr(preprocessing, "_prepare", forbidden)
     _, again = open_data(tools, tmp_path, train_file=file)
     assert texts(task, again["train"]) == texts(task, splits["train"]) == TEXTS
     assert again["train"].stats == splits["train"].stats
@@ -460,7 +460,7 @@ def _killed(tools, folder):
         original(*args)
         os.kill(os.getpid(), signal.SIGKILL)  # a piece is written, and the marker is not
 
-    original, preprocessing._piece = preprocessing._piece, dies
+    original, preprocessing.write_piece = preprocessing.write_piece, dies
     open_data(tools, folder, train_file=folder / "rows.jsonl")
 
 

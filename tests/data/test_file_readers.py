@@ -60,8 +60,8 @@ def texts_of(tools, folder, **fields) -> list[str]:
         rows = [
             row
             for i in range(len(split.shards))
-            for t in split.blocks(i)
-            for row in split.encoded(t, i, 0)["input_ids"]
+            for table in split.shards.blocks(i)
+            for row in split.shards._encode(table, i, 0)["input_ids"]
         ]
     else:
         rows = [row["input_ids"] for row in split.rows(np.arange(len(split)))]
@@ -105,7 +105,7 @@ def _here(stream) -> list:
     return [
         row
         for shard in range(len(stream.shards))
-        for table in stream.blocks(shard)
+        for table in stream.shards.blocks(shard)
         for row in table["text"].to_pylist()
     ]
 

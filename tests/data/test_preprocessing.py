@@ -124,7 +124,7 @@ def test_mutant_with_pieces_by_rank_is_caught(tools, tmp_path, small, monkeypatc
         pieces = 4 * int(os.environ["WORLD_SIZE"])
         return [rows * i // pieces for i in range(pieces + 1)]
 
-    monkeypatch.setattr(preprocessing, "cut", by_rank)
+    monkeypatch.setattr(preprocessing, "piece_bounds", by_rank)
     found = []
     for world in (1, 2):
         kit.spawn(world, opened, fields_of(tools, "packed"), tmp_path / f"{world}", out=tmp_path / "out")
@@ -134,7 +134,7 @@ def test_mutant_with_pieces_by_rank_is_caught(tools, tmp_path, small, monkeypatc
 
 def test_pieces_follow_from_the_data_alone():
     for rows, size in ((1, 1), (7, 10**9), (10**9, 10**14), (5000, 3 * preprocessing.PIECE), (3, 0)):
-        bounds = preprocessing.cut(rows, size)
+        bounds = preprocessing.piece_bounds(rows, size)
         assert bounds[0] == 0
         assert bounds[-1] == rows
         assert all(a < b for a, b in pairwise(bounds))
@@ -208,7 +208,7 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
     fields = fields_of(tools, "rows")
     opened(fields, tmp_path / "straight")
     (stats,) = (tmp_path / "straight").glob("prepared/*/facts.json")
-    original = preprocessing._with_helpers
+    original = preprocessing._run_with_helpers
 
     def marked(run, work, targets, *rest):
         targets[0].parent.mkdir(parents=True)
@@ -216,7 +216,7 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
         original(run, work, targets, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocessing, "_with_helpers", marked)
+        patch.setattr(preprocessing, "_run_with_helpers", marked)
         calls(patch, tmp_path, 0, lambda n: n > 12 and os.kill(os.getpid(), signal.SIGKILL))
         killed(fields, tmp_path / "cache", tmp_path / "out")
     assert digest(tmp_path / "cache").keys() < digest(tmp_path / "straight").keys()  # what the test above would see

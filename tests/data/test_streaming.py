@@ -12,7 +12,8 @@ import pytest
 
 from src.config import validation
 from src.config.errors import UsageError
-from src.data.streaming import BLOCK
+from src.data.data_loader import train_batches
+from src.data.stream_shards import BLOCK
 from src.reporting import ledger
 from src.tasks import OPTIONS
 from src.training.state import TrainState
@@ -71,12 +72,13 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
 
     run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)], OPTIONS)
     validation.check(run, options)
-    stream = data.prepare_datasets(run, make_task(run, options), wanted=("train",))["train"]
+    task = make_task(run, options)
+    stream = data.prepare_datasets(run, task, wanted=("train",))["train"]
     accelerator = init_accelerator(run)
     host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
-    for window, _ in stream.windows(rank, world, progress, pin=False):
+    for window, _ in train_batches(run, task, stream, progress, steps, rank, world, False):
         rows = [
             int(a) * 50 + int(b)
             for micro, batch in window
@@ -259,7 +261,7 @@ def test_packing_and_texts(tmp_path):
         ({"per_device_batch_size": "auto"}, "does not know its longest rows"),
         ({"stream_lanes": 9}, "more than global_batch_size, which is 8"),
         ({"streaming": False, "stream_lanes": 2}, "stream_lanes is given without streaming"),
-        ({"stream_lanes": 2}, "stream_lanes is 2, but there are 1 shards (files): give at most as many lanes"),
+        ({"stream_lanes": 2}, "stream_lanes is 2, but there are 1 shards (files): give at most 1"),
     ],
 )
 def test_what_a_stream_cannot_do_is_said(tmp_path, fields, message):
@@ -284,8 +286,10 @@ def test_a_local_shard_that_changes_is_refused(tmp_path):
     for when in ("between passes", "during one"):
         file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
         stream = opened(tmp_path, file)
-        blocks = stream.blocks(0)
-        rows = next(blocks).num_rows if when == "during one" else sum(table.num_rows for table in stream.blocks(0))
+        blocks = stream.shards.blocks(0)
+        rows = (
+            next(blocks).num_rows if when == "during one" else sum(table.num_rows for table in stream.shards.blocks(0))
+        )
         assert rows == (512 if when == "during one" else 600)
         with open(file, "a") as more:
             more.write('{"input_ids": [1, 2, 3]}\n')
@@ -298,13 +302,13 @@ def test_a_column_of_a_later_shard_is_not_dropped(tmp_path):
     kit.write_jsonl(tmp_path / "1.jsonl", [{"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}] * 9)
     stream = opened(tmp_path, [tmp_path / "0.jsonl", tmp_path / "1.jsonl"])
     with pytest.raises(UsageError, match=r"1\.jsonl: there is a column `attention_mask`"):
-        list(stream.blocks(1))
+        list(stream.shards.blocks(1))
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
     """Also in a later block, and a rank without rows gets a filler that is none of those."""
-    monkeypatch.setattr("src.data.streaming.BLOCK", 8)
+    monkeypatch.setattr("src.data.stream_shards.BLOCK", 8)
     rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 20
     files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", rows) for i in range(2)]
     if masked:
@@ -312,15 +316,15 @@ def test_a_stream_of_nothing_to_learn_is_refused(tmp_path, monkeypatch, masked):
             opened(tmp_path, files)
         return
     kit.write_jsonl(files[1], [*rows, {"input_ids": [4, 5, 6], "labels": [4, 5, 6]}])
-    number, *_ = opened(tmp_path, files).dummy_row
+    number, *_ = opened(tmp_path, files).shards.dummy_row
     assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
 
 
 def test_uneven_files_are_warned_about(tmp_path, capfd):
-    text = "the longest of 3 lanes has 2.6 times the mean, and steps are smaller than global_batch_size"
+    text = "the longest of 3 shard groups has 2.6 times the mean, and steps are smaller than global_batch_size"
     for sizes in ([10, 11, 9], [100, 8, 7]):
         files = shards(tmp_path / f"{sizes[0]}", sizes)
-        assert opened(tmp_path, files, stream_lanes=3).lanes == 3
+        assert opened(tmp_path, files, stream_lanes=3).shard_groups == 3
         assert (text in capfd.readouterr().err) == (sizes[0] == 100)
 
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from src.checkpointing import hub_upload
 from src.config.errors import UsageError
-from src.data import sources
+from src.data import stream_shards
 from src.download import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
@@ -241,8 +241,9 @@ def stream(hub, folder, steps: int = 2, **fields) -> list[str]:
 
 def read_all_columns():
     """The mutant."""
-    original = sources.Source.stream
-    sources.Source.stream = lambda self, cfg, file=None, columns=None: original(self, cfg, file)
+    open_file, open_dataset = stream_shards._open_file, stream_shards._open_dataset
+    stream_shards._open_file = lambda source, file, columns: open_file(source, file, None)
+    stream_shards._open_dataset = lambda source, columns=None: open_dataset(source)
 
 
 @pytest.mark.parametrize("where", ["http", "hub"])
@@ -289,17 +290,17 @@ def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):
 
 
 def stop_before_training():
-    from src.data import dataset, streaming
+    from src.data import dataset
 
     class Empty:
         def __init__(self, *_):
             self.stats = {}
 
-    def stop(cfg, splits):
+    def stop(cfg, splits, wanted):
         assert len(splits["validation"]) == 4
         raise UsageError("the validation data is ready")
 
-    streaming.Stream, dataset._check_budget = Empty, stop
+    dataset.Stream, dataset._check = Empty, stop
 
 
 def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):

@@ -20,7 +20,7 @@ def put(hub, name: str, first: int, count: int = 20) -> str:
 
 def rows_of(stream: Stream) -> list[int]:
     """Return the first ids of all rows, shard by shard."""
-    tables = [table for shard in range(len(stream.shards)) for table in stream.blocks(shard)]
+    tables = [table for shard in range(len(stream.shards)) for table in stream.shards.blocks(shard)]
     return [row[0] for table in tables for row in table["input_ids"].to_pylist()]
 
 
@@ -50,7 +50,7 @@ def test_versions_of_many_local_files(tmp_path):
         (tmp_path / folder).mkdir()
     for i, file in enumerate(files):
         file.write_text("x" * (i + 1))
-    source = sources.Source("train_file", list(map(str, files)), "json")
+    source = sources.Source("train_file", "train", tuple(map(str, files)), "json")
     versions = source.versions()
     assert versions[1] == ("1/0.jsonl", 2, None)
     assert len({name for name, *_ in versions}) == 1002  # files of one name in two folders

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from src.config.schema import RunConfig
-from src.data import dataset_spec
+from src.data.dataset_spec import DatasetSpec
+from src.data.sources import resolve_source
 from src.download import sample_datasets
 from tests.helpers import kit
 
@@ -94,8 +94,7 @@ def test_the_name_is_a_dataset_and_a_tokenizer(root):
 def test_other_names_are_no_samples(root):
     assert sample_datasets.sample_folder("stdlib", root) is sample_datasets.sample_tokenizer("gpt2", root) is None
     assert (
-        dataset_spec.resolve_source(RunConfig(dataset_name="someone/something"), "train", root).name
-        == "someone/something"
+        resolve_source(DatasetSpec("dataset_name", "train", (), "someone/something"), root).name == "someone/something"
     )
     assert not (root / "samples").exists()
 

@@ -1,0 +1,138 @@
+"""Pieces of prepared rows: encode, write, and join their statistics.
+
+A piece is three files: Arrow rows, .npz (lengths, hashes) and .json (written last). Tests: tests/data/test_preprocessing.py.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from src.config.errors import UsageError
+from src.data.arrow_cache import RawRows
+from src.data.row_errors import RowLocations, check_decodable
+from src.storage import atomic_folder
+from src.storage.shared_work import SharedWork, write_atomic
+from src.tasks import Task
+
+STATS = "facts.json"
+SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target")
+
+
+def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path, work: SharedWork) -> None:
+    """Encode the raw rows from `starts` (the first row of each block) and publish them as the piece `target`."""
+    schema, digest = features.arrow_schema, xxhash.xxh3_128()
+    sums = dict.fromkeys(SUMS, 0)
+    blocks, lengths, hashes = [], [], []
+    with (
+        _published(target.with_suffix(".arrow"), work) as path,
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+    ):
+        for start in starts:
+            work.peers.raise_if_failed()
+            rows = _encode_block(task, raw, start, min(start + starts.step, starts.stop))
+            batch = pa.record_batch([pa.array(rows[field.name], field.type) for field in schema], schema=schema)
+            writer.write_batch(batch)
+            digest.update(batch.serialize())
+            length, targets, cut = (np.asarray(rows[name], np.int64) for name in ("length", "targets", "cut"))
+            blocks.append(len(length))
+            lengths.append(length)
+            hashes.append(np.array([xxhash.xxh3_64_intdigest(c) for c in _contents(rows)], np.uint64))
+            sums["tokens"] += int(length.sum())
+            sums["targets"] += int(targets.sum())
+            sums["rows_cut"] += int((cut > 0).sum())
+            sums["tokens_cut"] += int(cut.sum())
+            sums["without_target"] += int((targets == 0).sum())
+    with _published(target.with_suffix(".npz"), work) as path, open(path, "wb") as file:
+        np.savez(file, lengths=np.concatenate(lengths).astype(np.int32), hashes=np.concatenate(hashes))
+    known = {"blocks": blocks, "hashes": sum(map(len, hashes)), "rows": digest.hexdigest(), "schema": str(schema)}
+    write_atomic(target, json.dumps(sums | known))
+
+
+@contextmanager
+def _published(final: Path, work: SharedWork) -> Iterator[Path]:
+    """Give a temporary path; afterwards its file is on the disk under its final name, or removed after an error."""
+    path = temporary_path(final, work)
+    try:
+        yield path
+        atomic_folder.fsync(path)
+        path.replace(final)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def temporary_path(final: Path, work: SharedWork) -> Path:
+    return final.with_name(f"{final.name}.{work.peers.host}.{os.getpid()}.tmp")
+
+
+def _encode_block(task: Task, raw: RawRows, start: int, stop: int) -> dict[str, list]:
+    locations = RowLocations(raw.source.split, start, stop, raw.describe_row)
+    try:
+        batch = raw.rows[start:stop]
+    except UnicodeDecodeError:
+        check_decodable(locations, lambda i: raw.rows[start + i])
+        raise
+    return task.encode(batch, locations)
+
+
+def _contents(rows: dict) -> list[bytes]:
+    """Return the content of each prepared row, or of each document of a packed one, to find equal examples by hash."""
+    ids = rows.get("input_ids", [])
+    if "documents" in rows:
+        ends = [np.cumsum([0, *sizes]) for sizes in rows["documents"]]
+        return [bytes(np.asarray(r[a:b], np.int32)) for r, e in zip(ids, ends, strict=True) for a, b in pairwise(e)]
+    names = sorted(set(rows) - {"length", "targets", "cut", "bytes"})
+    return [repr(row).encode() for row in zip(*(rows[name] for name in names), strict=True)]
+
+
+def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:
+    """Join lengths and hashes of all pieces into one file each, and write the statistics of all rows last."""
+    source, folder = raw.source, targets[0].parent
+    pieces = [json.loads(target.read_text()) for target in targets]
+    stats = {name: sum(piece[name] for piece in pieces) for name in SUMS}
+    if not stats["targets"]:
+        raise UsageError(
+            f"{source.split} data: none of the {len(raw.rows)} rows of {source} has anything to train on: every row is too "
+            "short, or all of its labels are masked (-100)"
+        )
+    examples = sum(sum(piece["blocks"]) for piece in pieces)
+    lengths = _join("lengths", np.int32, examples, targets, work)
+    _join("hashes", np.uint64, sum(piece["hashes"] for piece in pieces), targets, work)
+    arrows = [target.with_suffix(".arrow") for target in targets]
+    written = [folder / "lengths.npy", folder / "hashes.npy", *arrows]
+    digest = xxhash.xxh3_128_hexdigest(repr([(piece["schema"], piece["rows"]) for piece in pieces]).encode())
+    stats |= {
+        "longest": int(lengths.max(initial=0)),
+        "examples": examples,
+        "source_rows": len(raw.rows),
+        "rows": digest,
+        "files": source.sizes(),
+        "unread": raw.unread[:4],
+        "tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode()),
+        "pieces": [[arrow.name, piece["blocks"]] for arrow, piece in zip(arrows, pieces, strict=True)],
+        "bytes": {path.name: path.stat().st_size for path in written},
+    }
+    write_atomic(folder / STATS, json.dumps(stats))
+
+
+def _join(name: str, kind: type, count: int, targets: list[Path], work: SharedWork) -> np.ndarray:
+    """Write the array `name` of all pieces as one file NAME.npy, and return it memory-mapped."""
+    final = targets[0].parent / f"{name}.npy"
+    path = temporary_path(final, work)
+    whole = np.lib.format.open_memmap(path, "w+", kind, (count,))
+    start = 0
+    for target in targets:
+        with np.load(target.with_suffix(".npz")) as numbers:
+            part = numbers[name]
+        whole[start : start + len(part)] = part
+        start += len(part)
+    whole.flush()
+    path.replace(final)
+    return whole

@@ -1,0 +1,97 @@
+"""The prepared rows of one split, memory-mapped and read by id.
+
+Tests: tests/data/test_dataset.py and tests/data/test_preprocessing.py.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from src.data.arrow_columns import column_readers
+from src.data.batch_plan import steps_per_epoch
+
+
+@dataclass
+class Split:
+    """Prepared rows of one split on disk; only the rows that are asked for are read."""
+
+    folder: Path
+    stats: dict  # facts.json: examples, tokens, targets, truncated rows, hashes of rows and tokenizer, files, pieces
+
+    def __post_init__(self):
+        self._pieces: dict[str, list[pa.RecordBatch]] = {}
+        self._readers: dict[int, list] = {}
+
+    quotas = None  # one source: every row once an epoch
+
+    def __len__(self) -> int:
+        return self.stats["examples"]
+
+    def __getstate__(self) -> dict:
+        return {
+            "folder": self.folder,
+            "stats": self.stats,
+            "_pieces": {},
+            "_readers": {},
+        }  # a loader opens its own files
+
+    def epoch_at(self, step: int, batch: int) -> float:
+        """Return how many epochs are over after `step` steps of `batch` examples."""
+        return step / steps_per_epoch(len(self), batch)
+
+    def position(self, step: int, host_group) -> None:
+        """Return nothing to save: where to continue follows from the step."""
+
+    def segments(self) -> list[tuple[str, int, "Split"]]:
+        """Return (name, first id, rows) of each source."""
+        return [("", 0, self)]
+
+    def longest(self, count: int) -> np.ndarray:
+        """Return the ids of the longest of the first million rows."""
+        return np.argsort(-self.lengths[:1_000_000].astype(np.int64), kind="stable")[:count]
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each row, by id; memory-mapped."""
+        return np.load(self.folder / "lengths.npy", mmap_mode="r")
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        """The first row of each block, and the number of rows."""
+        return np.cumsum([0, *(rows for _, blocks in self.stats["pieces"] for rows in blocks)])
+
+    @cached_property
+    def _blocks(self) -> list[tuple[str, int]]:
+        """The piece of each block, and the number of the block in it."""
+        return [(file, i) for file, blocks in self.stats["pieces"] for i in range(len(blocks))]
+
+    def features(self):
+        """Return the `datasets.Features` of the rows."""
+        from datasets import Features
+
+        return Features.from_arrow_schema(_open(self.folder / self.stats["pieces"][0][0]).schema)
+
+    def rows(self, ids: np.ndarray) -> list[dict]:
+        """Return the rows of `ids` in that order: lists and numbers as numpy views, other values as Python objects."""
+        blocks = np.searchsorted(self._starts, ids, side="right") - 1
+        positions = (ids - self._starts[blocks]).tolist()
+        found = []
+        for block, i in zip(blocks.tolist(), positions, strict=True):
+            columns = self._readers.get(block) or self._open_block(block)
+            found.append({name: read(i) for name, read in columns})
+        return found
+
+    def _open_block(self, block: int) -> list:
+        """Return (name, function from row number to value) of each column of a block."""
+        file, i = self._blocks[block]
+        if file not in self._pieces:
+            self._pieces[file] = _open(self.folder / file).to_batches()
+        self._readers[block] = columns = column_readers(self._pieces[file][i])
+        return columns
+
+
+def _open(file: Path) -> pa.Table:
+    return pa.ipc.open_stream(pa.memory_map(str(file))).read_all()

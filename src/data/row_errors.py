@@ -1,0 +1,103 @@
+"""Error locations: the file and line of a bad row.
+
+Files are read again only to explain an error. Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+from src.config.errors import UsageError
+from src.data.file_errors import JSON, json_values
+from src.data.file_readers import csv_records
+
+
+class RowLocations:
+    """The locations of the rows start … stop−1 of a split, found by `describe(row)` when one is put into a message."""
+
+    def __init__(self, split: str, start: int, stop: int, describe: Callable[[int], str]):
+        self.split, self.start, self.stop, self.describe = split, start, stop, describe
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    def __getitem__(self, i: int) -> "RowLocation":
+        if not 0 <= i < len(self):
+            raise IndexError(i)
+        return RowLocation(self.describe, self.start + i)
+
+
+class RowLocation:
+    """The location of one row; it reads the file when it is printed."""
+
+    def __init__(self, describe: Callable[[int], str], row: int):
+        self.describe, self.row = describe, row
+
+    def __str__(self) -> str:
+        return self.describe(self.row)
+
+
+def check_decodable(locations: RowLocations, read_row: Callable[[int], object]) -> None:
+    """Raise UsageError for the first row that `read_row(i)` cannot decode: Arrow accepts any bytes as text."""
+    for i in range(len(locations)):
+        try:
+            read_row(i)
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{locations[i]}: not UTF-8 text ({error.reason})") from None
+
+
+def locate_row(files: Iterable[str], row: int) -> str | None:
+    """Return 'FILE, line N' of a row of consecutive files ('row N', from 0, in formats without lines), if it is found."""
+    for file in files:
+        try:
+            count = _count_rows(file)
+            if count is not None:
+                where = f"row {row}" if row < count else None
+            else:
+                locations = _row_lines(file)
+                count, where = _find(locations, row)
+        except (OSError, ValueError, UsageError):
+            return None
+        if where:
+            return f"{file}, {where}"
+        row -= count
+    return None
+
+
+def _find(locations: Iterator[str], row: int) -> tuple[int, str | None]:
+    """Return (how many items came before item `row`, that item or None at the end)."""
+    count = 0
+    for where in islice(locations, row + 1):
+        if count == row:
+            return count, where
+        count += 1
+    return count, None
+
+
+def _count_rows(file: str) -> int | None:
+    """Return the number of rows of a file without lines, or None for other files."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if file.endswith(".parquet"):
+        return parquet.read_metadata(file).num_rows
+    if not file.endswith(".arrow"):
+        return None
+    with pa.memory_map(file) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all().num_rows
+        except pa.ArrowInvalid:  # Arrow has two file formats
+            return pa.ipc.open_file(source).read_all().num_rows
+
+
+def _row_lines(file: str) -> Iterator[str]:
+    """Yield where each row of a text file is."""
+    if file.endswith(JSON):
+        yield from (where for where, _ in json_values(file))
+        return
+    with open(file, encoding="utf-8", errors="replace", newline="" if file.endswith(".csv") else None) as text:
+        if file.endswith(".csv"):
+            yield from (f"line {line}" for line, *_ in islice(csv_records(file, text), 1, None))
+        elif file.endswith(".txt"):
+            yield from (f"line {number}" for number, _ in enumerate(text, 1))
+        else:
+            raise ValueError(f"{file}: unknown format")

@@ -1,0 +1,174 @@
+"""Shards (files) of a stream: open, read in blocks with retries, encode.
+
+Tests: tests/data/test_streaming.py, tests/data/test_bad_rows.py and tests/download/test_remote_files.py.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pyarrow as pa
+
+from src.config.errors import UsageError
+from src.data import file_readers
+from src.data.arrow_columns import column_readers, refuse_mixed_types
+from src.data.batch_plan import derive_seed, permute
+from src.data.dataset_folder import refuse_files_outside, unread_files, warn_of_unread
+from src.data.file_errors import explain_read_error
+from src.data.row_errors import RowLocations, check_decodable
+from src.data.sources import Source
+from src.download import remote_files
+from src.tasks import Task
+from src.text.given_ids import OPTIONAL_COLUMNS
+
+BLOCK = 512  # raw rows that are encoded, packed and shuffled together, and read again after a resume
+
+Row = tuple[int, dict, int]  # (id, prepared row, its length)
+
+
+class StreamShards:
+    """The shards of a stream and their columns; `dummy_row` is a row with a target, for ranks without rows."""
+
+    def __init__(self, source: Source, task: Task, seed: int):
+        self.source, self.task, self.seed = source, task, seed
+        self.dataset = None if source.builder else _open_dataset(source)  # of a folder or the Hub
+        if self.dataset is None:
+            self.names = list(source.files)
+        else:
+            self.names = [f"{source} {i}" for i in range(self.dataset.num_shards)]
+        self.columns: list[str] | None = None
+        self.file_keys: dict[str, list] = {}  # local file -> size and times when it was read first
+        self._inspect()
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def _inspect(self) -> None:
+        """Find columns, schema and dummy row from the first rows; UsageError if no row of all shards has a target."""
+        from datasets import Dataset
+
+        try:
+            features = self._rows(0).features
+        except Exception as error:
+            raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
+        if features:  # Parquet names its columns without a row; then only needed columns are transferred
+            empty = Dataset.from_dict({name: [] for name in features}, features=features)
+            self.columns, _ = self.task.inspect_columns(empty, "train", whole=False)
+            if self.dataset is not None:
+                self.dataset = _open_dataset(self.source, self.columns)
+        known = False
+        for shard in range(len(self)):
+            for block, table in enumerate(self.blocks(shard)):
+                if not known:
+                    self.columns, features = self.task.inspect_columns(Dataset(table), "train", whole=False)
+                    self.schema = features.arrow_schema
+                    self.task.on_prepared(features)
+                table = table.select(self.columns)
+                rows = self._encode(table, shard, block)
+                known = known or len(rows["length"]) > 0
+                if any(rows["targets"]):
+                    self.dummy_row = self.prepare(table, shard, block, 0)[0]
+                    return
+        raise UsageError(
+            f"train data: {self.source} holds no rows with anything to train on: there are none, every one is too short, or all "
+            "of their labels are masked (-100)"
+        )
+
+    def _rows(self, shard: int):
+        """Return the raw rows of a shard as a `datasets.IterableDataset`."""
+        if self.dataset is not None:
+            return self.dataset.shard(num_shards=len(self), index=shard)
+        return _open_file(self.source, self.names[shard], self.columns)
+
+    def blocks(self, shard: int) -> Iterator[pa.Table]:
+        """Yield the raw rows of a shard in tables of BLOCK rows."""
+        name = self.names[shard]
+        try:
+            self._refuse_changed(name)
+            begin = lambda: self._rows(shard).with_format("arrow").iter(batch_size=BLOCK)  # noqa: E731
+            for table in remote_files.retry_reads(begin, name):
+                self._check_columns(table, name)
+                yield table.select(self.columns) if self.columns else table
+            self._refuse_changed(name)
+        except (UsageError, GeneratorExit):
+            raise
+        except Exception as error:
+            raise UsageError(explain_read_error(self.source, error, [name])) from error
+
+    def _check_columns(self, table: pa.Table, name: str) -> None:
+        """Raise UsageError where a shard has other columns than the first one, as far as the task needs them."""
+        columns = self.columns or []
+        names = table.column_names
+        if missing := [column for column in columns if column not in names]:
+            there = ", ".join(names)
+            raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
+        refuse_mixed_types(table.schema, columns, [name], name)
+        if "input_ids" in columns and (new := sorted({*OPTIONAL_COLUMNS} & {*names} - {*columns})):
+            raise UsageError(f"{name}: there is a column `{new[0]}`, unlike in the first shard: give it to all")
+
+    def _refuse_changed(self, name: str) -> None:
+        """Raise UsageError where a local shard is no longer the file that was read first."""
+        if self.source.builder and "://" not in name:
+            [now] = self.source.file_keys([name])
+            if self.file_keys.setdefault(name, now) != now:
+                raise UsageError(f"{name} changed while it was trained on")
+
+    def _encode(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
+        name, first = self.names[shard], block * BLOCK
+        locations = RowLocations("train", first, first + table.num_rows, lambda row: f"{name}, row {row}: train data")
+        try:
+            batch = table.to_pydict()
+        except UnicodeDecodeError:
+            check_decodable(locations, lambda i: table.slice(i, 1).to_pydict())
+            raise
+        return self.task.encode(batch, locations)
+
+    def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
+        """Return the rows that a block becomes, shuffled by seed, shard, block and pass."""
+        rows = self._encode(table, shard, block)
+        batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
+        columns, count = column_readers(batch), batch.num_rows
+        if not count:
+            return []
+        order = permute(np.arange(count), count, derive_seed("block", self.seed, shard, block), epoch)
+        first = (shard << 44) | (block << 20)
+        return [(first + i, {name: read(i) for name, read in columns}, rows["length"][i]) for i in order.tolist()]
+
+
+def _open_dataset(source: Source, columns: list[str] | None = None):
+    """Return the training split of a folder or Hub dataset; with `columns`, only those of Parquet files are read."""
+    import datasets
+
+    _set_up_datasets()
+    named = {"path": source.name, "name": source.config_name, "revision": source.revision, "split": source.split}
+    try:
+        if columns is None:  # the first time
+            builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
+            refuse_files_outside(source, builder.config.data_files)
+            warn_of_unread(source.field, unread_files(source, builder.config.data_files))
+        rows = datasets.load_dataset(**named, streaming=True)
+        if columns and rows.info.builder_name == "parquet":
+            rows = datasets.load_dataset(**named, streaming=True, columns=columns)
+        return rows
+    except Exception as error:
+        raise UsageError(explain_read_error(source, error)) from error
+
+
+def _open_file(source: Source, file: str, columns: list[str] | None):
+    """Return the raw rows of one file or URL; of Parquet, only `columns` are transferred."""
+    import datasets
+
+    _set_up_datasets()
+    options = {"columns": columns} if columns and source.builder == "parquet" else {}
+    if "://" in file:
+        client = {"trust_env": True, "timeout": remote_files.client_timeout()}
+        client |= remote_files.same_version(file, source.remote.get(file))
+        options["storage_options"] = {"client_kwargs": client}
+    files = {"train": [file]}
+    return datasets.load_dataset(source.builder, data_files=files, split="train", streaming=True, **options)
+
+
+def _set_up_datasets() -> None:
+    import datasets
+
+    file_readers.install()
+    datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20, each of which waits as long as three of ours
