@@ -1,7 +1,6 @@
-"""A checkpoint, a model, a data set and the working directory are data: nothing of them runs code or chooses where files go."""
+"""A checkpoint, a model, a dataset and the working directory are data: none of them runs code or chooses where files go."""
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -9,8 +8,10 @@ import pytest
 import torch
 
 from src.checkpointing.locate_weights import evaluation_args
+from src.checkpointing.model_folder import write_card
 from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.config.fields import declared_options
 from src.config.schema import RunConfig
 from src.models.evaluate_metrics import load_metric
 from src.storage import atomic_folder
@@ -32,25 +33,26 @@ EVIL = {
     "chat_template": "/evil/template",
     "sample_prompt": "evil",
 }
+CHECKPOINT = "checkpoints/step_00000003"
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of three steps with an evaluation."""
+    """A run of three steps with an evaluation, which can be resumed."""
     folder = tmp_path_factory.mktemp("trained")
-    fields = kit.tiny_files(folder) | {"max_steps": 3, "dtype": "float64", "per_device_eval_batch_size": 5}
+    fields = kit.tiny_files(folder) | {"max_steps": 3, "dtype": "float64", "lr_scheduler_type": "constant"}
     return kit.run_training(1, folder / "run", *kit.flags(**fields))
 
 
 @pytest.fixture
 def run(trained, tmp_path):
-    """A copy of the run that a test may spoil."""
+    """A copy of the run that a test may change."""
     return Path(shutil.copytree(trained.folder, tmp_path / "run"))
 
 
 @pytest.fixture
 def marker(tmp_path):
-    """A file that evil code makes, and that must not be there afterwards."""
+    """A file that evil code creates; the test fails if it exists afterwards."""
     file = tmp_path / "executed"
     yield file
     assert not file.exists()
@@ -60,14 +62,18 @@ def code(marker: Path) -> str:
     return f"open({str(marker)!r}, 'w').close()\n"
 
 
-def parsed(*argv):
-    """Return what eval.py has to evaluate."""
+def parse(**fields):
+    return parsing.parse(kit.flags(**fields), OPTIONS)
+
+
+def parse_evaluation(*argv):
+    """Return (cfg, options, step) of eval.py."""
     rest, base, step = evaluation_args([str(word) for word in argv])
     return *parsing.parse(rest, OPTIONS, base), step
 
 
-def claim(checkpoint: Path, **fields) -> None:
-    """Let a checkpoint's own configuration hold these fields, under an intact manifest."""
+def claim(checkpoint: Path, **fields) -> Path:
+    """Put fields into the configuration that a checkpoint records, under an intact manifest."""
     kept = shutil.move(checkpoint, checkpoint.with_name("before"))
 
     def write(folder):
@@ -79,66 +85,57 @@ def claim(checkpoint: Path, **fields) -> None:
 
     atomic_folder.publish(checkpoint, write, step=3)
     assert atomic_folder.verify(checkpoint) == []
+    return checkpoint
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def test_no_field_of_a_checkpoint_that_could_do_harm_is_used(run, capsys):
-    checkpoint = run / "checkpoints" / "step_00000003"
-    claim(checkpoint, **EVIL)
+def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
+    checkpoint = claim(run / CHECKPOINT, **EVIL)
+    kit.write_yaml(run / "config.yaml", EVIL)
     for name in (checkpoint, run):
-        kit.write_yaml(run / "config.yaml", EVIL)
-        found, options, step = parsed("--checkpoint", name)
-        assert "evil" not in json.dumps([vars(found), vars(options)])
-        assert (found.trust_remote_code, found.push_to_hub, found.report_to) == (False, False, [])
-        assert found.output_dir == str(run)
-        assert step == 3
-        told = capsys.readouterr().err
+        cfg, options, step = parse_evaluation("--checkpoint", name)
+        assert "evil" not in json.dumps([vars(cfg), vars(options)])
+        assert (cfg.trust_remote_code, cfg.push_to_hub, cfg.report_to) == (False, False, [])
+        assert (cfg.output_dir, step) == (str(run), 3)
+        warnings = capsys.readouterr().err
         for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):
-            assert flag in told
-    given = "--trust_remote_code", "true", "--cache_dir", run / "cache"
-    assert parsed("--checkpoint", checkpoint, *given)[0].trust_remote_code
+            assert flag in warnings
+    assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[0].trust_remote_code
     assert "trust_remote_code" not in capsys.readouterr().err
 
 
-def test_a_new_field_is_not_taken_from_a_checkpoint_unless_declared():
-    """An allow-list: every field that is used says so, and none of these may."""
+def test_no_harmful_field_declares_from_checkpoint():
+    """An allow-list: a new field is not used unless it says so."""
     for kind in (RunConfig, *(options() for options in OPTIONS.values())):
-        rules = {name: field.metadata["option"].from_checkpoint for name, field in kind.__dataclass_fields__.items()}
-        assert not [name for name in EVIL if rules.get(name) is True]
-        assert not [
-            name for name, rule in rules.items() if rule is True and name.endswith(("_dir", "_code", "_to", "_from"))
-        ]
+        used = {name for name, rules in declared_options(kind).items() if rules.from_checkpoint is True}
+        assert not used & set(EVIL)
+        assert not [name for name in used if name.endswith(("_dir", "_code", "_to", "_from"))]
 
 
 @pytest.mark.parametrize(
     "url", ["reference://x.jsonl::file:///evil.json", "local:///x.jsonl", "zip://x.jsonl::http://h/x"]
 )
-def test_stores_that_may_run_code_are_not_read_for_a_checkpoint(run, capsys, url):
-    checkpoint = run / "checkpoints" / "step_00000003"
-    claim(checkpoint, validation_file=[url])
-    assert parsed("--checkpoint", checkpoint)[0].validation_file == []
+def test_stores_that_run_code_are_not_taken_from_a_checkpoint(run, capsys, url):
+    checkpoint = claim(run / CHECKPOINT, validation_file=[url])
+    assert parse_evaluation("--checkpoint", checkpoint)[0].validation_file == []
     assert f"--validation_file {url}" in capsys.readouterr().err
 
 
-def test_a_list_holds_no_flags(run, tmp_path):
-    checkpoint = run / "checkpoints" / "step_00000003"
-    claim(checkpoint, validation_file=["x.jsonl", "--trust_remote_code=true", "--output_dir=/evil"])
+def test_list_of_a_checkpoint_holds_no_flags(run):
+    checkpoint = claim(run / CHECKPOINT, validation_file=["x.jsonl", "--trust_remote_code=true", "--output_dir=/evil"])
     with pytest.raises(UsageError, match=r"validation_file.*--trust_remote_code=true"):
-        parsed("--checkpoint", checkpoint)
-    file = kit.write_yaml(tmp_path / "run.yaml", {"train_file": ["x.jsonl", "--output_dir=/evil"]})
-    with pytest.raises(UsageError, match=r"run.yaml: train_file.*--output_dir=/evil"):
-        parsing.parse(["--config", str(file)], OPTIONS)
+        parse_evaluation("--checkpoint", checkpoint)
 
 
 def test_files_of_folders_above_are_not_read(run, trained):
     for folder in (run.parent, run, run / "checkpoints"):
         kit.write_yaml(folder / "config.yaml", EVIL | {"seed": 666, "validation_file": ["/evil.jsonl"]})
-    for name in ("checkpoints/step_00000003", "final"):
-        found = parsed("--checkpoint", run / name)[0]
-        assert (found.seed, found.trust_remote_code) == (42, False)
-        assert found.validation_file == parsed("--checkpoint", trained.folder)[0].validation_file
+    for name in (CHECKPOINT, "final"):
+        cfg = parse_evaluation("--checkpoint", run / name)[0]
+        assert (cfg.seed, cfg.trust_remote_code) == (42, False)
+        assert cfg.validation_file == parse_evaluation("--checkpoint", trained.folder)[0].validation_file
 
 
 @pytest.mark.parametrize(
@@ -146,29 +143,29 @@ def test_files_of_folders_above_are_not_read(run, trained):
     [
         ("run", "run"),
         ("run/final", "run"),
-        ("run/checkpoints/step_00000003", "run"),
+        (f"run/{CHECKPOINT}", "run"),
         ("run/checkpoints/../final/", "run"),
         ("model", "model"),
         ("good", "good"),
         ("link", "link"),
     ],
 )
-def test_where_eval_json_goes_follows_from_the_typed_path(run, tmp_path, monkeypatch, typed, where):
+def test_folder_of_eval_json_follows_from_the_typed_path(run, tmp_path, monkeypatch, typed, where):
     shutil.copytree(run / "final", tmp_path / "model")
-    shutil.copytree(run / "checkpoints" / "step_00000003", tmp_path / "good")
+    shutil.copytree(run / CHECKPOINT, tmp_path / "good")
     (tmp_path / "link").symlink_to(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     for name in (typed, tmp_path / typed):
-        assert parsed("--checkpoint", name)[0].output_dir == str(tmp_path / where)
+        assert parse_evaluation("--checkpoint", name)[0].output_dir == str(tmp_path / where)
 
 
-def test_final_model_is_evaluated_wherever_it_lies(trained, run, tmp_path):
+def test_moved_final_model_is_evaluated(trained, run, tmp_path):
     moved = Path(shutil.move(run / "final", tmp_path / "published"))
     (moved / "eval.json").symlink_to(tmp_path / "outside")
     codes, texts = kit.run_command("eval.py", "--checkpoint", moved, folder=tmp_path)
     assert codes == [0], texts
     assert json.loads((moved / "eval.json").read_text()) == trained.kind("eval")[-1]
-    assert not (tmp_path / "outside").exists()  # a link is replaced, not followed
+    assert not (tmp_path / "outside").exists()  # the link is replaced, not followed
     assert atomic_folder.verify(moved) == []
 
 
@@ -177,13 +174,22 @@ def test_final_model_without_its_configuration_is_refused(run):
     (run / "final" / "run_config.yaml").unlink()
     (run / "final" / atomic_folder.MANIFEST).unlink()
     with pytest.raises(UsageError, match=r"run_config.yaml.*--model_name_or_path"):
-        parsed("--checkpoint", run / "final")
-    assert parsed("--checkpoint", run)[2] is None  # the run has it
-
-
-def test_checkpoint_and_a_model_are_refused(run):
+        parse_evaluation("--checkpoint", run / "final")
+    assert parse_evaluation("--checkpoint", run)[2] is None  # config.yaml of the run has it
     with pytest.raises(UsageError, match="checkpoint and model_name_or_path"):
-        parsed("--checkpoint", run, "--model_name_or_path", "gpt2")
+        parse_evaluation("--checkpoint", run, "--model_name_or_path", "gpt2")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])
+def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
+    outside = Path(shutil.move(run / name, tmp_path / "outside"))
+    (run / name).symlink_to(outside)
+    before = outside.read_bytes()
+    argv = ["--config", run / "config.yaml", "--output_dir", run, "--max_steps", 4]
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path)
+    assert codes == [2], texts
+    assert f"{name} is a symbolic link" in texts[0]
+    assert outside.read_bytes() == before
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------
@@ -198,26 +204,20 @@ def test_only_shipped_metrics_run_without_opt_in(run, tmp_path, marker, monkeypa
     for name in names:
         with pytest.raises(UsageError, match=r"metrics.*trust_remote_code"):
             load_metric(name, False)
-    assert load_metric("f1", False).compute(predictions=[0, 1], references=[0, 1]) == {"f1": 1.0}
     with pytest.raises(UsageError, match=r"metrics: accuracy.*\./accuracy"):  # the Hub's is meant, or this one?
         load_metric("accuracy", True)
-    checkpoint = run / "checkpoints" / "step_00000003"
-    claim(checkpoint, task="text_classification", metrics=names)
-    assert parsed("--checkpoint", checkpoint)[1].metrics == ["f1"]
-    assert parsed("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == ["f1"]
+    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=names)
+    assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == ["f1"]
+    assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == ["f1"]
 
 
 def test_metric_script_runs_with_opt_in(tmp_path):
     shutil.copy(kit.REPOSITORY / "src" / "metrics" / "f1.py", tmp_path / "mine.py")
-    metric = load_metric(str(tmp_path / "mine.py"), True)
-    assert metric.compute(predictions=[0, 1], references=[0, 1]) == {"f1": 1.0}
+    for metric in (load_metric("f1", False), load_metric(str(tmp_path / "mine.py"), True)):
+        assert metric.compute(predictions=[0, 1], references=[0, 1]) == {"f1": 1.0}
 
 
 # ---- models and data -------------------------------------------------------------------------------------------------
-
-
-def change(file: Path, **fields) -> None:
-    file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | fields))
 
 
 class Pickled:
@@ -229,24 +229,29 @@ class Pickled:
 
 
 def spoil(kind: str, folder: Path, marker: Path) -> None:
-    (folder / "evil.py").write_text(
-        code(marker) + "from transformers import GPT2Config as C, GPT2LMHeadModel as M, GPT2Tokenizer as T"
-    )
+    """Put evil code of a kind into a model folder."""
+
+    def change(name: str, **fields):
+        file = folder / name
+        file.write_text(json.dumps((json.loads(file.read_text()) if file.exists() else {}) | fields))
+
+    evil = folder / "evil.py"
+    evil.write_text(code(marker) + "from transformers import GPT2Config as C, GPT2LMHeadModel as M, GPT2Tokenizer as T")
     known = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
     if kind == "known model":
-        change(folder / "config.json", auto_map=known)
+        change("config.json", auto_map=known)
     elif kind == "unknown model":
-        change(folder / "config.json", auto_map=known, model_type="evil")
+        change("config.json", auto_map=known, model_type="evil")
     elif kind == "tokenizer":
-        change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="T")
+        change("tokenizer_config.json", auto_map={"AutoTokenizer": ["evil.T", "evil.T"]}, tokenizer_class="T")
     elif kind == "generate":
         (folder / "custom_generate").mkdir()
-        shutil.move(folder / "evil.py", folder / "custom_generate" / "generate.py")
+        shutil.move(evil, folder / "custom_generate" / "generate.py")
     elif kind == "pickle":
         (folder / "model.safetensors").unlink()
         torch.save({"weight": Pickled(code(marker))}, folder / "pytorch_model.bin")
     else:
-        change(folder / "config.json", **{kind: "evil/kernel"})
+        change("config.json", **{kind: "evil/kernel"})
 
 
 @pytest.mark.parametrize(
@@ -264,10 +269,9 @@ def spoil(kind: str, folder: Path, marker: Path) -> None:
 def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
     folder = Path(shutil.copytree(trained.folder / "final", tmp_path / "model"))
     spoil(kind, folder, marker)
-    fields = {"model_name_or_path": folder, "train_file": "x.jsonl"}
 
     def build(**more):
-        task = make_task(*parsing.parse(kit.flags(**fields | more), OPTIONS))
+        task = make_task(*parse(model_name_or_path=folder, train_file="x.jsonl", **more))
         task.load()
         task.build().generate(input_ids=torch.ones(1, 2, dtype=torch.long), max_new_tokens=2)
 
@@ -280,50 +284,53 @@ def test_model_folder_runs_no_code(trained, tmp_path, marker, kind, refused):
         build(attn_implementation="sdpa")
 
 
-def test_kernels_of_the_hub_need_opt_in(tmp_path):
-    given = kit.flags(model_config="x.yaml", train_file="x.jsonl", attn_implementation="evil/kernel")
+def test_attention_kernels_of_the_hub_need_opt_in(tmp_path):
+    evil = {"attn_implementation": "evil/kernel"}
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        validation.check(*parsing.parse(given, OPTIONS))
-    validation.check(*parsing.parse([*given, "--trust_remote_code", "true"], OPTIONS))
-    model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | {"attn_implementation": "evil/kernel"})
+        validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", **evil))
+    validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", trust_remote_code=True, **evil))
+    model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | evil)
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        make_task(*parsing.parse(kit.flags(model_config=model, train_file="x.jsonl"), OPTIONS)).load()
+        make_task(*parse(model_config=model, train_file="x.jsonl")).load()
 
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
+
+
+def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
+    """Return a dataset folder whose `split` names evil data, or that holds evil code."""
+    rows = [{"input_ids": [1, 2, 3]}] * 20
+    data = folder / "data"
+    data.mkdir()
+    kit.write_jsonl(data / "train.jsonl", rows)
+    kit.write_jsonl(folder / "outside.jsonl", rows)
+    if kind == "script":
+        (data / "data.py").write_text(code(marker))
+        return data
+    templates = {"templates": {"u": TEMPLATE.format(marker)}, "refs": {"x.jsonl": ["{{u}}", 0, 1]}}
+    (folder / "reference.jsonl").write_text(json.dumps({"version": 1} | templates))
+    path = {
+        "outside": "../outside.jsonl",
+        "local": f"local://{folder}/outside.jsonl",
+        "reference": f"reference://x.jsonl::file://{folder}/reference.jsonl",
+        "python yaml": "train.jsonl",
+    }[kind]
+    evil = f"\nevil: !!python/object/apply:os.system ['touch {marker}']" if kind == "python yaml" else ""
+    paths = {"train": "train.jsonl"} | {split: path}
+    files = "".join(f"  - split: {name}\n    path: '{path}'\n" for name, path in paths.items())
+    (data / "README.md").write_text(f"---{evil}\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n")
+    return data
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("kind", ["script", "outside", "local", "reference", "python yaml"])
 def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
-    rows = [{"input_ids": [1, 2, 3]}] * 20
-    folder = tmp_path / "data"
-    folder.mkdir()
-    kit.write_jsonl(folder / "train.jsonl", rows)
-    kit.write_jsonl(tmp_path / "outside.jsonl", rows)
-    reference = tmp_path / "reference.jsonl"
-    reference.write_text(
-        json.dumps({"version": 1, "templates": {"u": TEMPLATE.format(marker)}, "refs": {"x.jsonl": ["{{u}}", 0, 1]}})
-    )
-    named = {
-        "outside": "../outside.jsonl",
-        "local": f"local://{tmp_path}/outside.jsonl",
-        "reference": f"reference://x.jsonl::file://{reference}",
-        "python yaml": "train.jsonl",
-    }
-    if kind == "script":
-        (folder / "data.py").write_text(code(marker))
-    else:
-        evil = f"\nevil: !!python/object/apply:os.system ['touch {marker}']" if kind == "python yaml" else ""
-        paths = {"train": "train.jsonl"} | {split: named[kind]}
-        files = "".join(f"  - split: {name}\n    path: '{path}'\n" for name, path in paths.items())
-        text = f"---{evil}\nconfigs:\n- config_name: default\n  data_files:\n{files}---\n"
-        (folder / "README.md").write_text(text)
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
-    more = {"streaming": True, "max_steps": 1} if streaming else {}
+    fields = {"model_config": model, "dataset_name": evil_dataset(kind, split, tmp_path, marker)}
+    fields |= {"streaming": True, "max_steps": 1} if streaming else {}
     with pytest.raises(UsageError, match="dataset_name") as raised:
-        kit.open_data(model_config=model, dataset_name=folder, cache_dir=tmp_path / "cache", **more)
+        kit.open_data(cache_dir=tmp_path / "cache", **fields)
     assert kind != "reference" or "reference://" in str(raised.value)
 
 
@@ -337,45 +344,17 @@ def test_chat_template_runs_no_code(tmp_path, marker):
         kit.open_data(model_config=model, tokenizer_name=tokenizer, train_file=file, cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl", "logs/rank_0.log"])
-def test_link_in_a_run_folder_is_not_written_through(tmp_path, name):
-    """A run that can be resumed, so that nothing else refuses it."""
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    fields = kit.tiny_files(tmp_path) | {"dtype": "float64", "lr_scheduler_type": "constant", "output_dir": run}
-    codes, texts = kit.run_command("train.py", *kit.flags(**fields, max_steps=2), folder=tmp_path)
-    assert codes == [0], texts
-    shutil.move(run / name, outside)
-    (run / name).symlink_to(outside)
-    before = outside.read_bytes()
-    codes, texts = kit.run_command("train.py", *kit.flags(**fields, max_steps=3), folder=tmp_path)
-    assert outside.read_bytes() == before
-    assert codes == [2], texts
-    assert f"{name} is a symbolic link" in texts[0]
-
-
 # ---- what is published -----------------------------------------------------------------------------------------------
 
 
-def test_final_model_says_what_it_is_and_loads(trained):
-    from transformers import AutoModelForCausalLM
-
+def test_model_card_holds_no_paths_and_no_credentials(trained, tmp_path):
     card = (trained.folder / "final" / "README.md").read_text()
     assert "library_name: transformers\n" in card
     assert "train.jsonl" in card
     assert str(trained.folder.parent) not in card
-    AutoModelForCausalLM.from_pretrained(trained.folder / "final")
-    modes = {path.stat().st_mode & 0o777 for path in trained.folder.rglob("*") if path.is_file()}
-    umask = os.umask(0)
-    os.umask(umask)
-    assert modes == {0o666 & ~umask}
-
-
-def test_card_of_another_library(tmp_path):
-    from src.checkpointing.model_folder import write_card
-
-    run, _ = parsing.parse(kit.flags(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path), OPTIONS)
-    write_card(tmp_path, run, torch.nn.Linear(1, 1), {"train_file": run.train_file})
+    cfg, _ = parse(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path)
+    write_card(tmp_path, cfg, torch.nn.Linear(1, 1), {"train_file": cfg.train_file})
     card = (tmp_path / "README.md").read_text()
-    assert "library_name" not in card
+    assert "library_name" not in card  # not a transformers model
     assert " x.jsonl;" in card
     assert "abc" not in card + (tmp_path / "run_config.yaml").read_text()

@@ -1,4 +1,4 @@
-"""Credentials of URLs and tokens are in no file of a run and in no line that it prints."""
+"""No file of a run and no line of output holds credentials of URLs, or tokens."""
 
 import base64
 import json
@@ -11,18 +11,20 @@ from urllib.parse import quote
 
 import pytest
 import yaml
+from huggingface_hub import constants
+from requests.utils import requote_uri
 
 from src.config import parsing, validation
+from src.config import redact as module
 from src.config.errors import UsageError
 from src.config.redact import publishable, redact, redact_all, remember_credentials, remember_environment, was_redacted
+from src.reporting import html_report
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
-PASSWORD, SIGNATURE, USER = (
-    "pa55" + "word",
-    "5ig" + "nature",
-    "al" + "1ce",
-)  # not as they are: code.diff may hold this file
+# In pieces, because code.diff of a run may hold this file.
+PASSWORD, SIGNATURE, USER = "pa55" + "word", "5ig" + "nature", "al" + "1ce"
+SECRETS = re.compile("|".join((PASSWORD, SIGNATURE, USER)))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +79,7 @@ def test_redact_keeps_what_holds_no_credentials(text):
 
 @pytest.fixture
 def forgotten(monkeypatch):
-    """Nothing learned by this test is remembered by others."""
-    from src.config import redact as module
-
+    """What this test makes the module remember is forgotten afterwards."""
     monkeypatch.setattr(module, "_remembered", {})
     monkeypatch.setattr(module, "_remembered_pattern", [])
 
@@ -94,47 +94,34 @@ def forgotten(monkeypatch):
         "https://h/däta/x.jsonl?sig=5ECRETä%C3%A4",
     ],
 )
-def test_credentials_that_no_pattern_finds_are_known_from_what_was_given(url, forgotten):
-    from requests.utils import requote_uri
-
+def test_remembered_credentials_are_found_in_any_quoting(url, forgotten):
     remember_credentials([f"--train_file={url}"])
     secret = url.partition("@")[0].partition("//")[2] if "@" in url else url.partition("?")[2]
-    forms = [url, repr(url), json.dumps(url), quote(url), requote_uri(url), secret, requote_uri(secret)]
-    for text in forms + [f"it says {form}: no such file" for form in forms]:
-        assert "5ECRET" not in redact(text), text
+    for form in (url, repr(url), json.dumps(url), quote(url), requote_uri(url), secret, requote_uri(secret)):
+        for text in (form, f"it says {form}: no such file"):
+            assert "5ECRET" not in redact(text), text
     assert redact(url).startswith(("http://***@h/x.jsonl", "https://h/"))
     assert was_redacted(redact(url))
 
 
-def test_piece_of_a_password_that_a_library_takes_for_a_host_is_known(forgotten):
+def test_part_of_a_password_taken_for_a_host_is_removed(forgotten):
     remember_credentials("http://alice:pa'55\\\\word@h/x.jsonl")
-    assert redact('Failed to parse: "alice:pa\'55" is not a valid host or port') == (
-        'Failed to parse: "***" is not a valid host or port'
-    )
+    text = redact('Failed to parse: "alice:pa\'55" is not a valid host or port')
+    assert text == 'Failed to parse: "***" is not a valid host or port'
 
 
-def test_learning_a_url_hides_no_ordinary_words(forgotten):
-    remember_credentials(
-        {"train_file": ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]}
-    )
+def test_remembered_urls_hide_no_ordinary_words(forgotten):
+    urls = ["http://h/data/train.jsonl?prefix=train.jsonl&se=2030-01-01T00:00:00Z", "http://u:pw@h/x"]
+    remember_credentials({"train_file": urls})
     for text in ("train.jsonl", "pw", "2030-01-01T00:00:00Z", "data/train.jsonl"):
         assert redact(text) == text
 
 
-def test_tokens_of_the_environment_are_known(forgotten, monkeypatch):
+def test_tokens_of_the_environment_are_removed(forgotten, monkeypatch):
     monkeypatch.setenv("SOME_SERVICE_API_KEY", "0123" + "abcd5ECRET")
     monkeypatch.setenv("HTTPS_PROXY", "http://alice:proxy5ECRET@proxy:8080")
     remember_environment()
     assert redact("key 0123abcd5ECRET, proxy alice:proxy5ECRET") == "key ***, proxy ***"
-
-
-@pytest.mark.parametrize("name", ["output_dir", "cache_dir"])
-def test_folder_that_is_a_url_is_refused(name, files, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    given = kit.flags(model_config=files / "llama.yaml", train_file="x.jsonl", **{name: "s3://key:secret@bucket/run"})
-    with pytest.raises(UsageError, match=f"{name}: s3.*URL"):
-        validation.check(*parsing.parse(given, OPTIONS))
-    assert not list(tmp_path.iterdir())
 
 
 def test_published_urls_lose_a_query_with_credentials():
@@ -142,19 +129,21 @@ def test_published_urls_lose_a_query_with_credentials():
 
 
 @pytest.mark.parametrize("value", ["http://u:p@h/x.jsonl", "http://h/x.jsonl?sig=a", "http://h/x.jsonl?a"])
-def test_redacted_value_is_refused_when_read_back(value, files, tmp_path):
-    given = kit.flags(model_config=files / "llama.yaml", train_file=value)
-    run, options = parsing.parse(given, OPTIONS)
-    validation.check(run, options)
+def test_redacted_value_is_refused_when_read_back(value, tmp_path):
+    cfg, options = parsing.parse(kit.flags(model_config="x.yaml", train_file=value), OPTIONS)
+    validation.check(cfg, options)
     saved = tmp_path / "config.yaml"
-    saved.write_text(parsing.to_yaml(run, options))
+    saved.write_text(parsing.to_yaml(cfg, options))
     with pytest.raises(UsageError, match=r"train_file.*--train_file"):
         validation.check(*parsing.parse(["--config", str(saved)], OPTIONS))
     validation.check(*parsing.parse(["--config", str(saved), "--train_file", value], OPTIONS))
 
 
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
 class _Guarded(SimpleHTTPRequestHandler):
-    """Serves files to who knows the password."""
+    """Serves files to requests with the password."""
 
     def do_GET(self):
         known = base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
@@ -166,74 +155,59 @@ class _Guarded(SimpleHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory):
+@pytest.fixture
+def guarded(tmp_path, monkeypatch):
     """The fields of a tiny run whose data needs a password and a signature."""
-    folder = tmp_path_factory.mktemp("guarded")
-    fields = kit.tiny_files(folder)
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Guarded, directory=str(folder))) as server:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # inherited by forked processes
+    (tmp_path / "served").mkdir()
+    fields = kit.tiny_files(tmp_path / "served")
+    handler = partial(_Guarded, directory=str(tmp_path / "served"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        base = f"http://{USER}:{PASSWORD}@127.0.0.1:{server.server_port}"
         for name in ("train_file", "validation_file"):
-            fields[name] = f"{base}/{fields[name].name}?X-Amz-Signature={SIGNATURE}"
-        yield fields | {"max_steps": 3, "logging_steps": 1, "cache_dir": str(folder / "cache")}
+            address = f"{USER}:{PASSWORD}@127.0.0.1:{server.server_port}"
+            fields[name] = f"http://{address}/{fields[name].name}?X-Amz-Signature={SIGNATURE}"
+        fields |= {"max_steps": 3, "logging_steps": 1, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run"}
+        yield fields
         server.shutdown()
 
 
-def leaks(folder) -> list[str]:
-    secrets = re.compile("|".join((PASSWORD, SIGNATURE, USER)).encode())
-    return [str(path) for path in folder.rglob("*") if path.is_file() and secrets.search(path.read_bytes())]
+def assert_no_secrets(folder: Path, texts: list[str]) -> None:
+    for text in texts:
+        assert not SECRETS.search(text)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert [str(path) for path in files if SECRETS.search(path.read_bytes().decode(errors="replace"))] == []
 
 
-def test_credentials_are_in_no_file_and_no_output(guarded, tmp_path, monkeypatch):
-    from huggingface_hub import constants
+def test_credentials_are_in_no_file_and_no_output(guarded, tmp_path):
+    def command(script: str, *argv, **fields) -> tuple[int, str]:
+        [code], [text] = kit.run_command(script, *argv, *kit.flags(**fields), folder=tmp_path / "served")
+        assert_no_secrets(tmp_path, [text])
+        return code, text
 
-    from src.reporting import html_report
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # inherited by what is forked
-
-    run, work = tmp_path / "run", tmp_path / "work"
-    work.mkdir()
-    flags = kit.flags(**guarded, output_dir=run)
-    codes, texts = kit.run_command("train.py", *flags, folder=work)
-    assert codes == [0], texts
+    code, text = command("train.py", **guarded)
+    assert code == 0, text
+    run = guarded["output_dir"]
     html_report.write(run)
-    # Resuming and a failure: a server that is gone is named in the error.
-    codes, again = kit.run_command("train.py", *flags, "--max_steps", 4, "--lr_scheduler_type", "constant", folder=work)
-    assert codes == [2]  # another schedule; says what changed
-    absent = guarded | {"train_file": guarded["train_file"].replace("train", "absent")}
-    codes, failed = kit.run_command("train.py", *kit.flags(**absent, output_dir=run), folder=work)
-    assert codes == [2]
-    assert "absent.jsonl" in failed[0]
-    for text in (*texts, *again, *failed):
-        assert not re.search("|".join((PASSWORD, SIGNATURE, USER)), text)
-    assert leaks(run) == []
-    assert leaks(tmp_path) == []
-    assert leaks(Path(guarded["cache_dir"])) == []
+    assert command("train.py", **guarded | {"lr_scheduler_type": "constant"})[0] == 2  # the error says what changed
+    absent = guarded["train_file"].replace("train", "absent")
+    code, text = command("train.py", **guarded | {"train_file": absent})
+    assert code == 2
+    assert "absent.jsonl" in text
     # The evaluation asks for what was removed, and takes it from the command line.
-    known = ["--checkpoint", run, "--cache_dir", guarded["cache_dir"]]
-    codes, texts = kit.run_command("eval.py", *known, folder=work)
-    assert codes == [2]
-    assert "--validation_file" in texts[0]
-    codes, texts = kit.run_command(
-        "eval.py", *known, *kit.flags(validation_file=guarded["validation_file"]), folder=work
-    )
-    assert codes == [0], texts
-    reported = [
-        line for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "eval"
-    ]
-    assert json.loads((run / "eval.json").read_text()) == reported[-1]
-    assert leaks(run) == []
+    known = {"checkpoint": run, "cache_dir": guarded["cache_dir"]}
+    code, text = command("eval.py", **known)
+    assert code == 2
+    assert "--validation_file" in text
+    code, text = command("eval.py", **known, validation_file=guarded["validation_file"])
+    assert code == 0, text
+    assert json.loads((run / "eval.json").read_text()) == kit.Run(run).kind("eval")[-1]
     assert "***@127.0.0.1" in yaml.safe_load((run / "config.yaml").read_text())["train_file"][0]
 
 
-def test_credentials_of_a_stream_are_in_no_file(guarded, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    fields = guarded | {"streaming": True, "cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run"}
-    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path, world=2)
+def test_credentials_of_a_stream_are_in_no_file(guarded, tmp_path):
+    argv = kit.flags(**guarded, streaming=True)
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "served", world=2)
     assert codes == [0, 0], texts
-    assert not re.search("|".join((PASSWORD, SIGNATURE, USER)), "".join(texts))
-    assert leaks(tmp_path) == []
+    assert_no_secrets(tmp_path, texts)
     assert (tmp_path / "run" / "ledger.jsonl").exists()
