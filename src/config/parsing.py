@@ -149,11 +149,11 @@ def _suggest_flag(words: list[str]) -> str:
     """Return '; did you mean --NAME …?' for words where a flag was expected, or nothing."""
     if words[0].endswith((".yaml", ".yml", ".json")):
         return f"; did you mean --config {words[0]}?"
-    name, value = re.match(r"[-\u2013\u2014]*(\w*)=?(.*)", words[0]).groups()  # -name, a long dash, name=value
+    name, _, value = words[0].lstrip("-\u2013\u2014").partition("=")  # -name, a long dash, name=value
     flag = nearest(name, ["config", *declared_options(RunConfig)])
     if not flag:
         return ""
-    return f"; did you mean {' '.join(filter(None, [f'--{flag}', value, *words[1:]]))}?"
+    return f"; did you mean {' '.join(word for word in [f'--{flag}', value, *words[1:]] if word)}?"
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

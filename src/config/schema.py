@@ -21,7 +21,7 @@ class RunConfig:
     task: str = option(
         "kind of model: the name of a file in src/tasks/", "causal_lm", group="run", from_checkpoint=True
     )
-    output_dir: str | None = option(
+    output_dir: str = option(  # None only while the parser runs
         "run folder (default: runs/ and the name of the run file)", may_change_on_resume=True
     )
     seed: int = option(

@@ -67,7 +67,8 @@ class FSDP2(Strategy):
 
         if not self.main_process_builds:
             return super().build_model(task, weights)
-        model, message = None, [None, None, None]  # attributes of the task, which parameters are trained, error
+        model = None
+        message: list[Any] = [None, None, None]  # attributes of the task, which parameters are trained, error
         if self.accelerator.is_main_process:
             try:
                 model = super().build_model(task, weights)

@@ -46,13 +46,14 @@ class Launcher:
         """Start it. `folder` is the run folder; None: an evaluation."""
         self.folder = folder
         self.signals: list[int] = []  # received so far
-        self.process: subprocess.Popen | None = None
         self.start_time = time.time()
+        self.has_started = False
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in the background
                 signal.signal(number, self._receive)
         command = [sys.executable, "-m", "src.distributed.quiet_launcher", *words]
         self.process = subprocess.Popen(command, start_new_session=True)
+        self.has_started = True
         for number in self.signals:  # received before there was a process
             self._pass_on(number)
         signal.signal(signal.SIGTSTP, self._pause)
@@ -75,7 +76,7 @@ class Launcher:
 
     def _receive(self, number: int, frame) -> None:
         self.signals.append(number)
-        if self.process:
+        if self.has_started:
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
@@ -127,7 +128,7 @@ def main(argv: list[str]) -> int:
     print(f"accelerate launch {shlex.join(words)}", flush=True)
     launcher = Launcher(words, folder)
     code = launcher.wait()
-    if launcher.status():
+    if folder and launcher.status():
         run_status.wait_for_end(folder)
     return exit_code(code, launcher.signals, folder is not None, launcher.status().get("exit_code"))
 

@@ -43,6 +43,8 @@ def _load_shipped(name: str, path: Path):
     import evaluate
 
     spec = spec_from_file_location(f"src.metrics.{name}", path)
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     for value in vars(module).values():

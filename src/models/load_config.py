@@ -41,7 +41,7 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
 def _pretrained_config(cfg: RunConfig) -> "PreTrainedConfig":
     from transformers import AutoConfig
 
-    name = cfg.model_name_or_path
+    name = str(cfg.model_name_or_path)
     try:
         folder = model_folder(cfg, name)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
@@ -58,7 +58,7 @@ def _pretrained_config(cfg: RunConfig) -> "PreTrainedConfig":
 def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
     from transformers import CONFIG_MAPPING, AutoConfig
 
-    file = cfg.model_config
+    file = str(cfg.model_config)
     values = read_yaml(file)
     _refuse_hub_kernels(cfg, file, values)
     model_type = values.pop("model_type", None)

@@ -51,4 +51,6 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     """Return everything that a tokenizer's output depends on. Call it before the first use, which changes settings."""
-    return tokenizer.backend_tokenizer.to_str() if getattr(tokenizer, "is_fast", False) else repr(tokenizer)
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        return repr(tokenizer)
+    return tokenizer.backend_tokenizer.to_str()

@@ -18,7 +18,7 @@ def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", w
 
 def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
     """Return the folder of the pretrained model and, if it is from the Hub, its commit."""
-    folder = Path(model_folder(cfg, cfg.model_name_or_path))
+    folder = Path(model_folder(cfg, str(cfg.model_name_or_path)))
     record = fetched.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
     return folder, record.get("commit")
 

@@ -103,11 +103,12 @@ def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
 
 def arithmetic(cfg: RunConfig, world_size: int) -> str:
     """Return the global batch as examples = micro-batches = ranks × accumulation."""
-    batch, micro_batch = cfg.global_batch_size, cfg.per_device_batch_size
+    batch = cfg.global_batch_size
     ranks = _plural(world_size, "rank")
     if cfg.per_device_batch_tokens:
         tokens = f"{cfg.per_device_batch_tokens:,}"
         return f"{batch} examples = micro-batches of up to {tokens} tokens on {ranks}, exact sum"
+    micro_batch = int(cfg.per_device_batch_size)  # `auto` is resolved by now
     micro_batches = -(-batch // micro_batch)
     accumulated = -(-micro_batches // world_size)
     even = micro_batches % world_size == 0 and batch % micro_batch == 0

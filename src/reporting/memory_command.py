@@ -104,16 +104,13 @@ def _devices(argv: list[str]) -> tuple[list[str], int, float]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1)
     parser.add_argument("--gpu_memory", type=float, default=memory)
+    fix = "give a whole number of devices and GiB above zero, such as --gpus 8 --gpu_memory 80"
     try:
         own, rest = parser.parse_known_args(argv)
-        wrong = f"--gpus {own.gpus} --gpu_memory {own.gpu_memory:g}"
-        valid = own.gpus >= 1 and 0 < own.gpu_memory < 1e6
     except argparse.ArgumentError as error:
-        wrong, valid = f"{error.argument_name} is not a number", False
-    if not valid:
-        raise UsageError(
-            f"{wrong}: give a whole number of devices and GiB above zero, such as --gpus 8 --gpu_memory 80"
-        )
+        raise UsageError(f"{error.argument_name} is not a number: {fix}") from error
+    if own.gpus < 1 or not 0 < own.gpu_memory < 1e6:
+        raise UsageError(f"--gpus {own.gpus} --gpu_memory {own.gpu_memory:g}: {fix}")
     return rest, own.gpus, own.gpu_memory
 
 

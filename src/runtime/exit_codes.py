@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn
 
 from src.config.errors import Failure, Stopped, UsageError, warn
 from src.config.redact import redact, redact_all, remember_credentials, remember_environment
@@ -100,7 +100,8 @@ def run_main(work: Callable[[list[str]], None]) -> None:
 def _prepare() -> list[str]:
     """Set up console and redaction; return the arguments. `sys.argv`, which trackers upload, keeps no credentials."""
     console.prepare()
-    for stream in (sys.stdout, sys.stderr):
+    streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
         _redact_stream(stream)
     argv = sys.argv[1:]
@@ -115,7 +116,7 @@ def _prepare() -> list[str]:
     return argv
 
 
-def _redact_stream(stream: TextIO) -> None:
+def _redact_stream(stream: Any) -> None:
     """Redact everything that is printed, also by libraries. Ignore what cannot be printed: a closed pipe or a log on a full
     disk must not end a run."""
 
@@ -155,7 +156,7 @@ def _fail(error: BaseException) -> NoReturn:
     connection_lost = isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS)
     if _run_folder is not None:
         wait = ROOT_CAUSE_WAIT if connection_lost else 0.0
-        if _other_rank_failed(rank, wait) or not run_status.report_failure(_run_folder, rank, text):
+        if _other_rank_failed(_run_folder, rank, wait) or not run_status.report_failure(_run_folder, rank, text):
             time.sleep(LAUNCHER_WAIT)
             exit_process(EXIT_FAILED)
         if connection_lost:
@@ -184,10 +185,10 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
     return any(word in message for word in words)
 
 
-def _other_rank_failed(rank: int, seconds: float) -> bool:
+def _other_rank_failed(folder: Path, rank: int, seconds: float) -> bool:
     """Return whether another rank has reported a failure; wait this long for its report."""
     deadline = time.monotonic() + seconds
-    while not (found := run_status.failed_rank(_run_folder, rank)) and time.monotonic() < deadline:
+    while not (found := run_status.failed_rank(folder, rank)) and time.monotonic() < deadline:
         time.sleep(0.1)
     return bool(found)
 

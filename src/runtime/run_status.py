@@ -49,12 +49,12 @@ def read_status(folder: Path) -> dict:
 
 def newest_run(parent: Path, weights: bool = True) -> Path | None:
     """Return the folder in `parent` of the run that was last active (of those that have saved weights), or None."""
-    active = {}
+    active: dict[Path, float] = {}
     for folder in parent.iterdir() if parent.is_dir() else []:
         if not weights or (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*")):
             times = [file.stat().st_mtime for name in ACTIVE if (file := folder / name).exists()]
             active |= {folder: max(times)} if times else {}
-    return max(active, key=active.get, default=None)
+    return max(active, key=lambda folder: active[folder], default=None)
 
 
 def report_failure(folder: Path, rank: int, message: str) -> bool:

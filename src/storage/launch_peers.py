@@ -69,8 +69,8 @@ class LaunchPeers:
         if known or isinstance(error, KeyboardInterrupt):
             return
         text = redact(str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}")
-        error.already_reported = self._is_first_to_report(text)
-        error.reported_elsewhere = not error.already_reported
+        is_first = self._is_first_to_report(text)
+        vars(error).update(already_reported=is_first, reported_elsewhere=not is_first)
         report = {"kind": type(error).__name__, "text": text, "time": time.time()}
         with suppress(OSError):  # a full disk: the launcher stops the others
             temporary = self._own_file(f".{os.getpid()}.tmp")
@@ -161,7 +161,7 @@ def _reported_error(report: dict, rank: str, printed_elsewhere: bool) -> Excepti
     """Return the error that a rank reported, to be raised in other processes."""
     usage = report["kind"] == "UsageError"
     error = UsageError(report["text"]) if usage else Failure(f"rank {rank}: {report['text']}")
-    error.reported_elsewhere = printed_elsewhere
+    vars(error).update(reported_elsewhere=printed_elsewhere)
     return error
 
 

@@ -10,6 +10,7 @@ Tests: tests/tasks/test_causal_lm.py.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ class Task(base.Task):
     def load(self) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.tokenizer = load_tokenizer(self.cfg)
+        self.tokenizer: Any = load_tokenizer(self.cfg)
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
         self.config = load_config(self.cfg, self.tokenizer)
         if getattr(self.config, "is_decoder", None) is False:
@@ -144,13 +145,11 @@ class Task(base.Task):
         # A cache, even an empty one, turns the recognition of packed documents off without a warning.
         arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
         with known_masks(packed="position_ids" in inputs):
-            if self.plain_head:
-                hidden = model.base_model(**arguments).last_hidden_state.flatten(0, 1)
-            else:
-                logits = model(**arguments).logits.flatten(0, 1)
+            output = model.base_model(**arguments) if self.plain_head else model(**arguments)
         if self.plain_head:
+            hidden = output.last_hidden_state.flatten(0, 1)
             return sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training)
-        return sums_from_logits(logits, targets, model.training)
+        return sums_from_logits(output.logits.flatten(0, 1), targets, model.training)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         loss = sums["loss"] / weight

@@ -5,6 +5,7 @@ second text. Tests: tests/tasks/test_text_classification.py.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +52,12 @@ class Options:
 class Task(base.Task):
     def __init__(self, cfg: RunConfig, options: Options):
         super().__init__(cfg, options)
-        self.labels: list[str] | None = None  # names, in the order of their ids
+        self.labels: Any = None  # names in the order of their ids, once the rows or weights are known
 
     def load(self) -> None:
         from transformers import AutoModelForSequenceClassification
 
-        self.tokenizer = load_tokenizer(self.cfg)
+        self.tokenizer: Any = load_tokenizer(self.cfg)
         if self.tokenizer is None:
             raise UsageError("text_classification needs --tokenizer_name, or a model folder with a tokenizer")
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
@@ -114,7 +115,7 @@ class Task(base.Task):
         dtype = str(getattr(feature, "dtype", "lists or objects"))
         if not any(known in dtype for known in ("int", "string", "bool")):
             raise UsageError(f"{split} data: `{label_column}` holds {dtype}: a label is a name or an integer")
-        self.class_names = feature.names if isinstance(feature, ClassLabel) else None
+        self.class_names: Any = feature.names if isinstance(feature, ClassLabel) else None
         if self.labels is None:
             self.labels = self._labels_of_rows(examples, split, whole)
         features = {name: List(Value("int32")) for name in self.token_columns}

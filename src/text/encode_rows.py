@@ -6,7 +6,7 @@ A new kind of row is one more `_encode_*` generator. Tests: tests/tasks/test_cau
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -15,9 +15,6 @@ from src.text.chat import render_chat, tokenize_marked_chat
 from src.text.given_ids import OPTIONAL_COLUMNS, check_ids
 from src.text.long_text import encode_long
 from src.text.tokenization import CHARACTERS, IGNORED, batches_by_size, require_text, token_bytes
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Columns that have a meaning in other trainers; a warning says that they are not used.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
@@ -39,7 +36,7 @@ class Document:
 class Encoder:
     """Encodes the raw rows of a split, which are all of one kind."""
 
-    tokenizer: "PreTrainedTokenizerBase | None"
+    tokenizer: Any  # PreTrainedTokenizerBase; None if all rows are ids
     vocab_size: int
     max_length: int
     packing: bool
@@ -148,7 +145,8 @@ class Encoder:
             head = _as_list(prompt)
             if head and head[-1] == self.tokenizer.eos_token_id:
                 head = head[:-1]
-            tail, sizes = self._with_eos(_as_list(completion), sizes)
+            ended, sizes = self._with_eos(completion, sizes)
+            tail = _as_list(ended)
             if sizes is not None:
                 sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)

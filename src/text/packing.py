@@ -14,7 +14,7 @@ def pack(max_length: int, batch: dict) -> dict:
     A row keeps the lengths of its documents, so that neither attention nor targets cross from one to the next.
     Documents of one token are dropped: they have no target."""
     rows = _best_fit(batch["length"], max_length)
-    packed = {}
+    packed: dict[str, list] = {}
     for name in ("input_ids", "labels"):
         if name in batch:
             packed[name] = [[token for document in row for token in batch[name][document]] for row in rows]

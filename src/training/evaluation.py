@@ -53,9 +53,10 @@ def evaluate(
             if stopping and number % ASK == 0 and host_group.sum([stopping()])[0]:
                 bar.close()
                 return None
-            micro, batch = next(batches, (None, None))
-            if micro is None:  # this rank has one micro-batch less than others
+            item = next(batches, None)
+            if item is None:  # this rank has one micro-batch less than others
                 continue
+            micro, batch = item
             seed_everything(micro.seed)
             inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
             out = module(inputs)

@@ -105,7 +105,7 @@ class TrainState:
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:
         """Mark this step as evaluated and compare it with the best one; raise UsageError if the metric does not exist."""
         self.use_metric(cfg)
-        name = self.best_metric
+        name = str(self.best_metric)
         if name not in metrics:
             raise UsageError(
                 f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, metrics)}; it has "
