@@ -74,7 +74,7 @@ class RunLogger:
     def begin(
         self, datasets: dict, model: torch.nn.Module, lr_at, due: Intervals, resume_from: Path | None, notes: list[str]
     ) -> None:
-        """Print the plan; unless the run is complete, truncate its files to `due.state` and start the trackers."""
+        """Print the plan; unless the run is complete, truncate its files to `due.state` and start the trackers; a collective."""
         state = due.state
         plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
         self.say(table(plan | topology(self.strategy, self.cfg)))
@@ -83,8 +83,13 @@ class RunLogger:
         if due.complete():
             return
         record_exit_in(self.folder)
-        if not self.is_main:
-            return
+        if self.is_main:
+            self._begin_files(state)
+        # All ranks wait for the main process here: a stop from now on is saved on all of them, one before this ends them all.
+        self.hosts.sum([0.0])
+
+    def _begin_files(self, state: TrainState) -> None:
+        """Write what is known before the first step, truncate metrics.jsonl and ledger.jsonl to `state`, start trackers."""
         config = to_yaml(self.cfg, self.task.options)
         try:
             self._write_run_files(config, state.step)

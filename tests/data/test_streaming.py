@@ -258,7 +258,7 @@ def test_packing_and_texts(tmp_path):
     "fields, message",
     [
         ({"max_steps": None}, "a stream has no length, so give --max_steps"),
-        ({"per_device_batch_size": "auto"}, "does not know its longest rows"),
+        ({"per_device_batch_size": "auto"}, "longest rows of a stream are not known"),
         ({"stream_lanes": 9}, "more than global_batch_size, which is 8"),
         ({"streaming": False, "stream_lanes": 2}, "stream_lanes is given without streaming"),
         ({"stream_lanes": 2}, "stream_lanes is 2, but there are 1 shards (files): give at most 1"),
