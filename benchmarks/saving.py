@@ -35,7 +35,7 @@ MODEL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-SAVED = re.compile(r"stood still for ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,]+) MB.* in ([\d.]+) s")
+SAVED = re.compile(r"training paused ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,]+) MB.* in ([\d.]+) s")
 RESUME = """
 import sys
 sys.path.insert(0, {repository!r})

@@ -109,10 +109,10 @@ class CheckpointWriter:
         rank_of = assign_tensors_to_ranks(tensors, self.world)
         return self.memory.take(tensors, {key for key, rank in rank_of.items() if rank == self.rank})
 
-    def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float) -> None:
-        """Start writing a checkpoint from host memory; `paused` is what training has waited for it, in seconds."""
+    def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
+        """Start writing a checkpoint from host memory; training has waited `paused` seconds, `copying` of them to copy."""
         self.pauses.append(paused)
-        self._start(self._write_checkpoint, tensors, state)
+        self._start(self._write_checkpoint, tensors, state, copying)
 
     def write_final(self, tensors: Tensors | None, state: TrainState, config: dict) -> None:
         """Start writing final/ from the model of the last step."""
@@ -164,7 +164,7 @@ class CheckpointWriter:
         self.thread = threading.Thread(target=work, args=args, name="checkpoint writer", daemon=True)
         self.thread.start()
 
-    def _write_checkpoint(self, tensors: dict[str, Tensors], state: dict) -> None:
+    def _write_checkpoint(self, tensors: dict[str, Tensors], state: dict, copying: float) -> None:
         began, train_state = time.perf_counter(), state["progress"]
         step = train_state["step"]
         folder = self.folder / "checkpoints" / f"step_{step:08d}"
@@ -181,7 +181,7 @@ class CheckpointWriter:
             if self.is_main:
                 self.saved = (step, train_state["evaluated"])
                 self._delete_old(train_state["best_step"])
-                self._report_saved(folder, tensors, step, time.perf_counter() - began)
+                self._report_saved(folder, tensors, copying, time.perf_counter() - began)
         except (OSError, SafetensorError) as error:
             if _is_disk_error(error):
                 self.save_failed(step, error)
@@ -218,12 +218,13 @@ class CheckpointWriter:
 
         atomic_folder.publish(folder, write_and_collect, step=step, mixed_precision=self.precision)
 
-    def _report_saved(self, folder: Path, tensors: dict, step: int, seconds: float) -> None:
+    def _report_saved(self, folder: Path, tensors: dict[str, Tensors], copying: float, seconds: float) -> None:
+        step = self.saved[0]
         size = sum({id(value): value.nbytes for named in tensors.values() for value in named.values()}.values())
         pause = self.pauses[-1]
         log.info(
-            f"step {step} saved: training paused {pause:.3f} s to copy {size / 1e6:,.1f} MB to the host; written, hashed and "
-            f"published beside training in {seconds:.3f} s"
+            f"step {step} saved: training paused {pause:.3f} s, {copying:.3f} s of it to copy {size / 1e6:,.1f} MB to the host; "
+            f"written, hashed and published beside training in {seconds:.3f} s"
         )
         if not run_status.failed_rank(self.folder, -1):  # a failed rank's traceback is to stay the last thing printed
             console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")

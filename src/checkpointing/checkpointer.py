@@ -122,10 +122,12 @@ class Checkpointer:
             writer.save_failed(state.step, error)
         if is_full:
             return
+        copying = time.perf_counter()
         host = writer.copy_to_host(tensors)
+        copying = time.perf_counter() - copying
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
         saved = {"progress": asdict(state), "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
-        writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began)
+        writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began, copying)
 
     def _any_writer(self, answers: list[bool]) -> list[bool]:
         """Return for each answer whether it is yes on any of the ranks that write."""

@@ -110,10 +110,11 @@ def _enter(rank, world, port, out, target, args, env):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     } | (env or {})
+    from accelerate.state import AcceleratorState, PartialState
+
+    AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test of this pytest process may have made one
     if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
         # accelerate would make these plain DDP on a CPU; with this, its own code for them runs over gloo.
-        from accelerate.state import PartialState
-
         PartialState._prepare_backend = _over_gloo
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)
