@@ -111,7 +111,7 @@ def _download(url: str, field: str, version: dict, folder: Path, work: SharedWor
 
 
 def _drop_unless_resumable(part: Path, version: dict) -> None:
-    """Remove a part of another version, or of a file whose version or length is not known; note the version of the next."""
+    """Remove a part of another version, or of a file with unknown version or length; write the version for the next part."""
     about = part.with_name(PART_VERSION)
     same = part.exists() and about.exists() and json.loads(about.read_text()) == version
     known = version["bytes"] is not None and (version["etag"] or version["modified"])

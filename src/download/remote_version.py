@@ -92,7 +92,7 @@ def _look_up_in_store(url: str, field: str) -> dict:
 
 
 def _version(url: str, status: int, headers: Mapping[str, str]) -> dict:
-    """Return what an answer says of the whole file. Weak ETags do not count: they allow other bytes."""
+    """Return the version of the whole file from the headers of an answer. Weak ETags do not count: other bytes may have the same."""
     size = (
         headers.get("Content-Range", "").rpartition("/")[2] if status in (206, 416) else headers.get("Content-Length")
     )
@@ -134,11 +134,11 @@ def check_answer(url: str, version: dict, status: int, headers: Mapping[str, str
     if status == 416 and first_byte:
         raise FileChanged(f"{url} changed: it has no byte {first_byte:,} any more")
     if status == 206 and first_byte is not None:
-        said = headers.get("Content-Range", "")
-        part = re.match(r"bytes (\d+)-", said)
+        content_range = headers.get("Content-Range", "")
+        part = re.match(r"bytes (\d+)-", content_range)
         if not part or int(part[1]) != first_byte:
             raise FileChanged(
-                f"{url}: the server answers Content-Range: {said or 'nothing'}, to a request from byte {first_byte}"
+                f"{url}: the server answers Content-Range: {content_range or 'nothing'}, to a request from byte {first_byte}"
             )
     if status in WITH_DATA and is_plain(headers):
         now = _version(url, status, headers)

@@ -1,4 +1,4 @@
-"""Two sample datasets made from Python's standard library, so that every machine can train.
+"""Two sample datasets made from Python's standard library, so that every machine can train without a network.
 
 A fork deletes this file when it has data of its own. Tests: tests/download/test_sample_datasets.py.
 """
@@ -10,6 +10,7 @@ import os
 import shutil
 import sysconfig
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -17,55 +18,25 @@ from filelock import FileLock
 SAMPLES = ("stdlib_code", "stdlib_functions")
 VOCABULARY = 2048
 VERSION = "1"  # raise it when the rows below change
-LEFT_OUT = {
-    "encodings",
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "__pycache__",
+# fmt: off
+SKIPPED_FOLDERS = {
+    "encodings", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__",
     "pydoc_data",
 }
 PACKAGES = [
-    "asyncio",
-    "collections",
-    "concurrent",
-    "ctypes",
-    "curses",
-    "dbm",
-    "distutils",
-    "email",
-    "encodings",
-    "ensurepip",
-    "html",
-    "http",
-    "idlelib",
-    "importlib",
-    "json",
-    "logging",
-    "multiprocessing",
-    "re",
-    "sqlite3",
-    "tkinter",
-    "tomllib",
-    "turtledemo",
-    "unittest",
-    "urllib",
-    "venv",
-    "wsgiref",
-    "xml",
-    "xmlrpc",
-    "zoneinfo",
+    "asyncio", "collections", "concurrent", "ctypes", "curses", "dbm", "distutils", "email", "encodings",
+    "ensurepip", "html", "http", "idlelib", "importlib", "json", "logging", "multiprocessing", "re", "sqlite3",
+    "tkinter", "tomllib", "turtledemo", "unittest", "urllib", "venv", "wsgiref", "xml", "xmlrpc", "zoneinfo",
 ]
+# fmt: on
 
 
 def sample_folder(name: str, cache: Path) -> str | None:
-    """Return the folder of the sample `name` in `cache`, made on first use, or None when there is no such sample.
+    """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
 
-    One process makes it, the others wait on a file lock, never on a collective; the marker is written last. The name of
-    the folder holds the version: two checkouts that share a cache do not remove each other's rows."""
+    One process makes it, the others wait for a file lock; the marker is written last. The folder is named after the
+    version, so two checkouts that share a cache do not remove each other's rows.
+    """
     if name not in SAMPLES:
         return None
     target = cache.absolute() / "samples" / f"{name}-{VERSION}"
@@ -77,67 +48,72 @@ def sample_folder(name: str, cache: Path) -> str | None:
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
                 print(f"making the sample {name} from Python's standard library in {target}", flush=True)
-                (_code if name == "stdlib_code" else _functions)(target)
+                _make(name, target)
                 marker.touch()
     return str(target)
 
 
 def sample_tokenizer(name: str, cache: Path) -> str | None:
-    """Return the folder of the tokenizer of the sample `name`, or None when there is no such sample."""
+    """Return the folder of the tokenizer of the sample `name`; None if there is no such sample."""
     return f"{sample_folder(name, cache)}/tokenizer" if name in SAMPLES else None
 
 
 def stdlib_sources() -> list[tuple[str, str]]:
-    """Return (path inside the standard library, source) of every module that can be read as UTF-8, sorted by path."""
+    """Return (path inside the standard library, source) of every module in UTF-8, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if LEFT_OUT & set(relative.parts[:-1]):
+        if SKIPPED_FOLDERS & set(relative.parts[:-1]):
             continue
         try:
             found.append((relative.as_posix(), path.read_text(encoding="utf-8")))
         except (UnicodeDecodeError, OSError):
-            continue  # a module in an old encoding is no loss
+            continue
     return found
 
 
-def _held_out(key: str, one_in: int) -> bool:
-    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % one_in == 0
+def _make(name: str, target: Path) -> None:
+    """Write the two splits as jsonl, and a tokenizer trained on the training texts."""
+    rows = _code_rows() if name == "stdlib_code" else _function_rows()
+    for split, examples in rows.items():
+        (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples), encoding="utf-8")
+    _train_tokenizer([row["text"] for row in rows["train"]], target / "tokenizer")
 
 
-def _write(path: Path, rows: list[dict]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def _code(target: Path) -> None:
+def _code_rows() -> dict[str, list[dict]]:
+    """Return whole modules; about every twentieth is held out, except copies of training modules."""
     rows = [{"path": path, "text": text} for path, text in stdlib_sources() if text.strip()]
-    train = [row for row in rows if not _held_out(row["path"], 20)]
-    _write(target / "train.jsonl", train)
-    known = {row["text"] for row in train}  # a few modules are copies of others
-    held_out = [row for row in rows if _held_out(row["path"], 20) and row["text"] not in known]
-    _write(target / "validation.jsonl", held_out)
-    _train_tokenizer([row["text"] for row in train], target / "tokenizer")
+    train = [row for row in rows if not _is_held_out(row["path"], 20)]
+    known = {row["text"] for row in train}
+    held_out = [row for row in rows if _is_held_out(row["path"], 20) and row["text"] not in known]
+    return {"train": train, "validation": held_out}
 
 
-def _functions(target: Path) -> None:
-    """Which package of the standard library is this function from? Every tenth function is held out."""
+def _function_rows() -> dict[str, list[dict]]:
+    """Return functions labeled with their package; about every tenth is held out."""
     rows = {"train": [], "validation": []}
     for path, text in stdlib_sources():
         package = path.split("/")[0]
-        if "/" not in path or package not in PACKAGES:
-            continue
-        lines = text.splitlines(keepends=True)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and 3 <= node.end_lineno - node.lineno <= 60:
-                source = textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
-                split = "validation" if _held_out(source, 10) else "train"
+        if "/" in path and package in PACKAGES:
+            for source in _functions(text):
+                split = "validation" if _is_held_out(source, 10) else "train"
                 rows[split].append({"text": source, "label": package, "path": path})
     seen = {row["label"] for row in rows["train"]}
     rows["validation"] = [row for row in rows["validation"] if row["label"] in seen]
-    for split, examples in rows.items():
-        _write(target / f"{split}.jsonl", examples)
-    _train_tokenizer([row["text"] for row in rows["train"]], target / "tokenizer")
+    return rows
+
+
+def _functions(text: str) -> Iterator[str]:
+    """Yield the source of each function of 4 to 61 lines."""
+    lines = text.splitlines(keepends=True)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and 3 <= node.end_lineno - node.lineno <= 60:
+            yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
+def _is_held_out(key: str, one_in: int) -> bool:
+    return int(hashlib.sha256(key.encode()).hexdigest(), 16) % one_in == 0
 
 
 def _train_tokenizer(texts: list[str], target: Path) -> None:

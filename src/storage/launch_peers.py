@@ -82,9 +82,10 @@ class LaunchPeers:
         with suppress(FileNotFoundError):  # the folder does not exist yet, or a process ends and removes its file
             for path in list(self.folder.iterdir()):
                 if path.suffix in (".failed", ".here"):
-                    self._raise_if_bad(path)
+                    self._raise_report(path)
 
-    def _raise_if_bad(self, path: Path) -> None:
+    def _raise_report(self, path: Path) -> None:
+        """Raise the error in a `.failed` file; Failure for the `.here` file of a dead process."""
         host, launcher, rank = path.stem.rsplit("_", 2)
         same_host = host == self.host
         if same_host and int(launcher) != self.launcher:
@@ -115,7 +116,7 @@ class LaunchPeers:
 
     def _is_first_to_report(self, text: str) -> bool:
         """Return whether this rank is the first of the launch to fail with this message: only it prints the message."""
-        claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.said"
+        claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.reported"
         self.remove_if_old(claim)
         with suppress(OSError), open(claim, "x") as file:
             file.write(self.rank)

@@ -4,7 +4,6 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import socket
 import sys
 import threading
@@ -23,7 +22,6 @@ from src.config.errors import UsageError
 from src.data import dataset
 from src.download import fetched, http_files, remote_version
 from src.runtime.exit_codes import run_main
-from src.storage import launch_peers
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
@@ -287,37 +285,22 @@ def _fetch_alone(url: str, cache: Path) -> None:
     http_files.fetch_file(url, "train_file", cache, SharedWork(cache))
 
 
-@pytest.fixture(scope="module")
-def interrupted(served, tmp_path_factory):
-    """The cache of a process that was killed in mid-download."""
-    folder = tmp_path_factory.mktemp("interrupted")
-    url = serve(served, "killed", CONTENT)
-    served.faults["/files/killed"] = Fault(slow=4 * MB)
-    (job,) = kit.fork(1, _fetch_alone, url, folder / "cache", out=folder / "out")
-    kit.until(lambda: [part for part in folder.rglob("part") if part.stat().st_size >= 2 * MB])
+@pytest.fixture
+def interrupted(hub, tmp_path):
+    """Kill a process in mid-download; return the URL and the part that is left."""
+    url = serve(hub, "killed", CONTENT)
+    hub.faults["/files/killed"] = Fault(slow=4 * MB)
+    (job,) = kit.fork(1, _fetch_alone, url, tmp_path / "cache", out=tmp_path / "out")
+    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size >= 2 * MB])
     job.kill()
     job.join()
-    served.faults.clear()
-    (part,) = folder.rglob("part")
-    assert 2 * MB <= part.stat().st_size < len(CONTENT)
-    return url, folder / "cache"
+    hub.faults.clear()
+    assert part.stat().st_size < len(CONTENT)
+    return url, part
 
 
-@pytest.fixture
-def partial(interrupted, hub, tmp_path):
-    """Return (URL, copy of that cache, its part)."""
-    url, cache = interrupted
-    serve(hub, "killed", CONTENT)
-    os.utime(hub.folder / "files/killed", (1, 1))
-    shutil.copytree(cache, tmp_path / "cache")
-    (part,) = (tmp_path / "cache").rglob("part")
-    about = part.with_name("part.json")
-    about.write_text(json.dumps(remote_version.look_up(url, "") | {"url": json.loads(about.read_text())["url"]}))
-    return url, tmp_path / "cache", part
-
-
-def test_killed_download_is_resumed(partial, hub, fetch, monkeypatch):
-    url, _, part = partial
+def test_killed_download_is_resumed(interrupted, hub, fetch, monkeypatch):
+    url, part = interrupted
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
     with pytest.raises(UsageError, match="not fetched yet"):  # a part does not count
         fetch(url)
@@ -327,18 +310,18 @@ def test_killed_download_is_resumed(partial, hub, fetch, monkeypatch):
     assert gets(hub, "killed", before) == [(206, f"bytes={begun}-", len(CONTENT) - begun)]
 
 
-def test_complete_part_is_used(partial, hub, fetch):
+def test_complete_part_is_used(interrupted, hub, fetch):
     """Killed after the last byte and before the record."""
-    url, _, part = partial
+    url, part = interrupted
     part.write_bytes(CONTENT)
     before = len(hub.requests)
     assert fetch(url) == CONTENT
     assert gets(hub, "killed", before) == []
 
 
-def test_file_changed_before_its_resumption(partial, hub, fetch, monkeypatch):
-    url, cache, _ = partial
-    shutil.copytree(cache, cache.with_name("mutant"))
+def test_file_changed_before_its_resumption(interrupted, hub, fetch, tmp_path, monkeypatch):
+    url, _ = interrupted
+    shutil.copytree(tmp_path / "cache", tmp_path / "mutant")
     changed = CONTENT[::-1]
     serve(hub, "killed", changed)
     assert fetch(url) == changed
@@ -347,16 +330,16 @@ def test_file_changed_before_its_resumption(partial, hub, fetch, monkeypatch):
     open_url = remote_version.open_url
     trusting = lambda method, url, headers=None: open_url(method, url, (headers or {}) | {"If-Range": None})  # noqa: E731
     monkeypatch.setattr(remote_version, "open_url", trusting)
-    assert fetch(url, cache.with_name("mutant")) not in (CONTENT, changed)
+    assert fetch(url, tmp_path / "mutant") not in (CONTENT, changed)
 
 
 def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
-    url = serve(hub, "cut", b"row 1\nrow 2\n")
+    url = serve(hub, "shorter", b"row 1\nrow 2\n")
     fetch(url)
-    (copy,) = tmp_path.rglob("cut")
+    (copy,) = tmp_path.rglob("shorter")
     os.truncate(copy, 6)
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
-    with pytest.raises(UsageError, match="cut: not fetched yet"):
+    with pytest.raises(UsageError, match="shorter: not fetched yet"):
         fetch(url)
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
     assert fetch(url) == b"row 1\nrow 2\n"
@@ -474,80 +457,22 @@ def test_failing_server_ends_all_ranks_with_the_url(hub, tmp_path):
     assert len(gets(hub, "failing.jsonl")) == 2  # tries of one rank
 
 
-def fork_job(hub, folder, argv, name: str):
-    return kit.fork(1, open_rows, hub.environment(folder), argv, out=folder / name)[0]
-
-
-def rows_of_job(job, folder, name: str):
-    job.join(40)
-    assert job.exitcode == 0, (folder / name / "rank0.txt").read_text()
-    return kit.torch.load(folder / name / "rank0.pt", weights_only=False)
-
-
-def test_jobs_that_start_together_download_once(hub, tmp_path):
-    expected = put(hub, "together.jsonl", note=50_000)
-    hub.faults["/files/together.jsonl"] = Fault(slow=2 * MB)
-    argv = recipe(hub, tmp_path / "cache", "together.jsonl")
-    jobs = {name: fork_job(hub, tmp_path, argv, name) for name in ("one", "two")}
-    assert [rows_of_job(job, tmp_path, name) for name, job in jobs.items()] == [expected] * 2
-    assert hub.downloads("/files/together.jsonl") == 1
-
-
 def test_job_takes_over_from_a_killed_one(hub, tmp_path):
     expected = put(hub, "inherited.jsonl", note=100_000)
     size = (hub.folder / "files/inherited.jsonl").stat().st_size
     hub.faults["/files/inherited.jsonl"] = Fault(slow=2 * MB)
     argv = recipe(hub, tmp_path / "cache", "inherited.jsonl")
-    first = fork_job(hub, tmp_path, argv, "first")
+    (first,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "first")
     kit.until(lambda: [p for p in tmp_path.rglob("part") if p.stat().st_size >= MB])
-    second = fork_job(hub, tmp_path, argv, "second")
+    (second,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "second")
     time.sleep(0.7)
     hub.faults.clear()
     first.kill()
-    assert rows_of_job(second, tmp_path, "second") == expected
-    assert hub.downloads("/files/inherited.jsonl") == 0  # only the rest
+    second.join(40)
+    assert second.exitcode == 0, (tmp_path / "second/rank0.txt").read_text()
+    assert kit.torch.load(tmp_path / "second/rank0.pt", weights_only=False) == expected
+    assert hub.downloads("/files/inherited.jsonl") == 0  # the second waited, and then asked for the rest
     assert hub.sent("/files/inherited.jsonl") <= size + 2 * MB
-
-
-def kill_downloading_rank(hub, folder, name, before=lambda: None) -> tuple[list, str]:
-    """Kill the one of three ranks that downloads; return the exit codes and the output of the others."""
-    put(hub, name, note=100_000)
-    hub.faults[f"/files/{name}"] = Fault(slow=MB)
-    argv = recipe(hub, folder / "cache", name)
-    ranks = kit.fork(3, open_rows, hub.environment(folder), argv, before, out=folder / "three")
-    (part,) = kit.until(lambda: [p for p in folder.rglob("part") if p.stat().st_size])
-    time.sleep(1)  # the others wait by now
-    owner = next(i for i, rank in enumerate(ranks) if part.resolve() in open_files(rank.pid))
-    hub.faults.clear()
-    began = time.monotonic()
-    os.kill(ranks[owner].pid, signal.SIGKILL)
-    for rank in ranks:
-        rank.join(30)
-    assert time.monotonic() - began < 25
-    codes = [rank.exitcode for rank in ranks]
-    for rank in ranks:
-        rank.kill()
-    assert codes.pop(owner) == -signal.SIGKILL
-    text = "".join((folder / "three" / f"rank{rank}.txt").read_text() for rank in range(3))
-    return codes, text.replace(f"rank {owner}", "rank OWNER")
-
-
-def open_files(pid: int) -> list[Path]:
-    return [Path(os.path.realpath(link)) for link in Path(f"/proc/{pid}/fd").iterdir()]
-
-
-def test_death_of_the_downloading_rank_stops_the_others(hub, tmp_path):
-    codes, text = kill_downloading_rank(hub, tmp_path, "owner.jsonl")
-    assert codes == [1, 1], text
-    assert "rank OWNER ended" in text
-
-
-def test_mutant_that_ignores_deaths_is_caught(hub, tmp_path):
-    def ignore():
-        launch_peers.LaunchPeers.raise_if_failed = lambda self: None
-
-    codes, _ = kill_downloading_rank(hub, tmp_path, "alone.jsonl", ignore)
-    assert codes != [1, 1]
 
 
 def _train(environment, argv, folder):

@@ -330,8 +330,10 @@ def test_final_model_is_pushed_and_read_back(hub, tmp_path):
     assert kit.same(kit.Run(tmp_path / "again").weights, kit.Run(tmp_path / "run").weights)
 
 
-@pytest.mark.parametrize("path", ["/api/repos/create", "/api/models/org/failing/commit/*"])
-@pytest.mark.parametrize("fault", [Fault(status=403), Fault(silent=True)])
+@pytest.mark.parametrize(
+    "path, fault",
+    [("/api/repos/create", Fault(status=403)), ("/api/models/org/failing/commit/*", Fault(silent=True))],
+)
 def test_failed_push_is_a_warning(hub, tmp_path, path, fault):
     hub.faults[path] = fault
     argv = recipe(tmp_path, push_to_hub=True, hub_model_id="org/failing")

@@ -1,4 +1,4 @@
-"""The run file that fine-tunes a Hub model on a Hub data set, run on local folders in the Hub's own formats."""
+"""configs/finetune_hub.yaml, run on local folders in the formats of the Hub."""
 
 import json
 
@@ -19,7 +19,7 @@ CHATS = [
 ]
 
 
-def test_a_pretrained_folder_is_fine_tuned_on_chats(tmp_path):
+def test_finetune_hub_config_on_chats(tmp_path):
     texts = [turn["content"] for chat in CHATS for turn in chat]
     model = kit.tiny_tokenizer(tmp_path / "model", texts, chat_template=kit.CHATML)
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def test_a_pretrained_folder_is_fine_tuned_on_chats(tmp_path):
     assert run.losses()[-1] < run.losses()[0]
     assert run.kind("eval")[-1]["examples"] < 8  # packed
 
-    # The weight is the number of the assistant's tokens, and nothing of the user's.
+    # The weight counts the tokens of the assistant only.
     tokenizer = AutoTokenizer.from_pretrained(model)
     answers = sum(
         len(tokenizer(turn["content"] + "<|endoftext|>\n", add_special_tokens=False)["input_ids"])

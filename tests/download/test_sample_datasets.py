@@ -1,4 +1,4 @@
-"""The samples from the standard library: made once by whoever comes first, split without overlap, and read back as written."""
+"""The samples from the standard library: made once, split without overlap, and read back as written."""
 
 import json
 import os
@@ -18,12 +18,9 @@ from tests.helpers import kit
 
 @pytest.fixture(scope="module")
 def few():
-    """A few packages of the standard library, so that tests are fast; some files have characters of several bytes."""
-    return [
-        (path, text)
-        for path, text in sample_datasets.stdlib_sources()
-        if path.split("/")[0] in ("json", "http", "email", "html")
-    ]
+    """A few packages of the standard library; some files have characters of several bytes."""
+    packages = ("json", "http", "email", "html")
+    return [(path, text) for path, text in sample_datasets.stdlib_sources() if path.split("/")[0] in packages]
 
 
 @pytest.fixture
@@ -40,15 +37,14 @@ def rows(root, name, split):
     return [json.loads(line) for line in (folder(root, name) / f"{split}.jsonl").read_text().splitlines()]
 
 
-def test_sources_are_the_modules_of_the_standard_library():
+def test_sources_are_modules_of_the_standard_library():
     found = dict(sample_datasets.stdlib_sources())
     assert list(found) == sorted(found)
-    assert "json/decoder.py" in found
     assert "class JSONDecoder" in found["json/decoder.py"]
-    assert not any(sample_datasets.LEFT_OUT & set(path.split("/")[:-1]) for path in found)
+    assert not any(sample_datasets.SKIPPED_FOLDERS & set(path.split("/")[:-1]) for path in found)
 
 
-def test_code_is_split_by_file_without_overlap(root, few):
+def test_code_is_split_without_overlap(root, few):
     assert sample_datasets.sample_folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
     train, validation = rows(root, "stdlib_code", "train"), rows(root, "stdlib_code", "validation")
     assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
@@ -59,19 +55,18 @@ def test_code_is_split_by_file_without_overlap(root, few):
 def test_functions_are_split_without_overlap(root, few):
     sample_datasets.sample_folder("stdlib_functions", root)
     train, validation = rows(root, "stdlib_functions", "train"), rows(root, "stdlib_functions", "validation")
-    assert not {row["text"] for row in train} & {row["text"] for row in validation}  # nor the same function twice
+    assert not {row["text"] for row in train} & {row["text"] for row in validation}
     assert len(train) > 5 * len(validation) > 0
     assert {row["label"] for row in validation} <= {row["label"] for row in train} == {"json", "http", "email", "html"}
+    texts = dict(few)
     for row in train + validation:
         assert row["path"].startswith(row["label"] + "/")
-        assert "def " in row["text"]
+        assert row["text"].splitlines()[0].strip() in texts[row["path"]]
         compile(row["text"], row["path"], "exec")  # a whole function, moved to the left margin
-    texts = dict(few)
-    assert all(row["text"].splitlines()[0].strip() in texts[row["path"]] for row in train)
 
 
 @pytest.mark.parametrize("name", sample_datasets.SAMPLES)
-def test_the_tokenizer_gives_every_text_back(root, name):
+def test_tokenizer_decodes_every_text(root, name):
     tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
     texts = [row["text"] for row in rows(root, name, "validation")]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
@@ -81,61 +76,56 @@ def test_the_tokenizer_gives_every_text_back(root, name):
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
 
 
-def test_the_name_is_a_dataset_and_a_tokenizer(root):
-    """As the run file uses it: `dataset_name: stdlib_code` and `tokenizer_name: stdlib_code`."""
+def test_sample_as_dataset_and_tokenizer_name(root):
     kit.write_yaml(root / "llama.yaml", {k: v for k, v in kit.LLAMA.items() if k != "vocab_size"})
     fields = {"dataset_name": "stdlib_code", "tokenizer_name": "stdlib_code", "model_config": root / "llama.yaml"}
     task, splits = kit.open_data(**fields, cache_dir=root, max_length=64)
     assert task.config.vocab_size == len(task.tokenizer)
-    assert splits["train"].stats["source_rows"] == len(rows(root, "stdlib_code", "train"))
-    assert splits["validation"].stats["source_rows"] == len(rows(root, "stdlib_code", "validation"))
+    for split in ("train", "validation"):
+        assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
 
 
 def test_other_names_are_no_samples(root):
     assert sample_datasets.sample_folder("stdlib", root) is sample_datasets.sample_tokenizer("gpt2", root) is None
-    assert (
-        resolve_source(DatasetSpec("dataset_name", "train", (), "someone/something"), root).name == "someone/something"
-    )
+    spec = DatasetSpec("dataset_name", "train", (), "someone/something")
+    assert resolve_source(spec, root).name == "someone/something"
     assert not (root / "samples").exists()
 
 
-def _make(root):
-    """What one of several processes does that start at once; the making is slow and leaves a line."""
-    original = sample_datasets._code
+def _make_slowly(root):
+    """Make the sample in one of several processes; a slow making that leaves a line."""
+    original = sample_datasets._make
 
-    def slow(target):
+    def slow(name, target):
         with open(root / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")
         time.sleep(0.5)
-        original(target)
+        original(name, target)
 
-    sample_datasets._code = slow
+    sample_datasets._make = slow
     return sample_datasets.sample_folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
 
 
-def test_processes_that_start_together_make_it_once(root):
-    made = kit.spawn(3, _make, root, out=root / "out")
+def test_processes_make_it_once(root, monkeypatch):
+    made = kit.spawn(3, _make_slowly, root, out=root / "out")
     assert len(set(made)) == 1
     assert made[0][1] > 0
     assert len((root / "calls").read_text().splitlines()) == 1
 
-
-def test_mutant_without_a_lock_is_caught(root, monkeypatch):
+    (mutant := root / "mutant").mkdir()
     monkeypatch.setattr(sample_datasets, "FileLock", lambda path: nullcontext())
     with suppress(kit.RankFailed):  # they delete each other's folder
-        kit.spawn(3, _make, root, out=root / "out")
-    assert len((root / "calls").read_text().splitlines()) > 1
+        kit.spawn(3, _make_slowly, mutant, out=mutant / "out")
+    assert len((mutant / "calls").read_text().splitlines()) > 1
 
 
 def _killed(root):
-    def dies(texts, target):
-        os.kill(os.getpid(), signal.SIGKILL)  # the rows are written, the tokenizer is not
-
-    sample_datasets._train_tokenizer = dies
+    """Die between the rows and the tokenizer."""
+    sample_datasets._train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
     sample_datasets.sample_folder("stdlib_code", root)
 
 
-def test_an_interrupted_making_starts_again(root):
+def test_interrupted_sample_is_made_again(root):
     with pytest.raises(kit.RankFailed):
         kit.spawn(1, _killed, root, out=root / "out")
     target = folder(root, "stdlib_code")
@@ -144,19 +134,16 @@ def test_an_interrupted_making_starts_again(root):
     (target / "DONE").touch()  # the mutant: a marker that is written first
     assert not os.path.exists(f"{sample_datasets.sample_tokenizer('stdlib_code', root)}/tokenizer.json")
     (target / "DONE").unlink()
-    (target / "left over").touch()
+    (target / "leftover").touch()
     assert AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
     assert (target / "DONE").exists()
-    assert not (target / "left over").exists()
+    assert not (target / "leftover").exists()
 
 
-def test_what_an_older_version_made_is_made_again_and_what_is_made_is_kept(root, monkeypatch):
+def test_sample_is_made_once_per_version(root, monkeypatch):
     calls = []
-    monkeypatch.setattr(sample_datasets, "_code", lambda target: calls.append(target))
-    for expected in (1, 1):
+    monkeypatch.setattr(sample_datasets, "_make", lambda name, target: calls.append(name))
+    for version in ("1", "1", "2", "2"):
+        monkeypatch.setattr(sample_datasets, "VERSION", version)
         sample_datasets.sample_folder("stdlib_code", root)
-        assert len(calls) == expected
-    monkeypatch.setattr(sample_datasets, "VERSION", sample_datasets.VERSION + "+")
-    for expected in (2, 2):
-        sample_datasets.sample_folder("stdlib_code", root)
-        assert len(calls) == expected
+    assert len(calls) == 2

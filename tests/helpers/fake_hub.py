@@ -1,11 +1,12 @@
-"""A Hugging Face Hub and file server on 127.0.0.1 that serves a plain folder and misbehaves when told to; for tests.
+"""A Hugging Face Hub and file server on 127.0.0.1 that serves a folder, counts requests and fails on demand.
 
     FOLDER/files/NAME                          plain files at `files_url`/NAME, with ranges and conditions
-    FOLDER/models/ORG/NAME/...                 a model at `main`; datasets/ and spaces/ likewise
+    FOLDER/models/ORG/NAME/...                 a model at `main`; datasets/ have the same layout
     FOLDER/.kept/KIND/ORG/NAME/REVISION/...    what `commit` keeps
 
-A repository's sha is a hash of its contents: edit a file, and the next request sees another. `commit` it first, and the
-old one is still served. Files are read whole. `python -m tests.helpers.fake_hub FOLDER` is for people.
+The sha of a repository is a hash of its contents: after an edit the next request sees another one. The old one is still
+served if `commit` was called before the edit. Trusted because the real libraries (`huggingface_hub`, `datasets`,
+`transformers`, `fsspec`) are its clients in every test that uses it.
 """
 
 import base64
@@ -38,9 +39,10 @@ RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 
 @dataclass
 class Fault:
-    """What goes wrong with a request; `times` counts down to 0, when it is over (None: never).
+    """What goes wrong with the next `times` requests (None: with all).
 
-    no_range, slow and close_after concern bodies: a HEAD neither meets nor counts them."""
+    no_range, slow and close_after concern bodies, so they do not apply to HEAD.
+    """
 
     times: int | None = None
     status: int | None = None  # answer this instead
@@ -59,7 +61,7 @@ class Fault:
 
 @dataclass
 class Request:
-    """What was asked and answered; in `Hub.requests` from the first moment, complete once it is answered."""
+    """A request and its answer; in `Hub.requests` from the beginning, complete when it is answered."""
 
     method: str
     path: str  # as sent, with the query
@@ -75,7 +77,7 @@ class Request:
 
 
 class Refusal(Exception):
-    """An answer that is an error; from the code huggingface_hub knows which."""
+    """An answer that is an error; huggingface_hub raises the class that belongs to the code."""
 
     def __init__(self, status: int, code: str = "", message: str = ""):
         super().__init__(message)
@@ -83,15 +85,16 @@ class Refusal(Exception):
 
 
 class Hub:
-    """The server: up at `url` inside `with`, or from `start` to `stop`, which may be repeated at the same address.
+    """The server: up at `url` inside `with`, or from `start` to `stop`; a restart keeps the address.
 
-    `faults` maps a path, or a pattern like "*/resolve/*/train.jsonl", to a Fault or to a function that is given the
-    Request and returns one or None; the first that applies is it. Repositories in `private` and `gated`, "org/name",
-    are read with `token` only, and nothing is written without it. `requests` has every Request."""
+    `faults` maps a path, or a pattern like "*/resolve/*/train.jsonl", to a Fault or to a function from the Request to a Fault
+    or None; the first that applies is used. Repositories in `private`, "org/name", are read with `token` only, and nothing
+    is written without it.
+    """
 
-    def __init__(self, folder, private=(), gated=(), token: str = "hf_token_of_the_tests", port: int = 0):
-        self.folder, self.token, self.port = Path(folder).resolve(), token, port
-        self.private, self.gated = set(private), set(gated)
+    def __init__(self, folder, private=(), token: str = "hf_token_of_the_tests"):
+        self.folder, self.token, self.port = Path(folder).resolve(), token, 0
+        self.private = set(private)
         self.requests: list[Request] = []
         self.faults: dict[str, Fault | Callable[[Request], Fault | None]] = {}
         self.lock, self.ids = threading.RLock(), {}
@@ -106,7 +109,7 @@ class Hub:
         return self
 
     def stop(self) -> None:
-        """End at once, whatever clients wait for; from here on nobody can connect."""
+        """End at once, even if clients wait; from now on connections are refused."""
         self.stopped.set()
         self.server.shutdown()
         for connection in (self.server.socket, *self.server.connections):
@@ -120,9 +123,10 @@ class Hub:
         self.stop()
 
     def environment(self, folder=None) -> dict[str, str]:
-        """Return the variables with which a new process sees this Hub only, without a token, and HF_HOME in `folder`.
+        """Return variables for a process that uses this Hub, without a token and with an empty HF_HOME in `folder`.
 
-        Processes that are forked `adopt` them."""
+        Forked processes call `adopt` with them.
+        """
         folder = Path(folder or self.folder / ".homes")
         folder.mkdir(parents=True, exist_ok=True)
         home = tempfile.mkdtemp(prefix="home-", dir=folder)
@@ -134,16 +138,12 @@ class Hub:
         off = ("XET", "TELEMETRY", "PROGRESS_BARS", "UPDATE_CHECK")
         return values | {f"HF_HUB_DISABLE_{name}": "1" for name in off}
 
-    def count(self, method: str = "", substring: str = "") -> int:
-        """Return the number of requests of a method ("": of any) with this in their path."""
-        return sum(r.method.startswith(method) and substring in r.path for r in list(self.requests))
-
     def downloads(self, path: str) -> int:
-        """Return how many GETs of a path, or of all that match a pattern, were sent the whole file."""
+        """Return the number of GETs of a path or pattern that were sent the whole file."""
         return sum(r.method == "GET" and r.sent == r.size and r.matches(path) for r in list(self.requests))
 
     def sent(self, path: str) -> int:
-        """Return how many bytes of a file, or of all that match a pattern, were sent."""
+        """Return the bytes sent of the files that match a path or pattern."""
         return sum(r.sent for r in list(self.requests) if r.size is not None and r.matches(path))
 
     def fault(self, request: Request) -> Fault:
@@ -157,15 +157,12 @@ class Hub:
 
     # ---- a repository, such as "models/org/name", is a folder at every revision --------------------------------------
 
-    def commit(self, repository: str, tag: str | None = None) -> str:
-        """Keep a repository as it is now under its sha, and under a tag if there is one; return the sha."""
+    def commit(self, repository: str) -> str:
+        """Keep a repository as it is now under its sha; return the sha."""
         with self.lock:
             kept = self.folder / ".kept" / repository / self.sha(self.folder / repository)
             if not kept.exists():
                 shutil.copytree(self.folder / repository, kept)
-            if tag:
-                kept.with_name(tag).unlink(missing_ok=True)
-                kept.with_name(tag).symlink_to(kept.name)
             return kept.name
 
     def at(self, repository: str, revision: str) -> Path:
@@ -177,7 +174,7 @@ class Hub:
         return kept
 
     def write(self, repository: str, operations: list[dict]) -> str:
-        """Do what a commit says, having kept what it replaces; return the new sha."""
+        """Apply a commit, after keeping what it replaces; return the new sha."""
         with self.lock:
             root, before = self.folder / repository, self.commit(repository)
             for key, value in ((operation["key"], operation["value"]) for operation in operations):
@@ -257,7 +254,7 @@ class _Server(ThreadingHTTPServer):
         return connection, address
 
     def handle_error(self, request, client_address):
-        if not isinstance(sys.exception(), ConnectionError):  # clients may leave when they like
+        if not isinstance(sys.exception(), ConnectionError):  # clients may disconnect
             super().handle_error(request, client_address)
 
 
@@ -278,7 +275,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         try:
             if self.fault.status:
-                raise Refusal(self.fault.status, message="as was asked for")
+                raise Refusal(self.fault.status, message="a fault of the tests")
             self.answer(self.url.path, self.headers.get("Authorization"))
         except Refusal as no:
             headers = {"X-Error-Code": no.code, "X-Error-Message": str(no), "X-Repo-Commit": self.sha}
@@ -316,8 +313,6 @@ class _Handler(BaseHTTPRequestHandler):
         if not inside(self.hub.folder / kind, name).is_dir() or (name in self.hub.private and not self.known):
             status, message = (404, "") if self.known else (401, "Invalid username or password.")
             raise Refusal(status, "RepoNotFound", message)
-        if name in self.hub.gated and not self.known:
-            raise Refusal(401, "GatedRepo", f"Access to {name} is restricted: you must be authenticated.")
         return f"{kind}/{name}"
 
     def create(self, name: str, organization: str | None = None, type: str = "model", visibility: str = "", **_):
@@ -336,7 +331,7 @@ class _Handler(BaseHTTPRequestHandler):
         files = hub.files(root)
         if verb in ("", "revision"):
             siblings = [{"rfilename": f, "blobId": id, "size": (root / f).stat().st_size} for f, id in files.items()]
-            stats = {"private": name in hub.private, "gated": name in hub.gated and "auto", "disabled": False}
+            stats = {"private": name in hub.private, "gated": False, "disabled": False}
             self.reply(200, {"id": name, "sha": hub.sha(root), "siblings": siblings, "tags": [], "likes": 0} | stats)
         elif verb == "tree":
             if not (top := inside(root, path)).is_dir():
@@ -388,7 +383,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = memoryview(body)[: fault.close_after]
         for start in range(0, len(body), step):
             part = body[start : start + step]
-            self.record.sent += len(part)  # before: whoever has read all of it finds it here
+            self.record.sent += len(part)  # before the write, so that a client that has read all of it finds it here
             self.wfile.write(part)
             if fault.slow and self.hub.stopped.wait(len(part) / fault.slow):
                 break
@@ -397,18 +392,3 @@ class _Handler(BaseHTTPRequestHandler):
             if fault.reset:
                 self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 self.server.close_request(self.connection)
-
-
-def main() -> None:
-    with Hub(sys.argv[1], port=int(sys.argv[2]) if len(sys.argv) > 2 else 0) as hub:
-        variables = hub.environment() | {"HF_TOKEN": hub.token}
-        print(*(f"export {name}={value}" for name, value in variables.items()), "", sep="\n", flush=True)
-        with suppress(KeyboardInterrupt):
-            shown = 0
-            while not time.sleep(0.2):
-                print(*hub.requests[shown:], sep="\n", end="\n" * (len(hub.requests) > shown), flush=True)
-                shown = len(hub.requests)
-
-
-if __name__ == "__main__":
-    main()
