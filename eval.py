@@ -7,7 +7,7 @@ import json
 import os
 from pathlib import Path
 
-from src.checkpointing import locate_weights, run_identity
+from src.checkpointing import locate_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data.dataset import check_same_data, prepare_datasets
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     strategy = make_strategy(accelerator, cfg)
     check_same_data(accelerator, splits)
     same_weights(accelerator, cfg.model_name_or_path)
-    run_identity.warn_of_precision(cfg, accelerator)
+    locate_weights.warn_of_precision(cfg, accelerator)
     score(cfg, task, splits["validation"], strategy, step)
     shutdown(accelerator)
 

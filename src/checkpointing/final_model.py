@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from src.checkpointing import checkpoint_list
+from src.checkpointing.checkpoint_list import read_state
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
@@ -15,7 +15,7 @@ from src.training.state import TrainState
 
 
 def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
-    """Return which evaluation was the best, and which step final/ holds; nothing where no metric is named."""
+    """Return a sentence on the best evaluation and the step `held` in final/; empty without metric_for_best_model."""
     if not cfg.metric_for_best_model or held is None:
         return ""
     if not progress.best_step:
@@ -27,36 +27,43 @@ def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
 
 
 def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int) -> None:
-    """Add to the model card which step the weights are of."""
+    """Add the step of the weights to the model card."""
     card, text = folder / "README.md", best(cfg, progress, held)
     if card.exists() and text:
         card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
 
 
 def publish_copy(
-    folder: Path, candidates: list[Path | None], card: Callable[[Path, int], None], mixed_precision: str
+    folder: Path, candidates: list[Path | None], write_card: Callable[[Path, int], None], mixed_precision: str
 ) -> int:
-    """Publish the model of the first checkpoint that is intact, without its training state but with what
-    `card(folder, step)` writes beside it; return its step."""
-    for path in filter(None, candidates):
-        if faults := atomic_folder.verify(path):
-            warn(f"{path} is damaged and not used for {folder}: {'; '.join(faults)}", alone=True)
-            continue
-        state = checkpoint_list.read_state(path)
-        parts = [f"{part}{end}" for part in state["numbers"] for end in (".safetensors", "-*-of-*.safetensors")]
-        others, step = shutil.ignore_patterns("state.json", atomic_folder.MANIFEST, *parts), state["progress"]["step"]
+    """Publish the model of the first intact checkpoint in `folder`, without training state; return its step.
 
-        def write(temporary: Path, path=path, others=others, step=step) -> None:
-            shutil.copytree(path, temporary, ignore=others, dirs_exist_ok=True)
-            card(temporary, step)
+    `write_card(folder, step)` adds the files that a checkpoint does not have."""
+    for checkpoint in filter(None, candidates):
+        errors = atomic_folder.verify(checkpoint)
+        if not errors:
+            return _publish_copy(folder, checkpoint, write_card, mixed_precision)
+        warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", alone=True)
+    raise OSError(None, "no checkpoint to make it from is intact")
 
-        atomic_folder.publish(folder, write, step=step, mixed_precision=mixed_precision)
-        return step
-    raise OSError(None, "no checkpoint to make it of is intact")
+
+def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, int], None], mixed_precision: str) -> int:
+    state = read_state(checkpoint)
+    step = state["progress"]["step"]
+    training_state = ["state.json", atomic_folder.MANIFEST]
+    for part in state["numbers"]:
+        training_state += [f"{part}.safetensors", f"{part}-*-of-*.safetensors"]
+
+    def write(temporary: Path) -> None:
+        shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
+        write_card(temporary, step)
+
+    atomic_folder.publish(folder, write, step=step, mixed_precision=mixed_precision)
+    return step
 
 
 def sample(task, model, folder: Path, device) -> str | None:
-    """Return the task's sample of `model`, or of the one in `folder`."""
+    """Return the task's sample of `model`, or of the model in `folder`; None if samples are switched off."""
     if not getattr(task.options, "sample_prompt", True):
         return None
     return task.sample(model or task.build(str(folder)).to(device))

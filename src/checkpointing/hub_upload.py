@@ -1,6 +1,8 @@
-"""Upload final/ to the Hub."""
+"""Upload final/ to the Hub.
 
-import os
+Tests: tests/download/test_hub_downloads.py.
+"""
+
 from pathlib import Path
 
 from src.config.errors import warn
@@ -10,14 +12,14 @@ SILENCE = 120  # seconds to wait for the Hub's next byte
 
 
 def push_to_hub(cfg: RunConfig, main: bool) -> str:
-    """Put RUN/final into the Hub repository of the run, made (private) if it is not there; return what came of it.
+    """Upload RUN/final to the run's Hub repository, created as a private one if it does not exist; return a sentence on it.
 
-    Where that fails there is a warning with the way out, for the model is on the disk."""
+    A failure is a warning with the command to repeat the upload, because the model is on the disk."""
     if not main:
         return ""
     from huggingface_hub import HfApi, get_session
 
-    get_session().timeout = SILENCE  # by default there is none
+    get_session().timeout = SILENCE  # the default is none
     folder = Path(cfg.output_dir, "final")
     name = cfg.hub_model_id or folder.resolve().parent.name
     try:
@@ -25,7 +27,7 @@ def push_to_hub(cfg: RunConfig, main: bool) -> str:
         HfApi().upload_folder(
             repo_id=address.repo_id,
             folder_path=folder,
-            commit_message=f"{cfg.task} of {os.path.basename(cfg.output_dir)}",
+            commit_message=f"{cfg.task} of {Path(cfg.output_dir).name}",
         )
         return f"pushed to {address}"
     except Exception as error:

@@ -1,7 +1,15 @@
-"""Files written by many ranks, and tensors read back whole or in parts.
+"""Checkpoints of sharded models: files written by many ranks, and tensors read back whole or as shards.
 
-Tests: tests/distributed/test_fsdp2.py. What is written is what one process would write, cut into as many files.
+Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2.py. The tensors are those that one process would
+write, only distributed over several files.
 """
+
+# Why not torch.distributed.checkpoint or accelerate's save_state (torch 2.13, accelerate 1.15): FileSystemWriter pickles its
+# .metadata and the reader unpickles it (filesystem.py, finish and read_metadata), and accelerate uses these two for FSDP2
+# and torch.save for the rest. HuggingFaceStorageWriter needs no pickle, but each of its files holds a slice of every tensor,
+# without an index (hf_storage.py, finish), until the coordinator has read all of them back and written them again. It skips
+# save_pretrained, which converts the weights that transformers fuses in memory, and it stores neither hashes nor values that
+# are no tensors. Every save also needs collectives, in which the other ranks would wait for a disk that does not answer.
 
 import json
 import math
@@ -10,95 +18,112 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from safetensors import safe_open
 
 from src.config.errors import UsageError
+from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial
 from src.runtime import private_apis
 from src.storage import atomic_folder
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
-def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
-    """Return which rank writes each (part, name): the layers of the model shared out by size, each whole and with its moments.
-
-    transformers stores some models in another form than it computes with, and converts them layer by layer."""
-    sizes, groups, first = {}, {}, {}
-    for part, named in tensors.items():
-        for name, value in named.items():
-            bare = name.split("/", 1)[-1]
-            found = re.match(r".*?\.\d+(?=\.)", bare)
-            group = groups[part, name] = first.setdefault(id(value), found[0] if found else bare)
-            sizes[group] = sizes.get(group, 0) + value.nbytes
-    loads, rank_of = [0] * world, {}
-    for group in sorted(sizes, key=lambda group: (-sizes[group], group)):
-        rank_of[group] = min(range(world), key=lambda rank: (loads[rank], rank))
-        loads[rank_of[group]] += sizes[group]
-    return {key: rank_of[group] for key, group in groups.items()}
+REOPEN_AFTER = 1 << 26  # bytes read from a mapped file, which count as memory of the process until it is closed
 
 
 def file_name(part: str, rank: int, world: int) -> str:
+    """Return the name of a rank's file, as transformers names it."""
     return f"{part}-{rank + 1:05d}-of-{world:05d}.safetensors" if world > 1 else f"{part}.safetensors"
 
 
-# ---- many writers ------------------------------------------------------------------------------------------------------
+# ---- write -------------------------------------------------------------------------------------------------------------
+
+
+def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
+    """Return which rank writes each (part, name): whole layers with their moments, balanced by size.
+
+    transformers stores some models in another form than it computes with, and converts them layer by layer."""
+    layer_of: dict[tuple[str, str], str] = {}
+    layer_of_tensor: dict[int, str] = {}  # tied weights have several names
+    sizes: dict[str, int] = {}
+    for part, named in tensors.items():
+        for name, value in named.items():
+            layer = layer_of_tensor.setdefault(id(value), _layer(name.split("/", 1)[-1]))
+            layer_of[part, name] = layer
+            sizes[layer] = sizes.get(layer, 0) + value.nbytes
+    loads, rank_of = [0] * world, {}
+    for layer in sorted(sizes, key=lambda layer: (-sizes[layer], layer)):
+        rank_of[layer] = min(range(world), key=lambda rank: (loads[rank], rank))
+        loads[rank_of[layer]] += sizes[layer]
+    return {key: rank_of[layer] for key, layer in layer_of.items()}
+
+
+def _layer(name: str) -> str:
+    """Return the part of a parameter name up to the last number, which is its layer or the index of an expert in it."""
+    found = re.match(r".*?\.\d+(?=\.)", name)
+    return found[0] if found else name
 
 
 class ShardWriters(NamedTuple):
-    """Processes that write one folder together, on a disk that all of them see."""
+    """The processes that write one folder together, on a disk that all of them see."""
 
     rank: int
     world: int
-    patience: float  # seconds that the main process waits for the others' files
+    patience: float  # seconds that the main process waits for the files of the others
 
     def write_shard(self, parts: Path, write: Callable[[Path], None]) -> None:
-        """Leave in `parts` what `write(folder)` wrote on this rank, with hashes, or why it could not."""
-        folder, word = parts / str(self.rank), parts / f"{self.rank}.json"
+        """Leave in `parts` the files that `write(folder)` wrote on this rank, with hashes, or the reason it failed.
+
+        RANK.json is written last: it tells the main process that the files are complete."""
+        folder, outcome = parts / str(self.rank), parts / f"{self.rank}.json"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             write(folder)
             files = sorted(path for path in folder.iterdir() if path.is_file())
             for path in files:
                 atomic_folder.fsync(path)
-            said = {"files": {path.name: atomic_folder.hash_file(path) for path in files}}
+            hashes = {path.name: atomic_folder.hash_file(path) for path in files}
         except Exception as error:
-            atomic_folder.rewrite(word, json.dumps({"fault": str(error)}))
-            if not (isinstance(error, OSError) or "os error" in str(error)):  # no fault of a disk: it ends the run
+            atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
+            is_disk_error = isinstance(error, OSError) or "os error" in str(error)  # the latter from safetensors
+            if not is_disk_error:
                 raise
         else:
-            atomic_folder.rewrite(word, json.dumps(said))
+            atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
 
     def collect_shards(self, parts: Path, folder: Path) -> dict[str, dict]:
-        """Move the files of all other ranks into `folder` and return their entries; OSError if some rank has none."""
-        end, entries = time.monotonic() + self.patience, {}
+        """Move the files of all other ranks into `folder` and return their hashes; OSError if a rank has not written."""
+        end, hashes = time.monotonic() + self.patience, {}
         for rank in range(1, self.world):
-            word = parts / f"{rank}.json"
-            while not word.exists():
+            outcome = parts / f"{rank}.json"
+            while not outcome.exists():
                 if time.monotonic() > end:
-                    raise OSError(None, f"rank {rank} has not written its part: do all nodes see this folder?")
+                    raise OSError(None, f"rank {rank} has not written its shard: do all nodes see this folder?")
                 time.sleep(0.02)
-            said = json.loads(word.read_text())
-            if "fault" in said:
-                raise OSError(None, f"{said['fault']}, on rank {rank}")
-            for name in said["files"]:
+            result = json.loads(outcome.read_text())
+            if "error" in result:
+                raise OSError(None, f"{result['error']}, on rank {rank}")
+            for name in result["files"]:
                 (parts / str(rank) / name).rename(folder / name)
-            entries |= said["files"]
+            hashes |= result["files"]
         shutil.rmtree(parts, ignore_errors=True)
-        return entries
+        return hashes
 
 
-def check_shared_folder(accelerator, host_group, folder: Path) -> None:
-    """Raise UsageError on every rank unless all of them see `folder` of the main process."""
+def check_shared_folder(accelerator: "Accelerator", host_group: HostGroup, folder: Path) -> None:
+    """Raise UsageError on every rank unless all of them see the `folder` of the main process."""
     folder.mkdir(parents=True, exist_ok=True)
-    mark = folder / ".seen"
+    marker = folder / ".seen"
     if accelerator.is_main_process:
-        mark.write_text("")
-    host_group.sum([0.0])
-    blind = host_group.sum([float(not mark.exists())])[0]
+        marker.write_text("")
+    host_group.sum([0.0])  # a barrier
+    blind = host_group.sum([float(not marker.exists())])[0]
     if accelerator.is_main_process:
-        mark.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
     if blind:
         raise UsageError(
             f"output_dir: {math.ceil(blind)} processes do not see {folder.resolve()} of the main process, but each writes its "
@@ -106,13 +131,11 @@ def check_shared_folder(accelerator, host_group, folder: Path) -> None:
         )
 
 
-# ---- back into the process ---------------------------------------------------------------------------------------------
+# ---- read --------------------------------------------------------------------------------------------------------------
 
 
 class TensorReader:
-    """Reads the tensors of a part of a checkpoint by name, whole or in slices, whatever number of files they are in.
-
-    What was read of a file that stays mapped would count twice in memory, so a file is opened anew every 64 MiB."""
+    """Reads the tensors of one part of a checkpoint by name, whole or as shards, from any number of files."""
 
     def __init__(self, checkpoint: Path, part: str):
         alone = checkpoint / file_name(part, 0, 1)
@@ -120,27 +143,29 @@ class TensorReader:
         self.where = {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
         self.path, self.file, self.mapped = None, None, 0
 
-    def _rows(self, name: str):
-        if self.path != self.where[name] or self.mapped > 1 << 26:
+    def _slice(self, name: str):
+        if self.path != self.where[name] or self.mapped > REOPEN_AFTER:
             self.path, self.mapped = self.where[name], 0
             self.file = safe_open(self.path, "pt")
         return self.file.get_slice(name)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._rows(name).get_shape())
+        return tuple(self._slice(name).get_shape())
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a tensor in memory of its own."""
-        rows = self._rows(name)
+        rows = self._slice(name)
         value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
         self.mapped += value.nbytes
         return value
 
     def like(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, sharded as `parameter` is if it has its shape: each process reads its own rows only."""
+        """Return a tensor sharded as `parameter` is, of which each process reads its own rows only.
+
+        Whole if the parameter is not sharded, or if the tensor has another shape (the step of an optimizer)."""
         from torch.distributed.tensor import DTensor
 
-        rows = self._rows(name)
+        rows = self._slice(name)
         if not is_partial(parameter) or self.shape(name) != tuple(parameter.shape):
             return self.whole(name)
         mesh, placements, own = parameter.device_mesh, parameter.placements, parameter.to_local()

@@ -22,7 +22,7 @@ from src.config import parsing
 from src.config.errors import UsageError
 from src.config.yaml_files import read_yaml
 from src.distributed.stop_signals import stopped_early
-from src.runtime import run_status
+from src.runtime import run_lock, run_status
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -129,7 +129,7 @@ def main(argv: list[str]) -> int:
     launcher = Launcher(words, folder)
     code = launcher.wait()
     if folder and launcher.status():
-        run_status.wait_for_end(folder)
+        run_lock.wait_for_end(folder)
     return exit_code(code, launcher.signals, folder is not None, launcher.status().get("exit_code"))
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
-from src.runtime import run_status
+from src.runtime import run_lock, run_status
 from src.runtime.exit_codes import exit_process, is_exiting
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import held_folder
@@ -125,7 +125,7 @@ class StopSignals:
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
 
     def _poll(self) -> None:
-        if reason := run_status.lost(self.folder):  # checked first: the files below could be those of another run
+        if reason := run_lock.lost(self.folder):  # checked first: the files below could be those of another run
             self._exit_without_folder(reason)
         if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
@@ -185,7 +185,7 @@ def check_launcher() -> None:
 
 def ignore_signals() -> None:
     """Leave signals and the lock of the run folder to the rank that this process reads data for."""
-    run_status.unlock_run_folder()
+    run_lock.unlock_run_folder()
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,7 @@
-"""Strict JSON lines: append whole lines, read intact ones, truncate after a step."""
+"""Strict JSON lines: append whole lines, read intact ones, truncate after a step.
+
+Tests: tests/storage/test_jsonl.py.
+"""
 
 import errno
 import json
@@ -12,7 +15,7 @@ from src.storage.held_folder import check_held, lost_folder
 
 
 def strict_json(value):
-    """Return `value` as strict JSON allows it: numbers that are not finite become None."""
+    """Return `value` as strict JSON allows it: non-finite numbers become None."""
     if isinstance(value, dict):
         return {key: strict_json(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -21,17 +24,18 @@ def strict_json(value):
 
 
 class JsonlWriter:
-    """Appends whole lines to a file; what the disk does not take is kept, and tried again with the next."""
+    """Appends whole lines to a file; lines that the disk did not take are kept and written with the next ones."""
 
     def __init__(self, path: Path):
-        self.path, self.waiting = path, []
+        self.path = path
+        self.waiting: list[str] = []
 
     def add(self, line: dict) -> None:
-        """Take a line as strict JSON; it reaches the file with the next flush."""
+        """Queue a line for the next flush; ValueError if it is not strict JSON."""
         self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
 
     def flush(self) -> None:
-        """Write what is waiting, all of it or, with an OSError, nothing."""
+        """Write all queued lines, or raise OSError and write none."""
         if not self.waiting:
             return
         check_held(self.path)
@@ -47,14 +51,14 @@ class JsonlWriter:
         self.waiting = []
 
     def try_flush(self) -> None:
-        """Write what is waiting; where that fails, warn and keep it."""
+        """Write all queued lines; if that fails, warn and keep them."""
         try:
             self.flush()
         except OSError as error:
             if error.errno == errno.ESTALE and lost_folder(self.path):
-                return  # Watch ends this process at its next look, and says why
+                return  # StopSignals ends this process at its next check and prints the reason
             warn(
-                f"{self.path} cannot be written ({error.strerror}); its {len(self.waiting)} last lines are kept for later"
+                f"{self.path} cannot be written ({error.strerror}): its last {len(self.waiting)} lines are kept for later"
             )
 
 
@@ -72,9 +76,9 @@ def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
-    """Drop the last lines of a file of JSON objects, up to the last one that is whole and that `keeps` accepts.
+    """Drop the last lines of a file of JSON objects, up to the last whole one that `keeps` accepts.
 
-    Truncates in place, which is one operation of the file system; reads only the lines that go."""
+    Truncates in place, which is one operation of the file system; parses only the lines that it drops."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -1,171 +1,210 @@
-"""Checkpoints: complete or not at all, no pickle, and a run that was killed goes on as if nothing had happened."""
+"""The contents of a checkpoint: safetensors and JSON, canonical names, everything that training needs."""
 
 import json
 import os
+import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from accelerate import Accelerator
 
-from src.data import data_loader
+import train
+from src.checkpointing import checkpoint_list, format
+from src.checkpointing.host_copy import HostCopy
+from src.config.schema import RunConfig
+from src.distributed import init_accelerator
+from src.distributed.strategies import make_strategy
+from src.storage import atomic_folder
+from src.training.state import TrainState
+from src.training.step import ModelWithLoss
+from tests.checkpointing import recipe
+from tests.checkpointing.recipe import at_step
 from tests.helpers import kit
+from tests.helpers.killing import train_until_killed
 
-STEPS = 40  # of 32 examples: the tail of the first epoch is step 32
-
-
-def recipe(files, **flags):
-    values = {
-        "model_config": files / "gpt2.yaml",  # with dropout
-        "train_file": files / "train.jsonl",
-        "validation_file": files / "validation.jsonl",
-        "per_device_batch_size": 4,
-        "max_steps": STEPS,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "eval_steps": 20,
-        "save_steps": 5,
-    } | flags
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+FILES = ["config.json", "generation_config.json", "manifest.json", "model.safetensors", "optimizer.safetensors"]
+FILES += ["state.json"]
 
 
-@pytest.fixture(scope="module")
-def straight(files, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("straight")
-    return {world: kit.run_training(world, folder / f"{world}", *recipe(files)) for world in (1, 2)}
-
-
-def killed_and_resumed(files, folder, worlds, at, monkeypatch) -> kit.Run:
-    with monkeypatch.context() as patch:
-        kit.exit_in_update(at, patch, after_saves=False)
-        with pytest.raises(kit.RankFailed):
-            kit.run_training(worlds[0], folder, *recipe(files))
-    return kit.run_training(worlds[1], folder, *recipe(files))
-
-
-@pytest.mark.parametrize("world, at", [(1, 3), (1, 23), (2, 33), (2, 34)])
-def test_killed_and_resumed_is_bitwise_the_same(files, straight, tmp_path, monkeypatch, world, at):
-    """At step 3 (nothing saved), 23 (mid-epoch), 33 and 34 (after the exact tail and the epoch's end)."""
-    run = killed_and_resumed(files, tmp_path / "run", (world, world), at, monkeypatch)
-    assert kit.same(run.weights, straight[world].weights)
-    optimizers = [
-        load_file(r.folder / f"checkpoints/step_{STEPS:08d}/optimizer.safetensors") for r in (run, straight[world])
-    ]
-    assert kit.same(*optimizers)
-    timeless = [
-        [{k: v for k, v in line.items() if "second" not in k} for line in r.lines] for r in (run, straight[world])
-    ]
-    assert timeless[0] == timeless[1]  # no line of metrics.jsonl is lost, repeated or different
-
-
-def test_mutant_that_forgets_where_it_was_is_caught(files, straight, tmp_path, monkeypatch):
-    """The order replayed from its start, as after accelerate's load_state."""
-    original = data_loader.training_order
-
-    def from_the_start(config, rank, world, start, stop):
-        return original(config, rank, world, 0, stop - start)
-
-    with monkeypatch.context() as patch:
-        kit.exit_in_update(23, patch, after_saves=False)
-        with pytest.raises(kit.RankFailed):
-            kit.run_training(1, tmp_path / "run", *recipe(files))
-    monkeypatch.setattr(data_loader, "training_order", from_the_start)
-    assert not kit.same(kit.run_training(1, tmp_path / "run", *recipe(files)).weights, straight[1].weights)
-
-
-def test_stopped_on_two_processes_and_resumed_on_one(files, tmp_path, monkeypatch):
-    flags = recipe(files, dtype="float64", max_steps=12)
-    whole = kit.run_training(1, tmp_path / "whole", *flags)
-    with monkeypatch.context() as patch:
-        kit.exit_in_update(8, patch, after_saves=False)
-        with pytest.raises(kit.RankFailed):
-            kit.run_training(2, tmp_path / "run", *flags)
-    run = kit.run_training(1, tmp_path / "run", *flags)
-    assert kit.distance(run.weights, whole.weights) <= 1e-10
-    assert run.lines[0]["step"] == 1
-    assert [line["step"] for line in run.kind("train")] == list(range(1, 13))
-
-
-def test_a_run_holds_no_pickle_and_only_the_checkpoints_asked_for(straight):
+def test_checkpoint_is_safetensors_and_json_without_pickle(straight):
     for run in straight.values():
-        names = {path.suffix for path in run.folder.rglob("*") if path.is_file()}
-        assert names <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log"}
-        assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [
-            "step_00000035",
-            "step_00000040",
-        ]
+        for step in (4, 8, 12):
+            assert sorted(path.name for path in (run.folder / at_step(step)).rglob("*")) == FILES
+        suffixes = {path.suffix for path in run.folder.rglob("*") if path.is_file()}
+        assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff"}
 
 
-def test_a_torn_checkpoint_is_not_taken_for_one(files, straight, tmp_path, monkeypatch):
-    """A kill while the files are written leaves a temporary folder, which nobody reads and the next save removes."""
-    from src.checkpointing import checkpoint_list, format
+def test_names_are_canonical_and_tied_weights_stored_once(straight):
+    from transformers import GPT2LMHeadModel
 
+    folders = [straight[world].folder / at_step(12) for world in (1, 2)]
+    plain = GPT2LMHeadModel.from_pretrained(folders[0])
+    assert plain.lm_head.weight is plain.transformer.wte.weight
+    names = {name for name, _ in plain.named_parameters()}  # each once, under its first name
+    for folder in folders:
+        assert kit.load_weights(folder).keys() == names
+        moments = kit.load_weights(folder, "optimizer")
+        assert {name.split("/", 1)[1] for name in moments} == names
+        assert {name.split("/")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}
+        assert torch.equal(moments["step/transformer.wte.weight"], torch.tensor(12.0))
+
+
+def test_progress_is_a_few_integers(straight):
+    progress = checkpoint_list.read_state(straight[1].folder / at_step(12))["progress"]
+    assert {name: progress[name] for name in ("step", "updates", "skipped")} == {
+        "step": 12,
+        "updates": 12,
+        "skipped": 0,
+    }
+
+
+def test_kill_while_files_are_written_leaves_no_checkpoint(tiny, straight, tmp_path, monkeypatch):
     original = format.save_file
 
     def die(tensors, path):
-        if "step_00000020" in str(path):
-            os._exit(9)
-        return original(tensors, path)
+        return os._exit(9) if "step_00000008" in str(path) else original(tensors, path)
 
     with monkeypatch.context() as patch:
         patch.setattr(format, "save_file", die)
         with pytest.raises(kit.RankFailed):
-            kit.run_training(1, tmp_path / "run", *recipe(files))
+            kit.run_training(1, tmp_path / "run", *recipe.flags(tiny))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert left == [".step_00000020.tmp", "step_00000010", "step_00000015"]
-    assert checkpoint_list.newest_intact(tmp_path / "run").name == "step_00000015"
-    run = kit.run_training(1, tmp_path / "run", *recipe(files))
-    assert kit.same(run.weights, straight[1].weights)
+    assert left == [".step_00000008.tmp", "step_00000004"]
+    assert checkpoint_list.newest_intact(tmp_path / "run").name == "step_00000004"
+    assert recipe.same_run(kit.run_training(1, tmp_path / "run", *recipe.flags(tiny)), straight[1])
 
 
-def test_a_finished_run_says_so_and_changes_nothing(files, straight, tmp_path):
-    import shutil
-
-    shutil.copytree(straight[1].folder, tmp_path / "run")
-    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    again = kit.run_training(1, tmp_path / "run", *recipe(files))
-    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
-    assert kit.same(again.weights, straight[1].weights)
-    assert "nothing is left to train" in (tmp_path / "run.out" / "rank0.txt").read_text()
+# ---- the host copy -----------------------------------------------------------------------------------------------------
 
 
-def test_resume_never_starts_anew_and_loses_nothing(files, tmp_path):
-    flags = recipe(files, max_steps=4, save_steps=2, eval_steps=4)
-    first = kit.run_training(1, tmp_path / "run", *flags)
-    second = kit.run_training(1, tmp_path / "run", *flags, "--resume", "never")
-    assert kit.same(first.weights, second.weights)
-    assert sorted(path.name for path in (tmp_path / "run").glob("*.old1")) == [
-        "checkpoints.old1",
-        "final.old1",
-        "ledger.jsonl.old1",
-        "metrics.jsonl.old1",
-    ]
+def test_host_copy_holds_tied_tensors_once_and_reuses_its_memory():
+    weight = torch.arange(6.0).view(2, 3)
+    tensors = {"model": {"a": weight, "b": weight, "c": weight[:1], "d": weight.t()}, "other": {"a": weight + 1}}
+    copy = HostCopy()
+    first = copy.take(tensors)
+    assert first["model"]["a"] is first["model"]["b"]
+    assert first["model"]["c"].data_ptr() != first["model"]["a"].data_ptr()
+    assert all(torch.equal(first[p][n], value) for p, named in tensors.items() for n, value in named.items())
+    addresses = [value.data_ptr() for named in first.values() for value in named.values()]
+    weight.mul_(10)
+    assert first["model"]["a"][1, 2] == 5  # a copy
+    second = copy.take(tensors)
+    assert [value.data_ptr() for named in second.values() for value in named.values()] == addresses
+    assert second["model"]["a"][1, 2] == 50
 
 
-def test_another_run_in_the_folder_is_refused_by_all_ranks(files, tmp_path):
-    flags = recipe(files, max_steps=4, save_steps=2, eval_steps=4)
-    kit.run_training(1, tmp_path / "run", *flags)
-    with pytest.raises(kit.RankFailed) as failed:
-        kit.run_training(2, tmp_path / "run", *flags, "--seed", 7, "--global_batch_size", 16)
-    assert str(failed.value).count("seed: 42 → 7; global_batch_size: 32 → 16") >= 2
+# ---- further parts -----------------------------------------------------------------------------------------------------
 
 
-def test_resume_takes_a_folder_or_refuses_it(files, straight, tmp_path):
-    checkpoint = straight[1].folder / "checkpoints" / "step_00000035"
-    run = kit.run_training(1, tmp_path / "fork", *recipe(files), "--resume", checkpoint)
-    assert kit.same(run.weights, straight[1].weights)
-    assert "Resuming from step" in (tmp_path / "fork.out" / "rank0.txt").read_text()
-    with pytest.raises(kit.RankFailed, match="neither a checkpoint nor a run with one"):
-        kit.run_training(1, tmp_path / "none", *recipe(files), "--resume", files)
+def trainable(tied: bool) -> tuple[ModelWithLoss, dict]:
+    """Return a small model, and its optimizer and averaged weights as the parts of a checkpoint."""
+    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(**kit.TINY, tie_word_embeddings=tied)
+    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=None)
+    average = AveragedModel(model_with_loss.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.AdamW(model_with_loss.model.parameters(), lr=0.1)
+    return model_with_loss, {"optimizer": optimizer, "average": average}
 
 
-def test_state_is_a_few_integers(straight):
-    state = json.loads((straight[1].folder / "checkpoints" / "step_00000040" / "state.json").read_text())
-    assert {k: state["progress"][k] for k in ("step", "updates", "skipped")} == {
-        "step": 40,
-        "updates": 40,
-        "skipped": 0,
-    }
-    moments = load_file(straight[1].folder / "checkpoints" / "step_00000040" / "optimizer.safetensors")
-    assert {name.split("/")[0] for name in moments} == {"exp_avg", "exp_avg_sq", "step"}
-    assert all("module." not in name and "_orig_mod" not in name for name in moments)
-    assert torch.equal(moments["step/transformer.wte.weight"], torch.tensor(40.0))
+class Meter:
+    def resume(self, state):
+        self.state = state
+
+
+def _save_and_load_averaged_weights(tmp_path, tied: bool) -> None:
+    """Assert in a process of its own, because an Accelerator is a state of the whole process."""
+    model_with_loss, parts = trainable(tied)
+    for n in range(3):
+        ids = torch.arange(8)[None] + n
+        model_with_loss.model(input_ids=ids, labels=ids).loss.backward()
+        parts["optimizer"].step()
+        parts["optimizer"].zero_grad()
+        parts["average"].update_parameters(model_with_loss.model)
+    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
+    tensors, numbers = format.collect_tensors(strategy, model_with_loss, parts)
+    assert tensors.keys() == {"model", "optimizer", "average"}
+    host = HostCopy().take(tensors)
+    state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
+    atomic_folder.publish(tmp_path / "step", lambda f: format.write_checkpoint(f, model_with_loss, host, state))
+    assert atomic_folder.verify(tmp_path / "step") == []
+
+    other, fresh = trainable(tied)
+    assert not kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
+    format.load_checkpoint(tmp_path / "step", strategy, other, fresh, Meter())
+    assert kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
+    assert fresh["average"].n_averaged == 3
+    average = fresh["average"].module
+    assert (average.lm_head.weight is average.transformer.wte.weight) == tied
+    one, two = (part["optimizer"].state_dict()["state"] for part in (parts, fresh))
+    assert one.keys() == two.keys()
+    assert all(kit.same(one[index], two[index]) for index in one)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_averaged_weights_are_saved_and_restored(tmp_path, tied):
+    kit.spawn(1, _save_and_load_averaged_weights, tmp_path, tied, out=tmp_path / "out")
+
+
+# ---- the gradient scaler of fp16 ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_scaler(monkeypatch):
+    """Autocast to float16 with a real gradient scaler, which accelerate itself gives to GPUs only.
+
+    It begins so high that the first updates overflow, and doubles every third update that does not."""
+    start = init_accelerator.init_accelerator
+
+    def scaled(cfg):
+        accelerator = start(cfg)
+        accelerator.state._mixed_precision = "fp16"
+        accelerator.native_amp = True
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)
+        return accelerator
+
+    monkeypatch.setattr(train, "init_accelerator", scaled)
+
+
+def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch, with_scaler):
+    """The mutant begins with a new scaler after the kill."""
+    flags = recipe.flags(tiny, max_steps=16, save_steps=5, max_skipped_steps=99)
+    straight = kit.run_training(1, tmp_path / "straight", *flags)
+    assert 0 < straight.kind("train")[-1]["skipped"] < 16  # it has shrunk, and some updates were made
+    for name in ("run", "mutant"):
+        train_until_killed(13, 1, tmp_path / name, *flags)
+    run = kit.run_training(1, tmp_path / "run", *flags)
+    assert kit.same(run.weights, straight.weights)
+    assert kit.timeless(run.folder) == kit.timeless(straight.folder)
+    states = [checkpoint_list.read_state(one.folder / at_step(16)) for one in (run, straight)]
+    assert states[0]["scaler"] == states[1]["scaler"]
+
+    monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)
+    assert not kit.same(kit.run_training(1, tmp_path / "mutant", *flags).weights, straight.weights)
+
+
+# ---- run folders -------------------------------------------------------------------------------------------------------
+
+
+def test_finished_run_started_again_changes_nothing(tiny, straight, tmp_path):
+    folder = shutil.copytree(straight[1].folder, tmp_path / "again")
+    kit.run_training(1, folder, *recipe.flags(tiny))
+    at_each_start = ("status.json", "environment.json", "uncommitted.diff", "config.yaml")
+    before, after = (
+        {name: text for name, text in recipe.contents(path).items() if name not in at_each_start}
+        for path in (straight[1].folder, folder)
+    )
+    assert before == after
+
+
+def test_resume_never_archives_the_old_run(tiny, straight, tmp_path):
+    folder = shutil.copytree(straight[1].folder, tmp_path / "again")
+    second = kit.run_training(1, folder, *recipe.flags(tiny), "--resume", "never")
+    assert recipe.same_run(second, straight[1])
+    archived = sorted(path.name for path in folder.glob("*.old1"))
+    assert archived == ["checkpoints.old1", "final.old1", "ledger.jsonl.old1", "metrics.jsonl.old1"]
+    lines = (folder / "metrics.jsonl.old1").read_text().splitlines()
+    assert json.loads(lines[-1])["step"] == recipe.STEPS

@@ -1,4 +1,4 @@
-"""Tensors in parts, and files that many processes write together: what is put together is what was taken apart."""
+"""Checkpoints written by many processes, and tensors read back whole or as shards."""
 
 import json
 import os
@@ -17,15 +17,15 @@ from src.checkpointing.model_folder import write_index
 from src.checkpointing.sharded import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
 from src.config.errors import UsageError
 from src.distributed.host_group import HostGroup
-from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial, plain_name
+from src.distributed.sharded_tensors import gather_full, is_partial
 from src.storage import atomic_folder
 from tests.helpers import kit
 
-# ---- who writes what ---------------------------------------------------------------------------------------------------
+# ---- which rank writes what --------------------------------------------------------------------------------------------
 
 
 def held(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
-    """Return the tensors of a small model and its optimizer as checkpoint.tensors_of gives them."""
+    """Return the tensors of a small model and its optimizer as collect_tensors gives them."""
     shapes = {"model.embed_tokens.weight": (50, 8), "model.norm.weight": (8,), "lm_head.weight": (50, 8)}
     for layer in range(layers):
         shapes |= {f"model.layers.{layer}.mlp.experts.{n}.weight": (8 + layer, 8) for n in range(2)}
@@ -44,143 +44,115 @@ def layer_of(name: str) -> str:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 9, 30])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_tensor_has_one_owner_and_a_layer_stays_together_with_its_moments(world, tied):
+def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
+    """Each rank computes the writers for itself: the order of the tensors must not matter."""
     tensors = held(tied=tied)
-    owner = assign_tensors_to_ranks(tensors, world)
-    assert set(owner) == {(part, name) for part, named in tensors.items() for name in named}
-    assert set(owner.values()) <= set(range(world))
+    writer = assign_tensors_to_ranks(tensors, world)
+    backwards = {part: dict(reversed(named.items())) for part, named in tensors.items()}
+    assert tied or assign_tensors_to_ranks(backwards, world) == writer
+    assert set(writer) == {(part, name) for part, named in tensors.items() for name in named}
+    assert set(writer.values()) <= set(range(world))
     if tied:
-        assert owner["model", "lm_head.weight"] == owner["model", "model.embed_tokens.weight"]
-        del owner["model", "lm_head.weight"]
+        assert writer["model", "lm_head.weight"] == writer["model", "model.embed_tokens.weight"]
+        del writer["model", "lm_head.weight"]
     by_layer = {}
-    for (_, name), rank in owner.items():
+    for (_, name), rank in writer.items():
         by_layer.setdefault(layer_of(name), set()).add(rank)
     assert all(len(ranks) == 1 for ranks in by_layer.values())
     assert len({rank for ranks in by_layer.values() for rank in ranks}) == min(world, len(by_layer))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_no_rank_writes_more_than_its_share_and_a_layer(world):
+def test_writers_are_balanced_by_size(world):
     tensors, loads, layers = held(layers=20), [0] * world, {}
     for (part, name), rank in assign_tensors_to_ranks(tensors, world).items():
         loads[rank] += tensors[part][name].nbytes
         layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
     assert max(loads) <= sum(loads) / world + max(layers.values())
-    in_turn = [0] * world  # the mutant: layers in the order of the model, cut into as many pieces
+    in_turn = [0] * world  # the mutant: layers in the order of the model, split into equally many
     for i, size in enumerate(layers.values()):
         in_turn[i * world // len(layers)] += size
     assert max(loads) < max(in_turn)
 
 
-def test_the_owners_do_not_depend_on_where_tensors_lie():
-    """Each rank asks for itself, and must come to the same answer."""
-    assert assign_tensors_to_ranks(held(), 3) == assign_tensors_to_ranks(held(), 3)
-    assert assign_tensors_to_ranks(
-        {part: dict(reversed(named.items())) for part, named in held().items()}, 3
-    ) == assign_tensors_to_ranks(held(), 3)
-
-
-def test_files_are_named_as_transformers_names_them():
-    assert file_name("model", 0, 1) == "model.safetensors"
-    assert file_name("model", 1, 3) == "model-00002-of-00003.safetensors"
-    assert plain_name("layers.0._checkpoint_wrapped_module.mlp.weight") == "layers.0.mlp.weight"
-
-
 # ---- many writers ------------------------------------------------------------------------------------------------------
 
 
-def writes(rank: int, pause: float = 0.0):
-    """Return a function that writes this rank's file slowly, in two halves."""
+def writes(rank: int, pause: float = 0.0, error: Exception | None = None):
+    """Return a function that writes this rank's file slowly, in two halves, and may fail then."""
 
     def write(folder: Path) -> None:
         with open(folder / f"part{rank}", "wb", buffering=0) as file:
             file.write(bytes([rank]) * 1000)
             time.sleep(pause)
             file.write(bytes([rank + 100]) * 1000)
+        if error:
+            raise error
 
     return write
 
 
-def test_what_others_wrote_is_collected_when_it_is_complete(tmp_path):
-    """The file of rank 1 is there long before it is whole; what counts is the word that follows it."""
-    parts, folder = tmp_path / ".step.1.parts", tmp_path / "folder"
-    folder.mkdir()
+def test_shards_are_collected_when_complete_and_published(tmp_path):
+    """The file of rank 1 exists long before it is complete; the mutant would look for the file only."""
+    parts = tmp_path / ".step.1.parts"
     threads = [
         threading.Thread(target=ShardWriters(rank, 3, 20).write_shard, args=(parts, writes(rank, pause)))
         for rank, pause in ((1, 0.5), (2, 0.0))
     ]
-    for thread in threads:
-        thread.start()
-    kit.until((parts / "1" / "part1").exists)
-    assert (parts / "1" / "part1").stat().st_size <= 1000  # what the mutant would take that looks for the file
-    entries = ShardWriters(0, 3, 20).collect_shards(parts, folder)
-    for thread in threads:
-        thread.join()
-    assert sorted(path.name for path in folder.iterdir()) == ["part1", "part2"]
-    assert entries == {name: atomic_folder.hash_file(folder / name) for name in ("part1", "part2")}
-    assert (folder / "part1").read_bytes() == bytes([1]) * 1000 + bytes([101]) * 1000
-    assert not parts.exists()
 
+    def gather(folder: Path) -> dict:
+        writes(0)(folder)
+        for thread in threads:
+            thread.start()
+        kit.until((parts / "1" / "part1").exists)
+        assert (parts / "1" / "part1").stat().st_size <= 1000
+        return ShardWriters(0, 3, 20).collect_shards(parts, folder)
 
-def test_a_rank_that_cannot_write_says_why(tmp_path):
-    def failing(folder):
-        writes(1)(folder)
-        raise OSError(28, "No space left on device")
-
-    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", failing)
-    with pytest.raises(OSError, match="No space left on device, on rank 1"):
-        ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
-
-
-@pytest.mark.parametrize("left", ["nothing", "half a file"])
-def test_a_rank_that_says_nothing_is_not_waited_for_longer_than_patience(tmp_path, left):
-    if left != "nothing":
-        (tmp_path / "parts" / "1").mkdir(parents=True)
-        writes(1)(tmp_path / "parts" / "1")
-    began = time.monotonic()
-    with pytest.raises(OSError, match="rank 1 has not written its part: do all nodes see this folder"):
-        ShardWriters(0, 2, 0.3).collect_shards(tmp_path / "parts", tmp_path)
-    assert 0.3 <= time.monotonic() - began < 5
-    assert not (tmp_path / "part1").exists()
-
-
-def test_a_rank_with_nothing_to_write_has_delivered_all_the_same(tmp_path):
-    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", lambda folder: None)
-    assert ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path) == {}
-
-
-def test_a_folder_of_all_writers_is_published_and_verifies(tmp_path):
-    parts = tmp_path / ".step.1.parts"
-    for rank in (1, 2):
-        ShardWriters(rank, 3, 5).write_shard(parts, writes(rank))
-
-    def gathered(temporary):
-        writes(0)(temporary)
-        return ShardWriters(0, 3, 5).collect_shards(parts, temporary)
-
-    atomic_folder.publish(tmp_path / "step", gathered, step=1)
-    listed = json.loads((tmp_path / "step" / atomic_folder.MANIFEST).read_text())["files"]
+    atomic_folder.publish(tmp_path / "step", gather, step=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step"]
+    assert (tmp_path / "step" / "part1").read_bytes() == bytes([1]) * 1000 + bytes([101]) * 1000
+    listed = atomic_folder.read_manifest(tmp_path / "step")["files"]
     assert sorted(listed) == ["part0", "part1", "part2"]
     assert atomic_folder.verify(tmp_path / "step") == []
     (tmp_path / "step" / "part2").write_bytes(bytes(2000))
     assert atomic_folder.verify(tmp_path / "step") == ["part2: its hash is not the one that was written"]
 
 
-@pytest.mark.parametrize("error, ends", [(OSError(28, "full"), False), (TypeError("a slip"), True)])
-def test_a_fault_of_the_disk_is_left_as_word_and_any_other_is_raised_besides(tmp_path, error, ends):
-    def write(folder):
-        raise error
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), TypeError("a bug")])
+def test_error_of_a_rank_reaches_the_main_process(tmp_path, error):
+    """An error of the disk costs a checkpoint; any other also ends the rank."""
+    is_bug = isinstance(error, TypeError)
+    with pytest.raises(TypeError) if is_bug else nullcontext():
+        ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", writes(1, error=error))
+    text = "a bug, on rank 1" if is_bug else "No space left on device, on rank 1"
+    with pytest.raises(OSError, match=text):
+        ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
-    with pytest.raises(TypeError) if ends else nullcontext():
-        ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", write)
-    assert str(error) in json.loads((tmp_path / "parts" / "1.json").read_text())["fault"]
+
+@pytest.mark.parametrize("left", ["nothing", "a file without an outcome"])
+def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path, left):
+    if left != "nothing":
+        (tmp_path / "parts" / "1").mkdir(parents=True)
+        writes(1)(tmp_path / "parts" / "1")
+    began = time.monotonic()
+    with pytest.raises(OSError, match="rank 1 has not written"):
+        ShardWriters(0, 2, 0.3).collect_shards(tmp_path / "parts", tmp_path)
+    assert 0.3 <= time.monotonic() - began < 5
+    assert not (tmp_path / "part1").exists()
 
 
-def _disk(folders: list[Path]) -> str:
+def test_rank_with_nothing_to_write_is_complete(tmp_path):
+    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", lambda folder: None)
+    assert ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path) == {}
+
+
+def _check_folder(folders: list[Path]) -> str:
     torch.distributed.init_process_group("gloo")
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    accelerator = SimpleNamespace(is_main_process=rank == 0, num_processes=world)
+    accelerator = SimpleNamespace(
+        is_main_process=rank == 0, process_index=rank, num_processes=world, parallelism_config=None
+    )
     try:
         sharded.check_shared_folder(accelerator, HostGroup(accelerator, 20), folders[rank])
     except UsageError as error:
@@ -188,21 +160,22 @@ def _disk(folders: list[Path]) -> str:
     return ""
 
 
-def test_a_disk_that_not_all_nodes_share_is_refused_on_all_ranks(tmp_path):
+def test_folder_that_not_all_nodes_share_is_refused_on_all_ranks(tmp_path):
     """The folder has one name everywhere, and is another one on the third node."""
-    assert kit.spawn(3, _disk, [tmp_path / "run"] * 3, out=tmp_path / "out") == [""] * 3
-    found = kit.spawn(3, _disk, [tmp_path / "run", tmp_path / "run", tmp_path / "else"], out=tmp_path / "out2")
+    assert kit.spawn(3, _check_folder, [tmp_path / "run"] * 3, out=tmp_path / "out") == [""] * 3
+    folders = [tmp_path / "run", tmp_path / "run", tmp_path / "else"]
+    found = kit.spawn(3, _check_folder, folders, out=tmp_path / "out2")
     assert all("output_dir: 1 processes do not see " in text for text in found)
     assert list((tmp_path / "run").iterdir()) == []
 
 
-# ---- back into the process ---------------------------------------------------------------------------------------------
+# ---- read --------------------------------------------------------------------------------------------------------------
 
 SHAPES = {"a": (7, 5), "b": (2, 3), "c": (1,), "d": (12,), "e": (3, 2, 4)}
 
 
 def written(folder: Path, world: int) -> dict[str, torch.Tensor]:
-    """Write the tensors of SHAPES into as many files, and a number beside them; return them all."""
+    """Write the tensors of SHAPES and a number into as many files as `world`; return them all."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -215,30 +188,27 @@ def written(folder: Path, world: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_a_reader_finds_every_tensor_in_however_many_files(tmp_path, world):
-    tensors = written(tmp_path / "step", world)
-    reader = TensorReader(tmp_path / "step", "model")
-    assert kit.same({name: reader.whole(name) for name in reader.where}, tensors)
-    assert TensorReader(tmp_path / "step", "optimizer").where == {}
-    index = tmp_path / "step" / "model.safetensors.index.json"
+def test_reader_finds_every_tensor_in_any_number_of_files(tmp_path, world):
+    """What was read does not change with the file."""
+    folder = tmp_path / "step"
+    tensors = written(folder, world)
+    reader = TensorReader(folder, "model")
+    read = {name: reader.whole(name) for name in reader.where}
+    assert TensorReader(folder, "optimizer").where == {}
+    index = folder / "model.safetensors.index.json"
     assert index.exists() == (world > 1)
     if world > 1:
         named = json.loads(index.read_text())["weight_map"]
-        assert {name: tmp_path / "step" / file for name, file in named.items()} == reader.where
-
-
-def test_what_was_read_does_not_change_with_the_file(tmp_path):
-    tensors = written(tmp_path / "step", 1)
-    reader = TensorReader(tmp_path / "step", "model")
-    read = {name: reader.whole(name) for name in reader.where}
-    file = tmp_path / "step" / "model.safetensors"
-    with file.open("r+b") as open_file:
-        open_file.write(bytes(file.stat().st_size))
+        assert {name: folder / file for name, file in named.items()} == reader.where
+        assert {file.name for file in folder.glob("*.safetensors")} >= {f"model-00002-of-0000{world}.safetensors"}
+    for file in folder.glob("*.safetensors"):
+        with file.open("r+b") as opened:
+            opened.write(bytes(file.stat().st_size))
     assert kit.same(read, tensors)
 
 
-def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
-    """Return, for each tensor, whether its shards are those that torch cuts, and whether they make up the whole again."""
+def _read_shards(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
+    """Return, for each tensor, whether its shards are those of torch, and add up to the whole."""
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
     torch.distributed.init_process_group("gloo")
@@ -253,7 +223,6 @@ def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
         assert isinstance(found, DTensor)
         assert (found.placements, found.device_mesh) == (parameter.placements, mesh)
         right.append(torch.equal(found.to_local(), parameter.to_local()))
-        assert is_partial(found)
         assert torch.equal(gather_full(found), tensors[name])
     other = reader.like("step/a", empty)  # of another shape than the parameter, so each process has it
     assert not is_partial(other)
@@ -261,15 +230,15 @@ def _sharded(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("mesh", [(1,), (2,), (3,), (4,), (2, 2)])
-def test_each_process_reads_the_rows_that_are_its_own(tmp_path, mesh):
-    """Seven rows over three or four processes; and two rows, of which some processes have none."""
+@pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)])
+def test_each_process_reads_its_own_rows(tmp_path, mesh):
+    """Seven rows over three or four processes; and two rows, so some processes have none."""
     written(tmp_path / "step", 1)
     world = torch.tensor(mesh).prod().item()
-    assert kit.spawn(world, _sharded, tmp_path / "step", mesh, out=tmp_path / "out") == [[True] * 5] * world
+    assert kit.spawn(world, _read_shards, tmp_path / "step", mesh, out=tmp_path / "out") == [[True] * 5] * world
 
 
-def test_mutant_that_cuts_into_equal_parts_is_caught(tmp_path, monkeypatch):
+def test_mutant_that_splits_into_equal_parts_is_caught(tmp_path, monkeypatch):
     import torch.distributed.tensor._utils as utils
 
     def equal(shape, mesh, placements):
@@ -279,16 +248,7 @@ def test_mutant_that_cuts_into_equal_parts_is_caught(tmp_path, monkeypatch):
     written(tmp_path / "step", 1)
     monkeypatch.setattr(utils, "compute_local_shape_and_global_offset", equal)
     with pytest.raises((kit.RankFailed, AssertionError)):
-        assert kit.spawn(3, _sharded, tmp_path / "step", (3,), out=tmp_path / "out") == [[True] * 5] * 3
-
-
-def test_a_piece_is_asked_for_the_whole():
-    value = torch.arange(6.0)
-    piece = ShardedTensorRef(value.nbytes, lambda: value)
-    assert is_partial(piece)
-    assert gather_full(piece) is value
-    assert not is_partial(value)
-    assert gather_full(value) is value
+        assert kit.spawn(3, _read_shards, tmp_path / "step", (3,), out=tmp_path / "out") == [[True] * 5] * 3
 
 
 def _grown(folder: Path, mutant: bool) -> float:
@@ -302,7 +262,7 @@ def _grown(folder: Path, mutant: bool) -> float:
     return most * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def test_what_was_read_is_not_held_twice(tmp_path):
+def test_reading_does_not_hold_tensors_twice(tmp_path):
     (tmp_path / "step").mkdir()
     save_file({str(i): torch.full((1 << 21,), float(i)) for i in range(30)}, tmp_path / "step" / "model.safetensors")
     [grown] = kit.spawn(1, _grown, tmp_path / "step", False, out=tmp_path / "out")

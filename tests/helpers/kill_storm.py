@@ -1,10 +1,10 @@
-"""Kill a run at random moments, again and again, and compare it with one that nobody disturbed.
+"""Kill a run at random moments, again and again, and compare it with one that was not disturbed.
 
     python -m tests.helpers.kill_storm --config configs/stdlib_lm.yaml --kills 20 --nproc 2 [--minutes 10] [--flag value …]    (make storm)
 
-The whole job gets SIGKILL, at any moment: while it starts, trains, evaluates, copies, writes, renames or prunes. In the end
-weights must be equal to the last bit, no line of metrics.jsonl missing, twice or different, and every step of the ledger the
-plan's. A fork runs it on its own task. Guarded by tests/checkpointing/test_kill_storm.py.
+The whole job gets SIGKILL at any moment: while it starts, trains, evaluates, copies, writes, renames or prunes. At the end
+the weights must be equal to the last bit, no line of metrics.jsonl missing, repeated or different, and every step of the
+ledger that of the plan. A fork runs it on its own task. Tests: tests/checkpointing/test_kill_storm.py.
 """
 
 import argparse
@@ -13,13 +13,13 @@ import random
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from src.reporting import ledger
 from src.storage import atomic_folder
 from tests.helpers import kit
-
-TIMES = ("second",)  # parts of the names of numbers that no two runs share
 
 
 def _train(argv: list[str]) -> None:
@@ -29,17 +29,22 @@ def _train(argv: list[str]) -> None:
     run_main(__import__("train").main)
 
 
-def run(argv: list, folder: Path, world: int, doomed=None, deadline: float = float("inf")) -> bool:
-    """Train in `folder` until the end, or until `doomed(seconds since the start)` and everything is killed; return which."""
+def run(
+    argv: list,
+    folder: Path,
+    world: int,
+    should_kill: Callable[[float], bool] | None = None,
+    deadline: float = float("inf"),
+) -> bool:
+    """Train in `folder` until the end, or kill all ranks when `should_kill(seconds since the start)`; return whether it ended."""
     started, killed = time.monotonic(), False
     ranks = kit.fork(world, _train, [*map(str, argv), "--output_dir", str(folder)], out=folder.with_suffix(".out"))
-    while any(rank.is_alive() for rank in ranks):
-        if time.monotonic() > deadline or (doomed and doomed(time.monotonic() - started)):
-            killed = True
-            for rank in ranks:
-                rank.kill()
-            break
+    while not killed and any(rank.is_alive() for rank in ranks):
+        killed = time.monotonic() > deadline or bool(should_kill and should_kill(time.monotonic() - started))
         time.sleep(0.005)
+    for rank in ranks:
+        if killed:
+            rank.kill()
     for rank in ranks:
         rank.join()
     if not killed and any(rank.exitcode for rank in ranks):
@@ -48,51 +53,51 @@ def run(argv: list, folder: Path, world: int, doomed=None, deadline: float = flo
     return not killed
 
 
-def timeless(run: kit.Run) -> list[dict]:
-    return [{k: v for k, v in line.items() if not any(part in k for part in TIMES)} for line in run.lines]
-
-
 def differences(straight: Path, killed: Path) -> list[str]:
-    """Return what in the killed run is not as in the other: nothing, if the project keeps its promise."""
-    one, two = kit.Run(straight), kit.Run(killed)
-    found = (
-        []
-        if kit.same(one.weights, two.weights)
-        else [f"final weights differ by {kit.distance(one.weights, two.weights):.1e}"]
-    )
-    steps = [(line["kind"], line["step"]) for line in two.lines]
-    found += [f"{kind} line of step {step} is there twice" for kind, step in {s for s in steps if steps.count(s) > 1}]
-    wanted = [(line["kind"], line["step"]) for line in one.lines]
-    found += [f"{kind} line of step {step} is missing" for kind, step in set(wanted) - set(steps)]
-    if not found and timeless(one) != timeless(two):
+    """Return what in the killed run is not as in the other one; nothing if the project keeps its promise."""
+    one, two, found = kit.Run(straight), kit.Run(killed), []
+    if not kit.same(one.weights, two.weights):
+        found.append(f"final weights differ by {kit.distance(one.weights, two.weights):.1e}")
+    wanted, lines = (Counter((line["kind"], line["step"]) for line in each.lines) for each in (one, two))
+    found += [f"{kind} line of step {step} is there twice" for (kind, step), count in lines.items() if count > 1]
+    found += [f"{kind} line of step {step} is missing" for kind, step in wanted - lines]
+    if not found and kit.timeless(straight) != kit.timeless(killed):
         found.append("some line of metrics.jsonl differs in more than its times")
     found += [text for text in (ledger.compare(killed), ledger.compare(killed, straight)) if text]
-    return found + [f"final: {fault}" for fault in atomic_folder.verify(killed / "final")]
+    return found + [f"final: {error}" for error in atomic_folder.verify(killed / "final")]
+
+
+def during_start(rng: random.Random) -> Callable[[float], bool]:
+    """Return when to kill: within the first second, in which the run starts."""
+    moment = rng.uniform(0, 1.0)
+    return lambda lived: lived > moment
+
+
+def during_steps(rng: random.Random, folder: Path, kills_left: int, total: int) -> Callable[[float], bool]:
+    """Return when to kill: somewhere in the steps, so that the kills are spread over the whole run."""
+    last = kit.last_step(folder)
+    step = min(last + rng.uniform(0, 2 * (total - last) / kills_left), total - 1)
+    rest, reached = rng.uniform(0, 0.05), []
+
+    def should_kill(lived: float) -> bool:
+        if kit.last_step(folder) >= step:
+            reached.append(lived)
+        return bool(reached) and lived - reached[0] >= rest
+
+    return should_kill
 
 
 def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60, seed: int | None = None) -> dict:
-    """Return kills that met a living job, seconds, and the differences between the killed run and the undisturbed one."""
-    rng = random.Random(seed)
-    began = time.monotonic()
+    """Return kills that hit a living job, seconds, and the differences between the killed run and the undisturbed one."""
+    rng, began, done = random.Random(seed), time.monotonic(), 0
     deadline = began + 60 * minutes
     straight, killed = folder / "straight", folder / "killed"
     run(argv, straight, world, deadline=deadline)
-    total, done = kit.last_step(straight), 0
+    total = kit.last_step(straight)
     while done < kills and time.monotonic() < deadline:
-        if rng.random() < 0.2:  # somewhere while it starts
-            moment = rng.uniform(0, 1.0)
-            doomed = lambda lived: lived > moment  # noqa: E731, B023
-        else:  # somewhere in the steps, so that the kills are spread over the whole run
-            last = kit.last_step(killed)
-            step, rest = last + rng.uniform(0, 2 * (total - last) / (kills - done)), rng.uniform(0, 0.05)
-            reached = []
-
-            def doomed(lived):
-                if kit.last_step(killed) >= min(step, total - 1):  # noqa: B023
-                    reached.append(lived)  # noqa: B023
-                return bool(reached) and lived - reached[0] >= rest  # noqa: B023
-
-        if run(argv, killed, world, doomed, deadline):
+        at_start = rng.random() < 0.2
+        should_kill = during_start(rng) if at_start else during_steps(rng, killed, kills - done, total)
+        if run(argv, killed, world, should_kill, deadline):
             break  # it was faster, and is complete
         done += 1
     run(argv, killed, world, deadline=deadline)

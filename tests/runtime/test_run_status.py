@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import train
-from src.runtime import run_status
+from src.runtime import run_lock, run_status
 from tests.helpers import kit
 from tests.helpers.stopping import MAX_STEPS, begin, check_resumes, check_stopped, recipe
 
@@ -25,7 +25,7 @@ def straight(tiny, tmp_path_factory) -> kit.Run:
 @pytest.fixture
 def short_wait(monkeypatch) -> None:
     """Wait half a second for the lock of a run folder."""
-    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
+    monkeypatch.setattr(run_lock, "lock_run_folder", partial(run_lock.lock_run_folder, patience=0.5))
 
 
 def exit_code(folder: Path, launcher_code: int = 1) -> int:

@@ -1,11 +1,10 @@
-"""Folders are complete or not there, every kind of damage is found, and lines are whole or still to come."""
+"""Folders are complete or absent, and every kind of damage is found."""
 
 import errno
 import json
 import multiprocessing
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from src.checkpointing.sharded import ShardWriters
 from src.storage import atomic_folder, held_folder, jsonl
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
+NAMES = {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
 
 
 def contents(folder: Path) -> None:
@@ -44,27 +44,17 @@ def in_a_child(work, *args) -> int:
     return process.exitcode
 
 
-# ---- complete or nothing ---------------------------------------------------------------------------------------------
+# ---- complete or absent ------------------------------------------------------------------------------------------------
 
 
-def test_a_published_folder_is_complete_and_says_what_it_is(folder):
-    assert set(files(folder)) == {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
+def test_published_folder_has_a_manifest_with_metadata(folder):
+    assert set(files(folder)) == NAMES
     assert atomic_folder.verify(folder) == []
     assert atomic_folder.read_metadata(folder) == {"step": 7}
     assert [path.name for path in folder.parent.iterdir()] == ["step"]
-    entries = json.loads((folder / "manifest.json").read_text())["files"]
-    assert {name: entry["size"] for name, entry in entries.items()} == {
-        "small.txt": len(SMALL),
-        "empty.txt": 0,
-        "inner/large.bin": len(LARGE),
-    }
-
-
-class Ending(BaseException):
-    """What is no Exception, as KeyboardInterrupt."""
-
-
-FAULTS = [ValueError("no"), OSError(errno.ENOSPC, "No space left on device"), Ending()]
+    entries = atomic_folder.read_manifest(folder)["files"]
+    sizes = {"small.txt": len(SMALL), "empty.txt": 0, "inner/large.bin": len(LARGE)}
+    assert {name: entry["size"] for name, entry in entries.items()} == sizes
 
 
 def publish_until(folder: Path, at: str, end, publish=atomic_folder.publish) -> None:
@@ -97,86 +87,86 @@ def publish_until(folder: Path, at: str, end, publish=atomic_folder.publish) -> 
         publish(folder, write, step=8)
 
 
+class NoException(BaseException):
+    """As KeyboardInterrupt."""
+
+
 # Five files, two folders: the eighth fsync, after the rename, is that of the folder that holds it.
 BEFORE = ["write", "manifest 1", "manifest 2", "fsync 1", "fsync 5", "fsync 6", "fsync 7", "rename 1"]
-
-
-@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("at", BEFORE)
-def test_an_error_leaves_nothing(tmp_path, at, error):
-    def end():
-        raise error
-
-    with pytest.raises(type(error)):
-        publish_until(tmp_path / "step", at, end)
-    assert list(tmp_path.iterdir()) == []
-    atomic_folder.publish(tmp_path / "step", contents)
-    assert atomic_folder.verify(tmp_path / "step") == []
+ERRORS = [ValueError("no"), OSError(errno.ENOSPC, "No space left on device"), NoException()]
 
 
 @pytest.mark.parametrize("at", [*BEFORE, "rename 2"])
-def test_an_error_leaves_what_was_there_before(folder, at):
-    """Of two renames the first takes the old one away: what comes after it must put it back."""
-    before = files(folder)
+def test_error_leaves_the_folder_as_it_was(tmp_path, at):
+    """Absent, or with the old contents. Of two renames the first takes the old one away: it must be put back."""
+    for error in ERRORS:
 
-    def end():
-        raise OSError(errno.EIO, "Input/output error")
+        def end(error=error):
+            raise error
 
-    with pytest.raises(OSError):
-        publish_until(folder, at, end)
-    assert folder.exists()
-    assert files(folder) == before
-    assert [path.name for path in folder.parent.iterdir()] == ["step"]
+        if at != "rename 2":
+            with pytest.raises(type(error)):
+                publish_until(tmp_path / "step", at, end)
+            assert list(tmp_path.iterdir()) == []
+        atomic_folder.publish(tmp_path / "step", contents)
+        before = files(tmp_path / "step")
+        with pytest.raises(type(error)):
+            publish_until(tmp_path / "step", at, end)
+        assert files(tmp_path / "step") == before
+        assert [path.name for path in tmp_path.iterdir()] == ["step"]
+        shutil.rmtree(tmp_path / "step")
 
 
 @pytest.mark.parametrize("at", [*BEFORE, "fsync 8"])
-def test_a_kill_leaves_nothing_that_is_read_and_the_next_removes_it(tmp_path, at):
-    assert in_a_child(publish_until, tmp_path / "step", at, lambda: os._exit(9)) == 9
+def test_kill_leaves_nothing_that_is_read(tmp_path, at):
+    """Without an old folder and with one; the next call removes what was left."""
+    step = tmp_path / "step"
+    assert in_a_child(publish_until, step, at, lambda: os._exit(9)) == 9
     if at == "fsync 8":  # after the rename
-        assert atomic_folder.verify(tmp_path / "step") == []
+        assert atomic_folder.verify(step) == []
     else:
         assert [path.name for path in tmp_path.iterdir()] == [".step.tmp"]
-    atomic_folder.publish(tmp_path / "step", contents)
+    atomic_folder.publish(step, contents)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]
-    assert set(files(tmp_path / "step")) == {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
+    before = files(step)
+    assert set(before) == NAMES
+    if at != "fsync 8":
+        assert in_a_child(publish_until, step, at, lambda: os._exit(9)) == 9
+        assert files(step) == before
 
 
-@pytest.mark.parametrize("at", BEFORE)
-def test_a_kill_leaves_what_was_there_before(folder, at):
+def test_kill_between_the_renames_loses_nothing(folder):
+    """Not even if the next call fails; `remove_leftovers` and the next call restore the folder."""
     before = files(folder)
-    assert in_a_child(publish_until, folder, at, lambda: os._exit(9)) == 9
+
+    def fail(temporary):
+        raise FULL
+
+    FULL = OSError(errno.ENOSPC, "No space left on device")
+    assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
+    assert not folder.exists()
+    atomic_folder.remove_leftovers(folder.parent)
+    assert files(folder) == before
+    assert [path.name for path in folder.parent.iterdir()] == ["step"]
+    assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
+    with pytest.raises(OSError):
+        atomic_folder.publish(folder, fail)
     assert files(folder) == before
 
 
-def test_a_kill_between_two_renames_loses_nothing_even_if_the_next_one_fails(folder):
-    before = files(folder)
-    assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
-
-    def fail(temporary):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(OSError):
-        atomic_folder.publish(folder, fail)
-    kept = [path for path in (folder, folder.with_name(".step.old")) if path.exists()]
-    assert kept, "the old one is gone, and there is no new one"
-    assert files(kept[0]) == before
-
-
-def naive(folder: Path, write, **about) -> None:
-    """Writes at its place, which is what a rename before the writing comes to."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    write(folder)
-
-
 def test_mutant_that_writes_in_place_is_caught(folder):
+    def naive(folder: Path, write, **metadata) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        write(folder)
+
     before = files(folder)
     assert in_a_child(publish_until, folder, "write", lambda: os._exit(9), naive) == 9
     assert files(folder) != before
     assert folder.exists()  # and half of it can be read
 
 
-# ---- on the disk, in this order --------------------------------------------------------------------------------------
+# ---- on the disk, in this order ----------------------------------------------------------------------------------------
 
 
 def record(monkeypatch) -> list[tuple[str, str]]:
@@ -203,7 +193,7 @@ def record(monkeypatch) -> list[tuple[str, str]]:
 
 def in_order(events: list[tuple[str, str]], temporary: Path) -> bool:
     """Return whether the manifest was written last, all was on the disk before the rename, and the rename after it."""
-    names = ["small.txt", "empty.txt", "inner/large.bin", "manifest.json", "inner", ""]
+    names = [*NAMES, "inner", ""]
     moved = events.index(("rename", str(temporary)))
     synced = [path for kind, path in events[:moved] if kind == "fsync"]
     everything = {str(temporary / name) for name in names} <= set(synced)
@@ -214,45 +204,28 @@ def in_order(events: list[tuple[str, str]], temporary: Path) -> bool:
     return inside_out and after_all and ("fsync", str(temporary.parent)) in events[moved:]
 
 
-def test_all_is_on_the_disk_before_the_rename_and_the_rename_after_it(tmp_path, monkeypatch):
-    stood = []
-
-    def write(temporary):
-        contents(temporary)
-        stood.append((temporary / "manifest.json").exists())
-
-    events = record(monkeypatch)
-    atomic_folder.publish(tmp_path / "step", write)
-    assert stood == [False]
-    assert in_order(events, tmp_path / ".step.tmp")
-
-
-def test_folders_that_publish_makes_on_the_way_are_on_the_disk_too(tmp_path, monkeypatch):
-    """checkpoints/ itself is made by the first save: after a power cut it must be there with what it holds."""
+def test_all_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    """Also the folders that publish creates: after a power cut checkpoints/ must be there with its contents."""
     events = record(monkeypatch)
     atomic_folder.publish(tmp_path / "run" / "checkpoints" / "step", contents)
+    assert in_order(events, tmp_path / "run" / "checkpoints" / ".step.tmp")
     synced = {path for kind, path in events if kind == "fsync"}
-    assert {str(tmp_path / "run" / "checkpoints"), str(tmp_path / "run"), str(tmp_path)} <= synced
+    assert {str(tmp_path / "run"), str(tmp_path)} <= synced
 
 
-def test_mutants_that_do_not_wait_for_the_disk_are_caught(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic_folder, "fsync", lambda path: None)
-    events = record(monkeypatch)
-    atomic_folder.publish(tmp_path / "step", contents)
-    assert not in_order(events, tmp_path / ".step.tmp")
-
-
-def test_mutant_that_renames_before_the_disk_has_it_is_caught(tmp_path, monkeypatch):
+@pytest.mark.parametrize("mutant", ["never", "after the rename"])
+def test_mutant_that_does_not_wait_for_the_disk_is_caught(tmp_path, monkeypatch, mutant):
     late, flush = [], atomic_folder.fsync
     monkeypatch.setattr(atomic_folder, "fsync", late.append)
     events = record(monkeypatch)
     atomic_folder.publish(tmp_path / "step", contents)
-    for path in late:
-        flush(Path(str(path).replace(".step.tmp", "step")))
+    if mutant == "after the rename":
+        for path in late:
+            flush(Path(str(path).replace(".step.tmp", "step")))
     assert not in_order(events, tmp_path / ".step.tmp")
 
 
-# ---- every kind of damage --------------------------------------------------------------------------------------------
+# ---- every kind of damage ----------------------------------------------------------------------------------------------
 
 
 def flip(path: Path, bit: int) -> None:
@@ -262,18 +235,18 @@ def flip(path: Path, bit: int) -> None:
 
 
 def bits(path: Path) -> list[int]:
-    """Return positions of bits: all of them in a small file, and all over a large one, its ends included."""
+    """Return positions of bits: all of a small file, and some all over a large one, its ends included."""
     count = 8 * path.stat().st_size
     return list(range(count) if count < 20_000 else {*range(64), *range(0, count, 12_007), *range(count - 64, count)})
 
 
-def undetected(folder: Path, name: str, faults=atomic_folder.verify) -> list[int]:
-    """Return the bits of a file that can be flipped without a word that names the file."""
+def undetected(folder: Path, name: str, verify=atomic_folder.verify) -> list[int]:
+    """Return the bits of a file that can be flipped without an error that names the file."""
     path, missed = folder / name, []
     original = path.read_bytes()
     for bit in bits(path):
         flip(path, bit)
-        found = faults(folder)
+        found = verify(folder)
         if len(found) != 1 or not found[0].startswith(name):
             missed.append(bit)
         path.write_bytes(original)
@@ -281,311 +254,163 @@ def undetected(folder: Path, name: str, faults=atomic_folder.verify) -> list[int
 
 
 @pytest.mark.parametrize("name", ["small.txt", "inner/large.bin", "manifest.json"])
-def test_one_flipped_bit_is_found_wherever_it_is(folder, name):
+def test_flipped_bit_is_found_anywhere(folder, name):
     assert undetected(folder, name) == []
     assert atomic_folder.verify(folder) == []
 
 
-def test_mutant_manifest_without_a_hash_of_its_own_is_caught(folder):
-    def unhashed(folder):
-        body = json.loads((folder / "manifest.json").read_bytes())
-        return [atomic_folder._file_error(folder / name, name, entry) for name, entry in body["files"].items()]
-
-    def faults(folder):
+def test_mutant_manifest_without_its_own_hash_is_caught(folder):
+    def verify(folder):
         try:
-            return [fault for fault in unhashed(folder) if fault]
+            body = json.loads((folder / "manifest.json").read_bytes())
+            errors = [atomic_folder._file_error(folder, name, entry) for name, entry in body["files"].items()]
+            return [error for error in errors if error]
         except Exception as error:
             return [f"manifest.json: {error}"]
 
-    assert undetected(folder, "manifest.json", faults) != []
+    assert undetected(folder, "manifest.json", verify) != []
 
 
-def test_mutant_that_looks_at_sizes_only_is_caught(folder, monkeypatch):
-    def fault(path, name, entry):
-        return None if path.stat().st_size == entry["size"] else name
+def test_mutant_that_compares_sizes_only_is_caught(folder, monkeypatch):
+    def error(folder, name, entry):
+        return None if (folder / name).stat().st_size == entry["size"] else name
 
-    monkeypatch.setattr(atomic_folder, "_file_error", fault)
+    monkeypatch.setattr(atomic_folder, "_file_error", error)
     assert len(undetected(folder, "small.txt")) == 8 * len(SMALL)
 
 
-HOW = ["removed", "longer", "a folder", "a loop", "cut short", "emptied"]
-DAMAGE = [(name, how) for name in ("small.txt", "inner/large.bin", "manifest.json") for how in HOW]
-DAMAGE += [("empty.txt", how) for how in HOW[:4]]
+DAMAGE = {
+    "removed": lambda path, data: None,
+    "longer": lambda path, data: path.write_bytes(data + b"x"),
+    "a folder": lambda path, data: path.mkdir(),
+    "a loop": lambda path, data: path.symlink_to(path.name),
+    "truncated": lambda path, data: path.write_bytes(data[:-1]),
+    "emptied": lambda path, data: path.write_bytes(b""),
+}
 
 
-@pytest.mark.parametrize("name, how", DAMAGE)
-def test_a_damaged_file_is_named(folder, name, how):
+@pytest.mark.parametrize("name", sorted(NAMES))
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damaged_file_is_named(folder, name, how):
     path = folder / name
     data = path.read_bytes()
-    if how in ("removed", "a folder", "a loop"):
-        path.unlink()
-    {
-        "removed": lambda: None,
-        "cut short": lambda: path.write_bytes(data[:-1]),
-        "emptied": lambda: path.write_bytes(b""),
-        "longer": lambda: path.write_bytes(data + b"x"),
-        "a folder": path.mkdir,
-        "a loop": lambda: path.symlink_to(path.name),
-    }[how]()
-    [fault] = atomic_folder.verify(folder)
-    assert fault.startswith(name)
-    said = {"removed": "missing", "a loop": "cannot be read"}
-    assert said.get(how, "") in fault
+    if not data and how in ("truncated", "emptied"):
+        return
+    path.unlink()
+    DAMAGE[how](path, data)
+    [error] = atomic_folder.verify(folder)
+    assert error.startswith(name)
+    assert {"removed": "missing", "a loop": "cannot be read"}.get(how, "") in error
 
 
-def test_a_file_that_the_disk_does_not_give_is_named_with_the_reason(folder, monkeypatch):
+def test_unreadable_file_is_named_with_the_reason(folder, monkeypatch):
     def failing(path, *args, **kwargs):
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(atomic_folder, "open", failing, raising=False)
-    found = atomic_folder.verify(folder)
-    assert sorted(found) == [
-        "empty.txt cannot be read: Input/output error",
-        "inner/large.bin cannot be read: Input/output error",
-        "small.txt cannot be read: Input/output error",
-    ]
+    found = sorted(atomic_folder.verify(folder))
+    assert found == [f"{name} cannot be read: Input/output error" for name in sorted(NAMES - {"manifest.json"})]
 
 
-def as_nobody(folder: Path) -> None:
+def _verify_as_nobody(folder: Path) -> None:
     os.seteuid(65534)
     os._exit(atomic_folder.verify(folder) == ["small.txt cannot be read: Permission denied"])
 
 
-def test_a_file_that_may_not_be_read_is_named():
+def test_file_without_read_permission_is_named():
     if os.getuid():
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can become another user")
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
         os.chmod(name, 0o755)
         atomic_folder.publish(Path(name, "step"), contents)
         Path(name, "step", "small.txt").chmod(0o600)
-        assert in_a_child(as_nobody, Path(name, "step")) == 1
+        assert in_a_child(_verify_as_nobody, Path(name, "step")) == 1
 
 
 @pytest.mark.parametrize(
     "text", ["[]", "null", "3", '"manifest"', "{}", '{"manifest": 1}', "\0" * 900, "[" * 100_000, "", "\xff\xfe"]
 )
-def test_whatever_stands_in_a_manifest_it_is_a_fault_and_no_crash(folder, text):
+def test_any_text_in_a_manifest_is_an_error_and_no_crash(folder, text):
     (folder / "manifest.json").write_text(text, encoding="latin-1")
-    [fault] = atomic_folder.verify(folder)
-    assert fault.startswith("manifest.json")
+    [error] = atomic_folder.verify(folder)
+    assert error.startswith("manifest.json")
     assert atomic_folder.read_metadata(folder) == {}
 
 
-def test_tensors_that_nobody_wrote_are_a_fault_and_other_files_are_not(folder):
+def test_extra_tensors_are_an_error_and_other_files_are_not(folder):
     """A model.safetensors beside the shards of another step would be read in their place."""
-    assert atomic_folder.verify(folder) == []
     (folder / "notes.txt").write_text("mine")
     assert atomic_folder.verify(folder) == []
-    (folder / "stray.safetensors").write_bytes(b"")
-    assert atomic_folder.verify(folder) == ["stray.safetensors is of no part of it: remove it"]
+    (folder / "extra.safetensors").write_bytes(b"")
+    [error] = atomic_folder.verify(folder)
+    assert error.startswith("extra.safetensors ")
 
 
-def test_a_manifest_of_another_folder_is_a_fault(folder):
-    def write(temporary):
-        (temporary / "small.txt").write_bytes(b"TWO WORDS")
-
-    atomic_folder.publish(folder.with_name("other"), write)
-    shutil.copy(folder.with_name("other") / "manifest.json", folder)
+def test_manifest_of_another_folder_is_an_error(folder):
+    other = folder.with_name("other")
+    atomic_folder.publish(other, lambda temporary: (temporary / "small.txt").write_text("TWO WORDS") and None)
+    shutil.copy(other / "manifest.json", folder)
     assert atomic_folder.verify(folder) == ["small.txt: its hash is not the one that was written"]
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["../outside", "{absolute}", "pipe", "inner"])
+def test_manifest_that_names_no_file_of_its_folder(folder, tmp_path, name):
+    """A hash of /dev/zero has no end, and a pipe waits for a writer."""
+    (tmp_path / "outside").write_bytes(b"")
+    os.mkfifo(folder / "pipe")
+    name = name.format(absolute=tmp_path / "outside")
+    body = atomic_folder.read_manifest(folder)
+    del body["manifest"]
+    body["files"][name] = atomic_folder.hash_file(tmp_path / "outside") | {"size": (folder / name).stat().st_size}
+    (folder / "manifest.json").write_text(json.dumps(body | {"manifest": atomic_folder._digest(body)}))
+    assert atomic_folder.verify(folder) == [f"{name} is not a file of this folder"]
 
 
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 64 KiB, where root may mount one."""
-    (tmp_path / "disk").mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", tmp_path / "disk"], check=False)
-    if mounted.returncode:
-        pytest.skip("no file system can be mounted here")
-    yield tmp_path / "disk"
-    subprocess.run(["umount", "-l", tmp_path / "disk"], check=True)
+@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640)])
+def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
+    import torch
+    from safetensors.torch import save_file
+
+    def shard(number: int):
+        return lambda folder: save_file({"weight": torch.ones(3)}, folder / f"model-0000{number}-of-00002.safetensors")
+
+    def gather(folder):
+        shard(1)(folder)
+        (folder / "state.json").write_text("{}")
+        assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
+        return ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", folder)
+
+    before = os.umask(umask)
+    try:
+        ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", shard(2))
+        atomic_folder.publish(tmp_path / "step", gather)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step").iterdir()}
+    assert len(modes) == 4
+    assert set(modes.values()) == {mode}
+    assert atomic_folder.verify(tmp_path / "step") == []
 
 
-def read_lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+# ---- rewrite, and held folders -----------------------------------------------------------------------------------------
 
 
-def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
-    lines = jsonl.JsonlWriter(tmp_path / "a.jsonl")
-    lines.add({"step": 1})
-    lines.add({"step": 2})
-    assert not (tmp_path / "a.jsonl").exists()
-    lines.flush()
-    lines.flush()
-    assert read_lines(tmp_path / "a.jsonl") == [{"step": 1}, {"step": 2}]
-    with pytest.raises(ValueError):
-        lines.add({"loss": float("nan")})
-    lines.flush()
-    assert len(read_lines(tmp_path / "a.jsonl")) == 2
-
-
-def fill(small_disk: Path, lines) -> int:
-    """Add lines to a full disk that has room for a few of them; return how many were added before one was refused."""
-    count = 0
-    (small_disk / "ballast").write_bytes(bytes(52 * 1024))
-    while not lines.waiting and count < 10_000:
-        count += 1
-        lines.add({"step": count, "rest": "x" * 700})
-        lines.try_flush()
-    return count
-
-
-def test_a_full_disk_gets_whole_lines_only_and_what_it_did_not_take_later(small_disk, capsys):
-    """A real one: the write that does not fit is taken in part, as write(2) has it."""
-    path = small_disk / "metrics.jsonl"
-    lines = jsonl.JsonlWriter(path)
-    count = fill(small_disk, lines)
-    assert 1 < count < 10_000
-    assert [line["step"] for line in read_lines(path)] == list(range(1, count))
-    assert path.read_bytes().endswith(b"}\n")
-    assert f"{path} cannot be written (No space left on device); its 1 last lines are kept" in capsys.readouterr().err
-    lines.add({"step": count + 1, "rest": "x" * 5000})
-    with pytest.raises(OSError):
-        lines.flush()
-    assert [line["step"] for line in read_lines(path)] == list(range(1, count))
-    (small_disk / "ballast").unlink()
-    lines.add({"step": count + 2})
-    lines.try_flush()
-    assert [line["step"] for line in read_lines(path)] == list(range(1, count + 3))
-    assert lines.waiting == []
-
-
-class Naive(jsonl.JsonlWriter):
-    """Appends as people do."""
-
-    def flush(self):
-        text, self.waiting = "".join(self.waiting), []
-        with self.path.open("a") as file:
-            file.write(text)
-
-
-def test_mutant_lines_that_are_half_written_are_caught(small_disk):
-    path = small_disk / "metrics.jsonl"
-    lines = Naive(path)
-    (small_disk / "ballast").write_bytes(bytes(52 * 1024))
-    with pytest.raises(OSError):
-        for count in range(10_000):
-            lines.add({"step": count, "rest": "x" * 700})
-            lines.flush()
-    assert not path.read_bytes().endswith(b"}\n")
-
-
-def test_a_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
-    lines = jsonl.JsonlWriter(tmp_path / "there" / "a.jsonl")
-    lines.add({"step": 1})
-    lines.try_flush()
-    assert "No such file or directory" in capsys.readouterr().err
-    (tmp_path / "there").mkdir()
-    lines.add({"step": 2})
-    lines.try_flush()
-    assert read_lines(tmp_path / "there" / "a.jsonl") == [{"step": 1}, {"step": 2}]
-
-
-# ---- cut_back and rewrite --------------------------------------------------------------------------------------------
-
-FIVE = "".join(f'{{"step": {n}}}\n' for n in range(1, 6))
-
-
-@pytest.mark.parametrize(
-    "text, kept",
-    [
-        (FIVE, FIVE[: 3 * 12]),
-        (FIVE[:-1], FIVE[: 3 * 12]),  # the last line lacks its end
-        (FIVE[:-5], FIVE[: 3 * 12]),  # half a line, as a kill leaves it
-        (FIVE[: 3 * 12], FIVE[: 3 * 12]),  # nothing to cut
-        (FIVE[: 3 * 12 - 1], FIVE[: 2 * 12]),  # the line that is to be kept is not whole
-        (FIVE[: 2 * 12] + '{"st', FIVE[: 2 * 12]),
-        (FIVE[12:], FIVE[12 : 3 * 12]),
-        (FIVE[4 * 12 :], ""),  # all of it
-        (FIVE + '[1]\n"x"\n\n\0\0\0\0\n', FIVE[: 3 * 12]),  # what is no object
-        ("half of the only li", ""),
-        ("\n", ""),
-        ("", ""),
-    ],
-)
-def test_cut_back_leaves_the_lines_up_to_a_step(tmp_path, text, kept):
-    path = tmp_path / "a.jsonl"
-    path.write_text(text)
-    inode = path.stat().st_ino
-    jsonl.truncate_after(path, lambda line: line["step"] <= 3)
-    assert path.read_text() == kept
-    assert path.stat().st_ino == inode  # in place
-
-
-def test_cut_back_of_no_file_makes_none(tmp_path):
-    jsonl.truncate_after(tmp_path / "none.jsonl", lambda line: True)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_cut_back_drops_many_lines_and_reads_only_those(tmp_path):
-    path, read = tmp_path / "a.jsonl", []
-    path.write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
-    jsonl.truncate_after(path, lambda line: read.append(line["step"]) or line["step"] <= 3000)
-    assert read == list(range(4999, 2999, -1))
-    assert len(read_lines(path)) == 3001
+def _die_at_fsync(path: Path) -> None:
+    os.fsync = lambda descriptor: os._exit(9)
+    atomic_folder.rewrite(path, "new, and longer than the old one")
 
 
 def test_rewrite_leaves_the_old_text_or_the_new(tmp_path, monkeypatch):
     path = tmp_path / "status.json"
     atomic_folder.rewrite(path, "old")
     events = record(monkeypatch)
-    assert in_a_child(_rewrite_with, path, lambda *_: os._exit(9)) == 9
+    assert in_a_child(_die_at_fsync, path) == 9
     assert path.read_text() == "old"
     atomic_folder.rewrite(path, "new")
     assert path.read_text() == "new"
-    assert events == [("write", str(tmp_path / ".status.json.tmp")), ("fsync", str(tmp_path / ".status.json.tmp"))]
+    temporary = str(tmp_path / ".status.json.tmp")
+    assert events == [("write", temporary), ("fsync", temporary)]
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
-
-
-def _rewrite_with(path: Path, fsync) -> None:
-    os.fsync = fsync
-    atomic_folder.rewrite(path, "new, and longer than the old one")
-
-
-@pytest.mark.parametrize("umask, mode", [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
-def test_file_modes_follow_the_umask_shards_too(tmp_path, umask, mode):
-    import torch
-    from safetensors.torch import save_file
-
-    def write(folder, name="model-00001-of-00002"):
-        save_file({"weight": torch.ones(3)}, folder / f"{name}.safetensors")
-        (folder / "state.json").write_text("{}") if name.endswith("1-of-00002") else None
-
-    before = os.umask(umask)
-    try:
-        parts = tmp_path / "parts"
-        ShardWriters(1, 2, 5).write_shard(parts, lambda folder: write(folder, "model-00002-of-00002"))
-
-        def gathered(folder):
-            write(folder)
-            assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
-            return ShardWriters(0, 2, 5).collect_shards(parts, folder)
-
-        atomic_folder.publish(tmp_path / "step", gathered)
-    finally:
-        os.umask(before)
-    found = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "step").iterdir()}
-    assert len(found) == 4
-    assert set(found.values()) == {mode}
-    assert atomic_folder.verify(tmp_path / "step") == []
-
-
-@pytest.mark.parametrize("name", ["../outside", "{absolute}", "pipe", "inner"])
-def test_manifest_naming_no_file_of_its_folder(folder, tmp_path, name):
-    """A hash of /dev/zero has no end, and a pipe waits for a writer."""
-    (tmp_path / "outside").write_bytes(b"")
-    os.mkfifo(folder / "pipe")
-    name = name.format(absolute=tmp_path / "outside")
-    body = json.loads((folder / atomic_folder.MANIFEST).read_text())
-    del body["manifest"]
-    body["files"][name] = {
-        "size": (folder / name).stat().st_size,
-        "xxh3_128": atomic_folder.hash_file(tmp_path / "outside")["xxh3_128"],
-    }
-    (folder / atomic_folder.MANIFEST).write_text(json.dumps(body | {"manifest": atomic_folder._digest(body)}))
-    assert atomic_folder.verify(folder) == [f"{name} is not a file of this folder"]
 
 
 def test_rewrite_does_not_follow_symlinks(tmp_path):
@@ -609,31 +434,28 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     lines.flush()
     assert held_folder.lost_folder() == ""
 
-    def replace():
+    def replace_and_write(folder: Path) -> None:
+        (folder / "a").write_text("a")
         (run / "metrics.jsonl").unlink(missing_ok=True)
         for path in sorted(run.rglob("*"), reverse=True):
             path.rmdir() if path.is_dir() else path.unlink()
         run.rmdir()
         if recreated:
             run.mkdir()
-
-    def write(folder: Path) -> None:
-        (folder / "a").write_text("a")
-        replace()
         folder.mkdir(parents=True)  # as save_pretrained does
         (folder / "a").write_text("a")
 
     with pytest.raises(OSError, match="deleted or moved"):
-        atomic_folder.publish(run / "checkpoints" / "step_00000001", write)
+        atomic_folder.publish(run / "checkpoints" / "step_00000001", replace_and_write)
     assert not (run / "checkpoints" / "step_00000001").exists()
     assert held_folder.lost_folder()
     lines.add({"step": 2})
     for call in (
         lines.flush,
         lambda: atomic_folder.rewrite(run / "status.json", ""),
-        lambda: atomic_folder.publish(run / "final", write),
+        lambda: atomic_folder.publish(run / "final", replace_and_write),
     ):
         with pytest.raises(OSError, match="deleted or moved"):
             call()
     assert not [path for path in run.rglob("*") if path.is_file()]
-    atomic_folder.rewrite(tmp_path / "other.json", "")  # other folders are of no concern
+    atomic_folder.rewrite(tmp_path / "other.json", "")  # other folders do not matter

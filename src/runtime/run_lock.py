@@ -1,0 +1,119 @@
+"""The lock of a run folder: one process trains in it, and notices when the folder is no longer its own.
+
+Tests: tests/runtime/test_run_status.py.
+"""
+
+import fcntl
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO
+
+from src.config.errors import UsageError, warn
+from src.runtime.run_status import read_status
+from src.storage import held_folder
+
+SETTLING = 0.5  # seconds after which a folder that is being deleted should be gone
+SAVING = 120  # seconds that a run may take to save after its launcher has ended
+
+_lock: list[IO] = []  # the lock file, held open until the process ends
+
+
+def lock_run_folder(folder: Path, patience: float = 60) -> None:
+    """Lock the run folder for this process; UsageError if another one trains in it and does not end in `patience` seconds.
+
+    The operating system releases the lock when the process ends, however it ends."""
+    if _lock:
+        if reason := held_folder.lost_folder(folder):
+            raise UsageError(f"output_dir: {reason} while this process started: run the same command again")
+        return
+    check_links(folder)
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    file = _lock_file(folder).open("a")
+    began = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            _wait(folder, time.monotonic() - began, patience)
+        except OSError as error:
+            warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
+            return held_folder.hold(folder)
+    if not _is_in_place(file, folder):  # deleted while this process waited for the lock
+        file.close()
+        return lock_run_folder(folder, patience)
+    _lock.append(file)
+    held_folder.hold(folder)
+
+
+def _wait(folder: Path, waited: float, patience: float) -> None:
+    """Wait half a second for the process that holds the lock; UsageError after `patience` seconds."""
+    if waited > patience:
+        raise UsageError(f"output_dir: another process trains in {folder}: end it, or give another --output_dir")
+    if waited < 0.5:
+        warn(f"another process trains in {folder}: waiting {patience:g} s for its end")
+    time.sleep(0.5)
+
+
+def check_links(folder: Path) -> None:
+    """Raise UsageError for a file that a run appends to or truncates if it is a link, which may lead to any file."""
+    for file in (folder / "metrics.jsonl", folder / "ledger.jsonl", *sorted((folder / "logs").glob("*.log"))):
+        if file.is_symlink():
+            raise UsageError(
+                f"output_dir: {file} is a symbolic link to {os.readlink(file)}, which this run would write to: put the file "
+                "itself there, or give another --output_dir"
+            )
+
+
+def lost(folder: Path) -> str:
+    """Return why the run folder is no longer this process's, or an empty string.
+
+    It may be deleted, moved or replaced, or locked by another process after its lock file was deleted. A lock file that
+    was only deleted is created and locked again."""
+    if (reason := held_folder.lost_folder()) or not _lock or _is_in_place(_lock[0], folder):
+        return reason
+    time.sleep(SETTLING)  # the whole folder may be in the middle of its deletion
+    if reason := held_folder.lost_folder():
+        return reason
+    try:
+        file = _lock_file(folder).open("a")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return f"another process has locked {folder}"
+    except FileNotFoundError:
+        return f"{_lock_file(folder).parent} was deleted"
+    except OSError:  # checked again later
+        return ""
+    _lock.append(file)
+    _lock.pop(0).close()
+    warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", alone=True)
+    return ""
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder / "logs" / "rank_0.log"
+
+
+def _is_in_place(file: IO, folder: Path) -> bool:
+    """Return whether an open lock file is still the one in the folder; True if the file system does not answer."""
+    try:
+        return os.path.samestat(os.stat(_lock_file(folder)), os.fstat(file.fileno()))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+
+
+def unlock_run_folder() -> None:
+    """Release the lock in this process, a forked child; its parent keeps it."""
+    while _lock:
+        _lock.pop().close()
+
+
+def wait_for_end(folder: Path) -> None:
+    """Return when no process trains in `folder`: a launcher may end before its child has saved."""
+    if read_status(folder).get("status") == "running":
+        with suppress(UsageError):
+            lock_run_folder(folder, patience=SAVING)

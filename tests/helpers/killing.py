@@ -1,0 +1,39 @@
+"""Runs that are killed at a chosen step: every rank ends as by SIGKILL, without cleanup."""
+
+import os
+import threading
+
+import pytest
+
+import train
+from tests.helpers import kit
+
+
+def wait_for_saves() -> None:
+    """Return when this process is writing no checkpoint any more."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint writer":
+            thread.join()
+
+
+def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
+    """Let every rank end in the middle of `step`, when all checkpoints before it are written."""
+    original = train.compute_gradient
+
+    def gradient(*args):
+        [window] = [arg for arg in args if isinstance(arg, list)]
+        if window[0][0].step == step - 1:
+            wait_for_saves()
+            os._exit(9)
+        return original(*args)
+
+    patch.setattr(train, "compute_gradient", gradient)
+
+
+def train_until_killed(step: int, world: int, folder, *flags, env=None) -> None:
+    """Train in `folder` until all ranks die in the middle of `step`."""
+    with pytest.MonkeyPatch.context() as patch:
+        die_at(step, patch)
+        with pytest.raises(kit.RankFailed) as failed:
+            kit.run_training(world, folder, *flags, env=env)
+    assert set(failed.value.codes) == {9}, failed.value

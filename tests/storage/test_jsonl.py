@@ -1,0 +1,130 @@
+"""JSON lines: whole lines only, nothing lost on a full disk, truncated after a step."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from src.storage import jsonl
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
+    lines = jsonl.JsonlWriter(tmp_path / "a.jsonl")
+    lines.add({"step": 1})
+    lines.add({"step": 2})
+    assert not (tmp_path / "a.jsonl").exists()
+    lines.flush()
+    lines.flush()
+    with pytest.raises(ValueError):
+        lines.add({"loss": float("nan")})
+    lines.flush()
+    assert read(tmp_path / "a.jsonl") == [{"step": 1}, {"step": 2}]
+    assert jsonl.strict_json({"a": [float("inf"), 1.0]}) == {"a": [None, 1.0]}
+
+
+def test_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
+    lines = jsonl.JsonlWriter(tmp_path / "there" / "a.jsonl")
+    lines.add({"step": 1})
+    lines.try_flush()
+    assert "No such file or directory" in capsys.readouterr().err
+    (tmp_path / "there").mkdir()
+    lines.add({"step": 2})
+    lines.try_flush()
+    assert read(tmp_path / "there" / "a.jsonl") == [{"step": 1}, {"step": 2}]
+
+
+# ---- a full disk -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 64 KiB with room for a few lines, where root may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], check=False)
+    if mounted.returncode:
+        pytest.skip("no file system can be mounted here")
+    (disk / "ballast").write_bytes(bytes(52 * 1024))
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_full_disk_gets_whole_lines_and_the_rest_later(full_disk, capsys):
+    """The write that does not fit is taken in part, as write(2) has it."""
+    path, count = full_disk / "metrics.jsonl", 0
+    lines = jsonl.JsonlWriter(path)
+    while not lines.waiting and count < 10_000:
+        count += 1
+        lines.add({"step": count, "rest": "x" * 700})
+        lines.try_flush()
+    assert 1 < count < 10_000
+    assert [line["step"] for line in read(path)] == list(range(1, count))
+    assert path.read_bytes().endswith(b"}\n")
+    said = capsys.readouterr().err
+    assert f"{path} cannot be written (No space left on device)" in said
+    assert "1 lines" in said
+    lines.add({"step": count + 1, "rest": "x" * 5000})
+    with pytest.raises(OSError):
+        lines.flush()
+    assert [line["step"] for line in read(path)] == list(range(1, count))
+    (full_disk / "ballast").unlink()
+    lines.add({"step": count + 2})
+    lines.try_flush()
+    assert [line["step"] for line in read(path)] == list(range(1, count + 3))
+    assert lines.waiting == []
+
+
+def test_mutant_that_leaves_half_a_line_is_caught(full_disk):
+    """It appends as most programs do."""
+    path = full_disk / "metrics.jsonl"
+    with pytest.raises(OSError):
+        for count in range(10_000):
+            with path.open("a") as file:
+                file.write(json.dumps({"step": count, "rest": "x" * 700}) + "\n")
+    assert not path.read_bytes().endswith(b"}\n")
+
+
+# ---- truncate_after ----------------------------------------------------------------------------------------------------
+
+FIVE = "".join(f'{{"step": {n}}}\n' for n in range(1, 6))
+
+
+@pytest.mark.parametrize(
+    "text, kept",
+    [
+        (FIVE, FIVE[: 3 * 12]),
+        (FIVE[:-1], FIVE[: 3 * 12]),  # the last line lacks its end
+        (FIVE[:-5], FIVE[: 3 * 12]),  # half a line, as a kill leaves it
+        (FIVE[: 3 * 12], FIVE[: 3 * 12]),  # nothing to drop
+        (FIVE[: 3 * 12 - 1], FIVE[: 2 * 12]),  # the line to keep is not whole
+        (FIVE[: 2 * 12] + '{"st', FIVE[: 2 * 12]),
+        (FIVE[12:], FIVE[12 : 3 * 12]),
+        (FIVE[4 * 12 :], ""),  # all of it
+        (FIVE + '[1]\n"x"\n\n\0\0\0\0\n', FIVE[: 3 * 12]),  # what is no object
+        ("half of the only li", ""),
+        ("\n", ""),
+        ("", ""),
+    ],
+)
+def test_truncate_keeps_the_lines_up_to_a_step(tmp_path, text, kept):
+    path = tmp_path / "a.jsonl"
+    path.write_text(text)
+    inode = path.stat().st_ino
+    jsonl.truncate_after(path, lambda line: line["step"] <= 3)
+    assert path.read_text() == kept
+    assert path.stat().st_ino == inode  # in place
+
+
+def test_truncate_parses_only_the_lines_it_drops(tmp_path):
+    path, parsed = tmp_path / "a.jsonl", []
+    path.write_text("".join(f'{{"step": {n}}}\n' for n in range(5000)))
+    jsonl.truncate_after(path, lambda line: parsed.append(line["step"]) or line["step"] <= 3000)
+    assert parsed == list(range(4999, 2999, -1))
+    assert len(read(path)) == 3001
+    jsonl.truncate_after(tmp_path / "none.jsonl", lambda line: True)
+    assert not (tmp_path / "none.jsonl").exists()
