@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from signal import Signals
+from signal import SIGTERM, Signals
 from subprocess import CalledProcessError
 
 import psutil
@@ -46,9 +46,11 @@ def main(argv: list[str]) -> int:
 
 
 def report_killed(codes: dict[int, int], first: int) -> int:
-    """Print which ranks a signal ended, and return the exit code of rank `first`."""
+    """Print which ranks a signal ended, and return the exit code of rank `first`.
+
+    torchrun itself ends the other ranks by SIGTERM, which is not worth a line."""
     for rank, code in sorted(codes.items()):
-        if code < 0:
+        if code < 0 and (rank == first or code != -SIGTERM):
             name = Signals(-code).name
             reason = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
             print(f"error: rank {rank} was ended by {name}{reason}", file=sys.stderr)

@@ -317,6 +317,15 @@ def test_mistyped_flag_on_two_processes(tmp_path):
     assert run_status.read_status(folder)["status"] == "running"
 
 
+@pytest.mark.parametrize(
+    "codes, first, named",
+    [({0: 2, 1: -15}, 0, []), ({0: -15, 1: -9}, 1, [1]), ({0: -15, 1: -15}, 0, [0]), ({0: 1, 1: -11}, 0, [1])],
+)
+def test_ranks_that_torchrun_ended_are_not_named(capsys, codes, first, named):
+    quiet_launcher.report_killed(codes, first)
+    assert [int(rank) for rank in re.findall(r"rank (\d+)", capsys.readouterr().err)] == named
+
+
 def test_killed_process_is_named(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], flush=True)\nos.kill(os.getpid(), 9)\n")
