@@ -38,14 +38,7 @@ def train_batches(
     pin_memory = strategy.accelerator.device.type == "cuda"
     if cfg.streaming:
         return train_set.windows(rank, world, state, pin_memory)
-    config = plan_config(cfg, train_set)
-    order = training_order(config, rank, world, state.step, num_steps)
-    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
-
-
-def plan_config(cfg: RunConfig, train_set) -> PlanConfig:
-    """Return what the training steps of a run are planned from."""
-    return PlanConfig(
+    config = PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
         micro_batch=cfg.per_device_batch_size,
@@ -54,6 +47,8 @@ def plan_config(cfg: RunConfig, train_set) -> PlanConfig:
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
     )
+    order = training_order(config, rank, world, state.step, num_steps)
+    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
 
 
 def group_into_windows(batches: Iterator[Item]) -> Iterator[tuple[Window, float]]:

@@ -1,4 +1,7 @@
-"""The code that `encode` of a task depends on, as part of the key of prepared data."""
+"""Fingerprint of the code that `encode` of a task depends on: part of the key of prepared data.
+
+Tests: tests/data/test_dataset.py.
+"""
 
 import ast
 import functools
@@ -7,14 +10,14 @@ import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
-ROOTS = ("inspect_columns", "encode")  # what makes prepared rows out of raw ones
+ROOTS = ("inspect_columns", "encode")  # the methods that turn raw rows into prepared ones
 
 
 def encode_fingerprint(task) -> str:
     """Return the code that `inspect_columns` and `encode` of a task can reach inside src/, without comments and docstrings.
 
-    Followed by name: functions, classes and constants of a module, attributes of modules, and methods of the task.
-    What a task calls by other means (a table of functions, say) belongs into its own `fingerprint`."""
+    Names are followed: functions, classes and constants of a module, attributes of modules, and methods of the task.
+    Code that a task calls by other means, such as a table of functions, belongs in its own `fingerprint`."""
     kind = type(task)
     waiting = [getattr(kind, name) for name in ROOTS]
     found: dict[str, str] = {}
@@ -74,7 +77,7 @@ def _source(item) -> str:
     """Return the syntax tree of a function or class as text, without docstrings; comments are in no tree."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
-    except (OSError, TypeError, SyntaxError):  # made at run time: its bytecode and constants tell it from others
+    except (OSError, TypeError, SyntaxError):  # made at run time: use its bytecode and constants
         code = getattr(item, "__code__", None)
         return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(item)
     for node in ast.walk(tree):

@@ -72,82 +72,90 @@ def _json_error(file: str) -> str | None:
     except UnicodeEncodeError:
         return f"{file}, {where}: half of a surrogate pair, which UTF-8 text cannot hold"
     except json.JSONDecodeError as error:
-        line = error.lineno + getattr(error, "lines_before", 0)
         text = error.doc.split("\n")[error.lineno - 1].strip()
-        return f"{file}, line {line}: not valid JSON ({error.msg}, column {error.colno}): {text[:60]}"
+        return f"{file}, line {getattr(error, 'line', error.lineno)}: not valid JSON ({error.msg}, column {error.colno}): {text[:60]}"
     except _DuplicateKey as error:
-        return f"{file}, line {getattr(error, 'lines_before', 0) + 1}: `{error}` is given twice"
+        return f"{file}, line {error.line}: `{error}` is given twice"
     except RecursionError as error:
-        return f"{file}, line {getattr(error, 'lines_before', 0) + 1}: nested too deeply"
+        return f"{file}, line {getattr(error, 'line', 1)}: nested too deeply"
     return None
 
 
 def json_values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield (its line or row, a value) of a file of JSON values: one array, one value a line, or several lines each.
+    """Yield (its line or row, a value) of a file of JSON values: an array, one value a line, or several lines each.
 
-    An error in a file of one value a line has the attribute `lines_before`."""
+    An error has the attribute `line`."""
+    with open(file, "rb") as lines:
+        first = next(filter(bytes.strip, lines), b"").removeprefix(b"\xef\xbb\xbf").strip()
+    if file.endswith(".json") and first.startswith(b"["):
+        for i, value in enumerate(json.loads(_read_text(file))):
+            yield f"row {i}", value
+    elif _is_json(first) or not _begins_with_json(file):
+        yield from _values_by_line(file)
+    else:
+        yield from _values_over_lines(file)
+
+
+def _is_json(text: bytes) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _begins_with_json(file: str) -> bool:
+    """Return whether the first value of a file is valid, wherever its lines end."""
+    try:
+        next(_values_over_lines(file), None)
+    except ValueError:
+        return False
+    return True
+
+
+def _values_by_line(file: str) -> Iterator[tuple[str, object]]:
     with open(file, encoding="utf-8-sig", errors="replace") as lines:
-        if file.endswith(".json") and lines.read(64).lstrip().startswith("["):
-            lines.seek(0)
-            yield from ((f"row {i}", value) for i, value in enumerate(json.load(lines)))
-            return
-    if _spans_lines(file):
-        yield from _spread_values(file)
-        return
-    with open(file, encoding="utf-8-sig", errors="replace") as lines:
-        for lines_before, text in enumerate(lines):
+        for number, text in enumerate(lines, 1):
             if not text.strip():
                 continue
             try:
-                value = json.loads(text.rstrip(), object_pairs_hook=_object_without_duplicates)
+                value = json.loads(text.rstrip(), object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
-                error.lines_before = lines_before
+                error.line = number
                 raise
-            yield f"line {lines_before + 1}", value
+            yield f"line {number}", value
+
+
+def _values_over_lines(file: str) -> Iterator[tuple[str, object]]:
+    text, decoder = _read_text(file), json.JSONDecoder(object_pairs_hook=_object)
+    line, position = 1, 0
+    while match := re.compile(r"\S").search(text, position):
+        line += text.count("\n", position, match.start())
+        try:
+            value, position = decoder.raw_decode(text, match.start())
+        except (ValueError, RecursionError) as error:
+            error.line = getattr(error, "lineno", line)
+            raise
+        yield f"line {line}", value
+        line += text.count("\n", match.start(), position)
+
+
+def _read_text(file: str) -> str:
+    return Path(file).read_text(encoding="utf-8-sig", errors="replace")
 
 
 class _DuplicateKey(ValueError):
     """An object has the same key twice."""
 
 
-def _object_without_duplicates(pairs: list[tuple[str, object]]) -> dict:
+def _object(pairs: list[tuple[str, object]]) -> dict:
+    """Return a JSON object; _DuplicateKey where it has a key twice."""
     found = {}
     for key, value in pairs:
         if key in found:
             raise _DuplicateKey(key)
         found[key] = value
     return found
-
-
-def _spans_lines(file: str) -> bool:
-    """Return whether the JSON objects of a file span several lines each, as a formatter writes them."""
-    with open(file, "rb") as lines:
-        first = next(filter(bytes.strip, lines), b"").strip()
-    try:
-        json.loads(first)
-        return False
-    except ValueError:  # or the first line is wrong
-        try:
-            next(_spread_values(file), None)
-        except ValueError:
-            return False
-        return True
-
-
-def _spread_values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield (its first line, a value) of consecutive JSON values, wherever lines end."""
-    text = Path(file).read_text(encoding="utf-8-sig", errors="replace")
-    decoder = json.JSONDecoder()
-    position, line = 0, 1
-    while position < len(text):
-        if text[position].isspace():
-            line += text[position] == "\n"
-            position += 1
-            continue
-        value, end = decoder.raw_decode(text, position)
-        yield f"line {line}", value
-        line += text.count("\n", position, end)
-        position = end
 
 
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}

@@ -1,4 +1,4 @@
-"""Prepare (tokenize) the rows of a split once per disk, in pieces shared by all processes.
+"""Preparation (tokenization) of a split, once per disk, in pieces shared by all processes.
 
 The pieces depend on the rows alone, so the bytes are the same for any number of processes; the pieces of a killed start
 are used by the next one. Tests: tests/data/test_preprocessing.py.

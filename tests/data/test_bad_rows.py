@@ -295,7 +295,7 @@ def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name, streami
 
 
 @pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-def test_the_command_ends_with_the_message(tools, tmp_path, streaming):
+def test_command_prints_the_message_and_exits(tools, tmp_path, streaming):
     case = CASES["malformed line of the second file"]
     files = write(tmp_path, case.files)
     fields = {"train_file": files, "output_dir": "run", "max_steps": 4, "cache_dir": tmp_path / "cache"}
@@ -308,7 +308,7 @@ def test_the_command_ends_with_the_message(tools, tmp_path, streaming):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
-def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
+def test_location_of_every_row(tools, tmp_path, kind):
     """Rows 0 … n−1 of several files, with blank lines, quoted line ends and carriage returns among them."""
     files = {
         "jsonl": {
@@ -359,7 +359,7 @@ def test_the_place_of_every_row_is_the_true_one(tools, tmp_path, kind):
         assert seen[f"r{i}"] == f"{file}, {expected}: train data, row {i}"
 
 
-def test_mutants_that_name_another_line_are_caught(tools, tmp_path, capfd, monkeypatch):
+def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
     """The number of the row for that of the line; and no file at all."""
     said = "a.jsonl, line {line}: train data, row 5: `text` holds nothing"
     files = write(tmp_path, {"a.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
@@ -379,7 +379,7 @@ def test_mutants_that_name_another_line_are_caught(tools, tmp_path, capfd, monke
 
 
 @pytest.mark.parametrize("where", ["another file", "another chunk"])
-def test_good_texts_beside_a_bad_one_are_not_changed(tools, tmp_path, monkeypatch, where):
+def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch, where):
     """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent fault.
 
     It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
@@ -406,7 +406,7 @@ def _with(kind, name: str, value) -> tuple:
     return tuple(defaults)
 
 
-def test_the_files_of_other_splits_are_not_named(tools, tmp_path):
+def test_location_ignores_files_of_other_splits(tools, tmp_path):
     """Rows count from the first file of their own split; the mutant counts through the folder."""
     (tmp_path / "set").mkdir()
     write(tmp_path / "set", {"test.jsonl": lines(*GOOD), "train.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
@@ -415,7 +415,7 @@ def test_the_files_of_other_splits_are_not_named(tools, tmp_path):
         kit.open_data(**fields, cache_dir=tmp_path / "cache")
 
 
-def test_a_fault_among_objects_over_several_lines_is_named(tmp_path):
+def test_errors_in_json_over_several_lines(tmp_path):
     rows = [json.dumps(row, indent=1) for row in GOOD]
     file = tmp_path / "a.json"
     for odd, said in (
@@ -454,7 +454,7 @@ def counted(stats, task) -> tuple[int, int]:
     return sum(n > MAX_LENGTH for n in lengths), sum(max(0, n - MAX_LENGTH) for n in lengths)
 
 
-def test_a_row_that_is_too_long_is_cut_and_counted(tools, tmp_path):
+def test_long_rows_are_truncated_and_counted(tools, tmp_path):
     task, splits = opened(tools, tmp_path, LONG)
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
     stats = splits["train"].stats
@@ -466,7 +466,7 @@ def test_a_row_that_is_too_long_is_cut_and_counted(tools, tmp_path):
     assert data_notes(splits) == [expected]
 
 
-def test_mutant_that_does_not_count_is_caught(tools, tmp_path, monkeypatch):
+def test_mutant_that_does_not_count_truncated_rows(tools, tmp_path, monkeypatch):
     from src.text import encode_rows as rows
 
     original = rows.Encoder._rows
@@ -481,7 +481,7 @@ def nothing_lost(task, split) -> bool:
     return sorted(documents(task, split)) == [part for part in parts if len(part) > 1]
 
 
-def test_packing_splits_a_row_that_is_too_long_and_loses_nothing(tools, tmp_path, monkeypatch):
+def test_packing_splits_long_rows_and_loses_nothing(tools, tmp_path, monkeypatch):
     task, splits = opened(tools, tmp_path, LONG, packing=True)
     assert nothing_lost(task, splits["train"])
     assert splits["train"].stats["rows_cut"] == splits["train"].stats["tokens_cut"] == 0
@@ -498,7 +498,7 @@ def test_packing_splits_a_row_that_is_too_long_and_loses_nothing(tools, tmp_path
     assert not nothing_lost(task, splits["train"])
 
 
-def test_a_stream_cuts_alike(tools, tmp_path):
+def test_stream_truncates_like_prepared_data(tools, tmp_path):
     _, splits = opened(tools, tmp_path, LONG, streaming=True, max_steps=4)
     _, kept = opened(tools, tmp_path, LONG)
     table = pa.Table.from_pylist(LONG)
@@ -508,7 +508,7 @@ def test_a_stream_cuts_alike(tools, tmp_path):
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_rows_of_nothing_are_counted_and_have_no_target(tools, tmp_path, packing):
+def test_empty_rows_are_counted_without_target(tools, tmp_path, packing):
     task, splits = opened(tools, tmp_path, [*GOOD, {"text": ""}, *GOOD, {"text": ""}], packing=packing)
     stats, split = splits["train"].stats, splits["train"]
     assert stats["source_rows"] == 20
@@ -526,7 +526,7 @@ def test_rows_of_nothing_are_counted_and_have_no_target(tools, tmp_path, packing
 
 
 @pytest.mark.parametrize("packing", [False, True])
-def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkeypatch, packing):
+def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypatch, packing):
     new = [{"text": f"return x{i} self"} for i in range(4)]
     other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
     _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
@@ -542,7 +542,7 @@ def test_validation_rows_that_are_trained_on_are_counted(tools, tmp_path, monkey
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
-def test_one_file_for_training_and_evaluation_is_warned_about(tools, tmp_path, capfd, packing, streaming):
+def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, packing, streaming):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
     os.symlink(file, tmp_path / "link.jsonl")
     fields = {"packing": packing, "streaming": streaming, "max_steps": 4, "global_batch_size": 8}
@@ -553,7 +553,7 @@ def test_one_file_for_training_and_evaluation_is_warned_about(tools, tmp_path, c
     assert (note in text) == (not streaming)  # what a stream will bring is not known
 
 
-def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, capfd, monkeypatch):
+def test_row_numbers_in_later_blocks_of_a_stream(tools, tmp_path, capfd, monkeypatch):
     """Also in a later block; the mutant counts within the block."""
     rows = [{"text": f"def f{i}"} for i in range(20)]
     file = write(tmp_path, {"a.jsonl": among(rows, f'{{"text": null, "n": {ODD}}}', 11)})
@@ -571,7 +571,7 @@ def test_a_block_of_a_stream_names_its_own_row(tools, tmp_path, capfd, monkeypat
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
-def test_files_of_a_folder_that_are_not_read_are_named(tools, tmp_path, capsys, monkeypatch, name, streaming):
+def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypatch, name, streaming):
     folder = tmp_path / "data"
     (folder / name).parent.mkdir(parents=True)
     for file in ("train.jsonl", "test.jsonl", name):

@@ -24,7 +24,7 @@ LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5, 15, 16, 17, 63, 64, 65, 1003, 4096, 70_001])
-def test_the_order_of_an_epoch_is_a_bijection(n):
+def test_epoch_order_is_a_bijection(n):
     for seed, epoch in ((0, 0), (0, 1), (7, 3)):
         assert np.array_equal(np.sort(permute(np.arange(n), n, seed, epoch)), np.arange(n))
 
@@ -32,18 +32,18 @@ def test_the_order_of_an_epoch_is_a_bijection(n):
 @pytest.mark.parametrize(
     "start, stop", [(0, 7), (BLOCK - 3, BLOCK + 5), (BLOCK, 2 * BLOCK), (10_000, 10_001), (5, 3 * BLOCK)]
 )
-def test_the_order_read_in_blocks_is_the_permutation(start, stop):
+def test_epoch_order_by_blocks_equals_permutation(start, stop):
     assert np.array_equal(epoch_order(start, stop, 70_001, 3, 1), permute(np.arange(start, stop), 70_001, 3, 1))
 
 
-def test_the_order_is_a_function_of_seed_and_epoch():
+def test_epoch_order_depends_on_seed_and_epoch():
     a, again = permute(np.arange(1003), 1003, 1, 0), permute(np.arange(1003), 1003, 1, 0)
     assert np.array_equal(a, again)
     for seed, epoch in ((1, 1), (2, 0)):
         assert (a == permute(np.arange(1003), 1003, seed, epoch)).mean() < 0.02
 
 
-def test_the_order_looks_random():
+def test_epoch_order_looks_random():
     """Neighbours are no nearer than chance, positions and ids are uncorrelated, and every id reaches every place."""
     n = 4099
     order = permute(np.arange(n), n, 3, 5)
@@ -57,7 +57,7 @@ def test_the_order_looks_random():
 @pytest.mark.parametrize(
     "n, batch, micro", [(1003, 32, 4), (1003, 32, 5), (64, 64, 64), (7, 32, 4), (33, 32, 32), (1, 1, 1)]
 )
-def test_an_epoch_holds_every_example_exactly_once(n, batch, micro):
+def test_epoch_holds_every_example_once(n, batch, micro):
     seen = []
     steps = steps_per_epoch(n, batch)
     for step in range(steps):
@@ -69,7 +69,7 @@ def test_an_epoch_holds_every_example_exactly_once(n, batch, micro):
     assert sorted(seen) == list(range(n))
 
 
-def test_which_examples_a_step_has_does_not_depend_on_the_micro_batch():
+def test_examples_of_a_step_do_not_depend_on_micro_batch_size():
     for step in range(steps_per_epoch(1003, 32)):
         sets = [
             {int(i) for m in plan(PlanConfig(1003, 32, micro, 0, LENGTHS), 1, step) for i in m.ids}
@@ -79,7 +79,7 @@ def test_which_examples_a_step_has_does_not_depend_on_the_micro_batch():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
-def test_ranks_share_the_micro_batches_and_change_none(world):
+def test_ranks_share_micro_batches_unchanged(world):
     micro_batches = plan(PlanConfig(1003, 32, 4, 0, LENGTHS), 0, 31)  # the tail: 11 examples, 3 micro-batches
     windows = assign_to_ranks(micro_batches, world)
     real = [m for window in windows for m in window if not m.dummy]
@@ -94,13 +94,13 @@ def test_ranks_share_the_micro_batches_and_change_none(world):
     assert max(counts) - min(counts) <= 1
 
 
-def test_seeds_differ_between_all_micro_batches():
+def test_micro_batch_seeds_differ():
     seeds = [m.seed for e in range(3) for s in range(10) for m in plan(PlanConfig(1003, 32, 4, 0), e, s)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_training_goes_through_epochs_and_can_be_entered_anywhere():
+def test_training_order_starts_at_any_step():
     def ids(rank, world, start, stop):
         return [
             (m.step, m.index, m.seed, m.ids.tolist())
@@ -117,7 +117,7 @@ def test_training_goes_through_epochs_and_can_be_entered_anywhere():
 
 
 @pytest.mark.parametrize("micro, batch, bar, naive", [(4, 64, 0.075, 0.45), (8, 256, 0.045, 0.55)])
-def test_cutting_by_length_leaves_little_padding(micro, batch, bar, naive):
+def test_sorting_by_length_leaves_little_padding(micro, batch, bar, naive):
     n = 20_000
     lengths = 3 + (94 * np.random.default_rng(1).random(n) ** 2.5).astype(int)
 
@@ -146,7 +146,7 @@ def test_token_balanced_assignment():
     assert naive > 1.5
 
 
-def test_evaluation_has_every_example_once_and_is_cut_the_same_for_every_world():
+def test_evaluation_order_holds_every_example_once():
     for n, size in ((103, 7), (1, 4), (5, 1), (1003, 16)):
         order = list(evaluation_order(n, size, 0, LENGTHS))
         assert sorted(int(i) for m in order for i in m.ids) == list(range(n))
@@ -167,7 +167,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seco
 """
 
 
-def test_a_billion_examples_cost_neither_memory_nor_time():
+def test_billion_examples_cost_no_memory_or_time():
     out = subprocess.run([sys.executable, "-c", BILLION], capture_output=True, text=True, check=True)
     mebibytes, seconds = map(float, out.stdout.split())
     assert mebibytes < 50
@@ -181,7 +181,7 @@ def test_a_billion_examples_cost_neither_memory_nor_time():
 
 
 @pytest.mark.parametrize("case", range(24))
-def test_an_epoch_is_the_data_set_for_any_processes_micro_batches_budgets_and_resume_points(case):
+def test_epoch_is_the_dataset_for_any_split_and_resume(case):
     rng = np.random.default_rng(case)
     n, batch, epoch = int(rng.integers(1, 300)), int(rng.integers(1, 70)), int(rng.integers(0, 3))
     lengths = rng.integers(1, 60, n)

@@ -120,7 +120,7 @@ def check_named(data, message: str, rows: list) -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_killed_loader_process_is_named_with_its_rows(data, tmp_path, monkeypatch, workers):
+def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch, workers):
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     message, rows, seconds = failure(data, tmp_path, monkeypatch, kill, workers)
     assert "a loader process died (exit code -9; −9: killed, perhaps for memory) while it was reading" in message
@@ -129,14 +129,14 @@ def test_a_killed_loader_process_is_named_with_its_rows(data, tmp_path, monkeypa
     assert seconds < 20
 
 
-def test_a_loader_process_that_hangs_is_named_with_its_rows(data, tmp_path, monkeypatch):
+def test_hanging_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch):
     message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(60), 2, 2)
     assert "a loader process did not answer for 2 s (dataloader_timeout) while it was reading" in message
     check_named(data, message, rows)
     assert seconds < 20
 
 
-def test_mutant_that_names_what_was_asked_for_last_is_caught(data, tmp_path, monkeypatch):
+def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch):
     """The reader knows best what it has handed out; what a process was at, only that process knows."""
     original = data_loader._describe_failure
 
@@ -167,7 +167,7 @@ def _gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
-def test_all_ranks_end_when_a_loader_process_does_not_answer(tiny, tmp_path, monkeypatch, how):
+def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, how):
     def blow(rows):
         if worker() is not None and os.environ["RANK"] == "1" and once(tmp_path):
             time.sleep(0.3)
@@ -229,14 +229,14 @@ def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[s
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_a_fault_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, workers):
+def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, workers):
     text, bad = fault(data, tmp_path, monkeypatch, workers)
     assert f"micro-batch {bad.index} of step {bad.step + 1} " in text
     assert f"of rows {bad.ids.tolist()}" in text
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_mutant_without_a_word_of_it_is_caught(data, tmp_path, monkeypatch, workers):
+def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(data_loader, "collate", lambda task, micro, rows: (micro, task.collate(rows)))
     text, bad = fault(data, tmp_path, monkeypatch, workers)
     assert "ValueError: a cosmic ray" in text
@@ -284,7 +284,7 @@ def single(folder: Path) -> list[bool]:
     ]
 
 
-def test_a_loader_process_keeps_to_one_thread(tiny, tmp_path):
+def test_loader_process_uses_one_thread(tiny, tmp_path):
     fields = tiny | {"cache_dir": tmp_path / "cache"}
     [(own, pools)] = kit.spawn(1, threads, fields, tmp_path, out=tmp_path / "out")
     assert single(tmp_path) == [True, True]
@@ -292,7 +292,7 @@ def test_a_loader_process_keeps_to_one_thread(tiny, tmp_path):
     assert max(pools) == 2
 
 
-def test_mutant_that_leaves_threads_alone_is_caught(tiny, tmp_path, monkeypatch):
+def test_mutant_that_keeps_the_number_of_threads(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(data_loader, "_init_worker", lambda *_: None)
     kit.spawn(1, threads, tiny | {"cache_dir": tmp_path / "cache"}, tmp_path, out=tmp_path / "out")
     assert False in single(tmp_path)
@@ -317,7 +317,7 @@ def test_batches_do_not_depend_on_workers(data):
     assert batches(data, 3) == one
 
 
-def test_mutant_that_takes_what_is_ready_is_caught(data, monkeypatch):
+def test_mutant_that_yields_batches_as_they_are_ready(data, monkeypatch):
     """Batches of workers in another order than that of the plan."""
     original = data_loader._explain_worker_failures
 
@@ -329,7 +329,7 @@ def test_mutant_that_takes_what_is_ready_is_caught(data, monkeypatch):
     assert batches(data, 2) != batches(data, 0)
 
 
-def test_a_pickled_split_reads_the_same_rows(data):
+def test_pickled_split_reads_the_same_rows(data):
     """What a loader process gets where processes are spawned."""
     _, split = data
     ids = np.arange(len(split))[::-1]
@@ -373,7 +373,7 @@ def plain(value):
 
 
 @pytest.mark.parametrize("part", [slice(0, 3), slice(1, 3)], ids=["whole", "a slice"])
-def test_values_are_those_of_the_column(part):
+def test_column_values(part):
     batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS)).slice(part.start, part.stop - part.start)
     got = taken(batch)
     assert got.keys() == COLUMNS.keys() - {"length"}  # a column for the plan, of no use to `collate`
@@ -383,7 +383,7 @@ def test_values_are_those_of_the_column(part):
         assert [plain(value) for value in values] == batch[name].to_pylist(), name
 
 
-def test_a_list_that_is_null_is_nothing():
+def test_null_list():
     batch = pa.record_batch([COLUMNS["null_lists"]], names=["null_lists"])
     assert [plain(value) or None for value in taken(batch)["null_lists"]] == [[1], None, [2, 3]]
 
@@ -419,7 +419,7 @@ def test_numbers_and_lists_are_not_copied(data, tmp_path):
     assert not one.flags.writeable  # which nobody writes to by mistake
 
 
-def test_mutant_that_copies_is_caught(monkeypatch):
+def test_mutant_that_copies_columns(monkeypatch):
     from src.data import arrow_columns
 
     def copying(column):

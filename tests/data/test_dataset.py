@@ -5,7 +5,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -75,7 +74,7 @@ def write(path: Path, rows: list[str]) -> Path:
 
 
 @pytest.mark.parametrize("kind", local_files.BUILDERS)
-def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
+def test_every_file_format_keeps_row_order(tools, tmp_path, kind):
     file = write(tmp_path / f"rows{kind}", TEXTS)
     task, splits = open_data(tools, tmp_path, train_file=file)
     assert texts(task, splits["train"]) == TEXTS
@@ -84,14 +83,14 @@ def test_every_kind_of_file_in_the_order_of_its_rows(tools, tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", [".jsonl", ".csv", ".parquet", ".txt"])
-def test_several_files_keep_the_order_in_which_they_are_given(tools, tmp_path, kind):
+def test_files_keep_the_given_order(tools, tmp_path, kind):
     for name in ("b", "a", "c"):
         write(tmp_path / f"{name}{kind}", [f"def {name}", f"return {name}"])
     task, splits = open_data(tools, tmp_path, train_file=[tmp_path / f"{name}{kind}" for name in ("b", "a", "c")])
     assert texts(task, splits["train"]) == [f"{word} {name}" for name in ("b", "a", "c") for word in ("def", "return")]
 
 
-def test_a_glob_is_sorted_and_deep(tools, tmp_path, monkeypatch):
+def test_glob_is_sorted_and_recursive(tools, tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     for name in ("b.jsonl", "a.jsonl", "deep/c.jsonl"):
         write(tmp_path / name, [name])
@@ -102,20 +101,20 @@ def test_a_glob_is_sorted_and_deep(tools, tmp_path, monkeypatch):
     assert texts(task, splits["train"]) == ["deep/c.jsonl", "a.jsonl", "b.jsonl"]
 
 
-def test_a_glob_inside_the_repository_works_from_anywhere(tools, tmp_path, monkeypatch):
+def test_glob_relative_to_the_repository(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
     monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
     task, splits = open_data(tools, tmp_path, train_file="*.jsonl")
     assert texts(task, splits["train"]) == TEXTS
 
 
-def test_kinds_of_files_are_not_mixed(tools, tmp_path):
+def test_mixed_file_formats_are_refused(tools, tmp_path):
     files = [write(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.csv")]
     with pytest.raises(UsageError, match=r"train_file: .*a.jsonl, .*b.csv: give files of one kind"):
         open_data(tools, tmp_path, train_file=files)
 
 
-def test_a_folder_of_files(tools, tmp_path):
+def test_folder_of_files(tools, tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", TEXTS)
     write(tmp_path / "set" / "validation.jsonl", TEXTS[:2])
@@ -127,7 +126,7 @@ def test_a_folder_of_files(tools, tmp_path):
 @pytest.mark.parametrize(
     "names, validation", [(("train", "validation"), True), (("train", "test"), True), (("train",), False)]
 )
-def test_a_saved_data_set(tools, tmp_path, names, validation):
+def test_dataset_from_save_to_disk(tools, tmp_path, names, validation):
     rows = {"train": TEXTS, "validation": TEXTS[:2], "test": TEXTS[:2]}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows[name]}) for name in names})
     saved.save_to_disk(tmp_path / "set")
@@ -138,7 +137,7 @@ def test_a_saved_data_set(tools, tmp_path, names, validation):
         assert not validation or texts(task, splits["validation"]) == TEXTS[:2]
 
 
-def test_a_saved_split(tools, tmp_path):
+def test_split_from_save_to_disk(tools, tmp_path):
     datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "set")
     validation = write(tmp_path / "validation.jsonl", TEXTS[:3])
     task, splits = open_data(tools, tmp_path, dataset_name=tmp_path / "set", validation_file=validation)
@@ -146,7 +145,7 @@ def test_a_saved_split(tools, tmp_path):
     assert texts(task, splits["validation"]) == TEXTS[:3]
 
 
-def test_a_folder_without_training_data_is_refused(tools, tmp_path):
+def test_folder_without_training_data_is_refused(tools, tmp_path):
     saved = datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": TEXTS})})
     saved.save_to_disk(tmp_path / "set")
     with pytest.raises(UsageError, match="no train data: give --train_file, or a dataset with a train split"):
@@ -155,7 +154,7 @@ def test_a_folder_without_training_data_is_refused(tools, tmp_path):
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["lost", "truncated"])
 @pytest.mark.parametrize("where", ["train_file", "dataset_name"])
-def test_raw_rows_that_are_not_whole_are_made_again(tools, tmp_path, monkeypatch, damage, where):
+def test_damaged_arrow_cache_is_made_again(tools, tmp_path, monkeypatch, damage, where):
     (tmp_path / "set").mkdir()
     file = write(tmp_path / "set" / "train.jsonl", TEXTS)
     fields = {where: file if where == "train_file" else tmp_path / "set"}
@@ -174,7 +173,7 @@ def test_raw_rows_that_are_not_whole_are_made_again(tools, tmp_path, monkeypatch
         open_data(tools, tmp_path, **fields)
 
 
-def test_of_three_files_the_two_that_conflict_are_named(tools, tmp_path):
+def test_files_with_conflicting_columns_are_named(tools, tmp_path):
     """The first has no value of the column that the others disagree about."""
     files = []
     for i, note in enumerate((None, 1, "one")):
@@ -186,7 +185,7 @@ def test_of_three_files_the_two_that_conflict_are_named(tools, tmp_path):
         open_data(tools, tmp_path, train_file=files)
 
 
-def test_a_cache_that_may_not_be_written_is_said(tools, tmp_path, monkeypatch):
+def test_unwritable_cache_is_reported(tools, tmp_path, monkeypatch):
     """Which a folder of the kernel may not, even by root."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/sys/cache"))
     fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer"}
@@ -211,14 +210,14 @@ def ragged(files, tmp_path_factory):
 
 
 @pytest.mark.parametrize("ids", [[5], [0, 1, 2, 3], [1002, 0, 500], [7, 7, 7], list(range(1002, -1, -1))])
-def test_rows_come_in_the_order_of_the_ids(ragged, ids):
+def test_rows_come_in_the_order_of_ids(ragged, ids):
     _, split, rows = ragged
     got = split.rows(np.array(ids))
     assert [row["input_ids"].tolist() for row in got] == [rows[i] for i in ids]
     assert [len(rows[i]) for i in ids] == split.lengths[ids].tolist()
 
 
-def test_a_rank_reads_only_the_rows_of_its_own_micro_batches(ragged, tmp_path):
+def test_rank_reads_only_rows_of_its_micro_batches(ragged, tmp_path):
     task, split, rows = ragged
 
     def work():
@@ -279,7 +278,7 @@ def draws(split, workers, rank=0, world=1):
     return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.dummy}
 
 
-def test_draws_do_not_depend_on_workers_or_processes(ragged, tmp_path):
+def test_random_draws_do_not_depend_on_workers_or_processes(ragged, tmp_path):
     _, split, _ = ragged
     here = draws(split, 0)
     assert len({str(value) for value in here.values()}) == 24  # each micro-batch has its own
@@ -289,7 +288,7 @@ def test_draws_do_not_depend_on_workers_or_processes(ragged, tmp_path):
     assert not one.keys() & two.keys()
 
 
-def test_mutant_draws_without_a_key_are_caught(ragged, monkeypatch):
+def test_mutant_without_seeded_draws(ragged, monkeypatch):
     _, split, _ = ragged
     monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)
     assert draws(split, 2) != draws(split, 0)
@@ -306,23 +305,6 @@ def test_batches_come_in_order_from_workers(ragged):
 
 
 # ---- prepared once ---------------------------------------------------------------------------------------------------
-
-
-def test_the_second_start_prepares_nothing(tools, tmp_path, monkeypatch):
-    file = write(tmp_path / "rows.jsonl", TEXTS)
-    task, splits = open_data(tools, tmp_path, train_file=file)
-    (stats,) = prepared(tmp_path)
-
-    def forbidden(*_):
-        raise AssertionError("prepared again")
-
-    monkeypatch.setattr(preprocessing, "_prepare", forbidden)
-    _, again = open_data(tools, tmp_path, train_file=file)
-    assert texts(task, again["train"]) == texts(task, splits["train"]) == TEXTS
-    assert again["train"].stats == splits["train"].stats
-    assert again["train"].stats.items() >= json.loads(stats.read_text()).items()
-    with pytest.raises(AssertionError, match="prepared again"):
-        open_data(tools, tmp_path, train_file=file, append_eos=False)
 
 
 def _new_row(tools, folder):
@@ -347,7 +329,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_the_rows_makes_new_ones(tools, tmp_path, name):
+def test_changes_of_data_or_options_prepare_again(tools, tmp_path, name):
     edit, fields = CHANGES[name]
     file = write(tmp_path / "rows.jsonl", TEXTS)
     _, before = open_data(tools, tmp_path, train_file=file)
@@ -397,14 +379,14 @@ print(json.dumps(found))
 """
 
 
-def test_only_edits_of_what_encode_runs_make_new_rows(tmp_path):
+def test_only_edits_of_encode_code_prepare_again(tmp_path):
     shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     words = [sys.executable, "-c", FINGERPRINTS, json.dumps(EDITS)]
     done = subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert json.loads(done.stdout) == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
 
 
-def test_another_fingerprint_makes_new_rows(tools, tmp_path, monkeypatch):
+def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):
     file = write(tmp_path / "rows.jsonl", TEXTS)
     for count in (1, 1, 2):
         monkeypatch.setattr(preprocessing, "encode_fingerprint", lambda task, count=count: f"code {count}")
@@ -428,13 +410,13 @@ def _start_together(tools, folder):
     return texts(task, splits["train"])
 
 
-def test_processes_that_start_together_prepare_once(tools, tmp_path):
+def test_processes_started_together_prepare_once(tools, tmp_path):
     write(tmp_path / "rows.jsonl", TEXTS)
     assert kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out") == [TEXTS] * 3
     assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
-def test_mutant_without_a_lock_is_caught(tools, tmp_path, monkeypatch):
+def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
     monkeypatch.setattr(shared_work, "try_lock", lambda path: nullcontext(True))
     monkeypatch.setattr(launch_peers.LaunchPeers, "raise_if_failed", lambda self: None)
@@ -443,7 +425,7 @@ def test_mutant_without_a_lock_is_caught(tools, tmp_path, monkeypatch):
     assert len((tmp_path / "calls").read_text().splitlines()) > 1
 
 
-def test_a_failing_preparation_leaves_nothing(tools, tmp_path):
+def test_failed_preparation_leaves_nothing(tools, tmp_path):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "good"}] * 5 + [{"text": 3.5}])
     file.write_text(file.read_text().replace("3.5", "null"))
     with pytest.raises(UsageError, match="train data, row 5: `text` holds nothing"):
@@ -453,25 +435,6 @@ def test_a_failing_preparation_leaves_nothing(tools, tmp_path):
     file.write_text(file.read_text().replace("null", '"mended"'))
     task, splits = open_data(tools, tmp_path, train_file=file)
     assert texts(task, splits["train"]) == ["good"] * 5 + ["mended"]
-
-
-def _killed(tools, folder):
-    def dies(*args):
-        original(*args)
-        os.kill(os.getpid(), signal.SIGKILL)  # a piece is written, and the marker is not
-
-    original, preprocessing.write_piece = preprocessing.write_piece, dies
-    open_data(tools, folder, train_file=folder / "rows.jsonl")
-
-
-def test_a_killed_preparation_goes_on(tools, tmp_path):
-    file = write(tmp_path / "rows.jsonl", TEXTS)
-    with pytest.raises(kit.RankFailed):
-        kit.spawn(1, _killed, tools, tmp_path, out=tmp_path / "out")
-    assert prepared(tmp_path) == []
-    task, splits = open_data(tools, tmp_path, train_file=file)
-    assert texts(task, splits["train"]) == TEXTS
-    assert len(prepared(tmp_path)) == 1
 
 
 def test_no_data_and_no_rows_are_refused(tools, tmp_path):
@@ -492,7 +455,7 @@ def _other_files(argv, folders):
 
 
 @pytest.mark.parametrize("mutant", [False, True])
-def test_ranks_with_other_data_do_not_train(tools, tmp_path, mutant, monkeypatch):
+def test_ranks_with_different_data_do_not_train(tools, tmp_path, mutant, monkeypatch):
     import train
 
     folders = []

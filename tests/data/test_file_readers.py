@@ -84,14 +84,14 @@ def given(folder, name: str, content: bytes, mode: str) -> dict:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_good_files_are_read_as_meant(tools, tmp_path, mode):
+def test_good_files_are_read_correctly(tools, tmp_path, mode):
     for name, content in GOOD.items():
         found = texts_of(tools, tmp_path, **given(tmp_path / name, name, content, mode))
         assert found == ["ab", "cd"], name
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_broken_files_are_refused_by_line(tools, tmp_path, mode):
+def test_broken_files_are_refused_with_line(tools, tmp_path, mode):
     for name, (content, said) in BAD.items():
         with pytest.raises(UsageError) as caught:
             texts_of(tools, tmp_path, **given(tmp_path / name, name, content, mode))
@@ -124,7 +124,7 @@ def test_broken_csv_behind_http_is_refused(hub, tools, tmp_path, streaming):
 
 
 @pytest.mark.parametrize("name", ["trailing.csv", "twice.csv", "few.csv", "nul.txt"])
-def test_mutant_datasets_own_readers_accept_these(tools, tmp_path, name):
+def test_mutant_lenient_readers_accept_broken_files(tools, tmp_path, name):
     """What makes the strict readers necessary; and the end of this test, should `datasets` change."""
     install()
     from datasets.packaged_modules.csv.csv import Csv
@@ -143,7 +143,7 @@ def test_mutant_datasets_own_readers_accept_these(tools, tmp_path, name):
     assert len(rows) in (1, 2)
 
 
-def test_another_dialect_of_a_dataset_card_is_kept(tools, tmp_path):
+def test_csv_dialect_of_a_dataset_card(tools, tmp_path):
     card = "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n  skiprows: 1\n---\n"
     put(tmp_path / "data", "README.md", card.encode())
     fields = given(tmp_path, "a.csv", b"written by hand\ntext;n\nab;1\ncd;2\n", "folder")
@@ -165,7 +165,7 @@ def odd_files(folder) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_files_that_cannot_be_read_are_named(tools, tmp_path, mode):
+def test_unreadable_files_are_named(tools, tmp_path, mode):
     for name, said in odd_files(tmp_path).items():
         fields = MODES[mode] | {"train_file": tmp_path / name / "*.jsonl"}
         if mode == "folder":
@@ -176,7 +176,7 @@ def test_files_that_cannot_be_read_are_named(tools, tmp_path, mode):
         assert said in str(caught.value)
 
 
-def test_folders_that_match_a_glob_are_named_except_by_two_stars(tools, tmp_path):
+def test_folders_matching_a_glob_are_refused(tools, tmp_path):
     put(tmp_path / "data", "a.jsonl", b'{"text": "ab"}\n')
     put(tmp_path / "data/more", "b.jsonl", b'{"text": "cd"}\n')
     for pattern in ("data/*", "data"):
@@ -188,7 +188,7 @@ def test_folders_that_match_a_glob_are_named_except_by_two_stars(tools, tmp_path
         texts_of(tools, tmp_path, train_file=tmp_path / "data/**/*.jsonl")
 
 
-def test_linked_folders_of_a_dataset_folder_are_named(tools, tmp_path):
+def test_linked_folders_in_a_dataset_folder_are_refused(tools, tmp_path):
     put(tmp_path / "data", "a.jsonl", b'{"text": "ab"}\n')
     put(tmp_path / "other", "b.jsonl", b'{"text": "cd"}\n')
     (tmp_path / "data/c.jsonl").symlink_to(tmp_path / "other/b.jsonl")
@@ -199,7 +199,7 @@ def test_linked_folders_of_a_dataset_folder_are_named(tools, tmp_path):
         texts_of(tools, tmp_path, dataset_name=tmp_path / "data")
 
 
-def test_another_file_of_the_same_time_is_read_again(tools, tmp_path):
+def test_new_file_with_an_old_time_is_read_again(tools, tmp_path):
     for content in (b'{"text": "ab"}\n', b'{"text": "cd"}\n', b'{"text": "cd"}\n{"text": "ef"}\n'):
         file = put(tmp_path / "data", "a.jsonl", content)
         os.utime(file, ns=(10**18, 10**18))  # as `cp -p` and `tar` do

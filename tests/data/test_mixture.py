@@ -16,7 +16,7 @@ WEIGHTS = [None, [1, 1, 2], [0.2, 0.7, 0.1]]
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_an_epoch_holds_the_quota_of_each_source(weights):
+def test_epoch_holds_the_quota_of_each_source(weights):
     quotas = mixture_quotas(ROWS, weights)
     assert sum(draws for _, draws in quotas) == sum(ROWS)
     share = [n / sum(ROWS) for n in ROWS] if weights is None else [w / sum(weights) for w in weights]
@@ -35,7 +35,7 @@ def spread(drawn: np.ndarray) -> int:
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_no_row_is_drawn_twice_before_all_of_its_source_are_drawn_once(weights):
+def test_all_rows_are_drawn_once_before_any_twice(weights):
     quotas = mixture_quotas(ROWS, weights)
     drawn = np.concatenate([example_ids(0, 142, 142, 7, epoch, quotas) for epoch in range(7)])
     assert spread(drawn) <= 1
@@ -43,14 +43,14 @@ def test_no_row_is_drawn_twice_before_all_of_its_source_are_drawn_once(weights):
         assert np.bincount(drawn).tolist() == [7] * 142
 
 
-def test_mutant_that_draws_with_replacement_is_caught():
+def test_mutant_that_draws_with_replacement():
     rng = np.random.default_rng(0)
     probabilities = np.concatenate([[w / 4 / n] * n for w, n in zip([1, 1, 2], ROWS, strict=True)])
     assert spread(rng.choice(142, 7 * 142, p=probabilities)) > 1
 
 
 @pytest.mark.parametrize("weights", WEIGHTS)
-def test_any_slice_of_any_split_of_the_work_holds_the_same_ids(weights):
+def test_mixture_ids_do_not_depend_on_the_split(weights):
     quotas = mixture_quotas(ROWS, weights)
     whole = [example_ids(s * 10, min(142, s * 10 + 10), 142, 3, 1, quotas).tolist() for s in range(15)]
     first = steps_per_epoch(142, 10)
@@ -117,7 +117,7 @@ def test_numbers_do_not_depend_on_processes(sources, one, tmp_path):
     assert kit.ledger_text(one.folder) == kit.ledger_text(two.folder)
 
 
-def test_the_loss_of_each_source_is_that_of_its_data_alone(sources, one, tmp_path):
+def test_loss_of_each_source_equals_its_data_alone(sources, one, tmp_path):
     folder, fields, _ = sources
     line = one.kind("eval")[-1]
     for name, count in (("low", 13), ("high", 9)):
@@ -135,7 +135,7 @@ def test_the_loss_of_each_source_is_that_of_its_data_alone(sources, one, tmp_pat
     assert line["examples"] == 22
 
 
-def test_a_source_with_evaluation_data_of_its_own_is_named_though_it_is_the_only_one(sources, tmp_path):
+def test_single_evaluated_source_is_named(sources, tmp_path):
     _, fields, mixture = sources
     other = {"low": mixture["low"], "high": {k: v for k, v in mixture["high"].items() if k != "validation_file"}}
     given = [*fields, *mixed(other), "--max_steps", "1", "--eval_steps", "1"]
@@ -144,7 +144,7 @@ def test_a_source_with_evaluation_data_of_its_own_is_named_though_it_is_the_only
     assert (line["low/loss"], line["low/examples"]) == (line["loss"], 13)
 
 
-def test_what_one_source_does_not_know_is_not_said_of_all(sources, tmp_path):
+def test_metric_missing_in_one_source_is_not_totaled(sources, tmp_path):
     """Rows of ids have no bytes: over those of the others the bits would be too many."""
     _, _, mixture = sources
     kit.tiny_tokenizer(tmp_path / "tokenizer", ["def f return self"] * 2)
@@ -161,7 +161,7 @@ def test_what_one_source_does_not_know_is_not_said_of_all(sources, tmp_path):
         assert {"accuracy", "perplexity", "loss"} <= line.keys()
 
 
-def test_a_run_stopped_midway_goes_on_bitwise_and_weights_may_not_change(sources, one, tmp_path):
+def test_mixture_resumes_bitwise_and_weights_are_fixed(sources, one, tmp_path):
     import shutil
 
     _, fields, mixture = sources
@@ -185,7 +185,7 @@ def test_a_run_stopped_midway_goes_on_bitwise_and_weights_may_not_change(sources
     assert "training data" in texts[0]
 
 
-def test_a_config_with_a_mixture_is_written_and_read(sources, one, tmp_path):
+def test_config_with_a_mixture_round_trips(sources, one, tmp_path):
     run = kit.run_training(1, tmp_path / "run", "--config", one.folder / "config.yaml")
     assert kit.same(run.weights, one.weights)
 
@@ -213,13 +213,13 @@ def test_a_config_with_a_mixture_is_written_and_read(sources, one, tmp_path):
         ),
     ],
 )
-def test_faults_of_a_mixture_are_named(sources, change, message):
+def test_mixture_errors(sources, change, message):
     folder, _, mixture = sources
     with pytest.raises(UsageError, match=message):
         kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture | change))
 
 
-def test_a_mixture_and_a_file_are_refused_together(sources):
+def test_mixture_with_train_file_is_refused(sources):
     folder, _, mixture = sources
     with pytest.raises(UsageError, match="mixture and train_file are both given"):
         kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture), train_file=folder / "low.jsonl")
@@ -245,7 +245,7 @@ def waste(batch: int, micro: int, tokens: int | None = None) -> tuple[float, flo
 
 
 @pytest.mark.parametrize("batch, micro, bar, random_cut", [(64, 4, 0.075, 0.51), (256, 8, 0.045, 0.60)])
-def test_a_token_budget_wastes_less_in_fewer_forward_passes(batch, micro, bar, random_cut):
+def test_token_budget_pads_less_in_fewer_forwards(batch, micro, bar, random_cut):
     padding, passes = waste(batch, micro)
     less, fewer = waste(batch, micro, micro * 97)
     assert padding <= bar
@@ -256,7 +256,7 @@ def test_a_token_budget_wastes_less_in_fewer_forward_passes(batch, micro, bar, r
     assert mutant == pytest.approx(random_cut, abs=0.03)
 
 
-def test_the_cut_is_optimal():
+def test_split_by_tokens_is_optimal():
     """Against all cuts of ten rows."""
     from itertools import combinations
 
@@ -273,7 +273,7 @@ def test_the_cut_is_optimal():
         assert cost(batch_plan.split_by_tokens(long, tokens)) == min(map(cost, every))
 
 
-def test_a_row_longer_than_the_budget_is_refused_and_numbers_do_not_depend_on_it(sources, one, tmp_path):
+def test_token_budget_and_rows_longer_than_it(sources, one, tmp_path):
     folder, fields, mixture = sources
     with pytest.raises(UsageError, match="per_device_batch_tokens is 5, but the longest row has 11 tokens"):
         kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture), per_device_batch_tokens=5)

@@ -119,7 +119,7 @@ def test_bytes_do_not_depend_on_processes(tools, tmp_path, small, monkeypatch, k
     assert [other == one for other in found.values()] == [True] * 5
 
 
-def test_mutant_with_pieces_by_rank_is_caught(tools, tmp_path, small, monkeypatch):
+def test_mutant_with_pieces_by_rank(tools, tmp_path, small, monkeypatch):
     def by_rank(rows, size):
         pieces = 4 * int(os.environ["WORLD_SIZE"])
         return [rows * i // pieces for i in range(pieces + 1)]
@@ -132,7 +132,7 @@ def test_mutant_with_pieces_by_rank_is_caught(tools, tmp_path, small, monkeypatc
     assert found[0] != found[1]
 
 
-def test_pieces_follow_from_the_data_alone():
+def test_piece_bounds_depend_on_the_data_alone():
     for rows, size in ((1, 1), (7, 10**9), (10**9, 10**14), (5000, 3 * preprocessing.PIECE), (3, 0)):
         bounds = preprocessing.piece_bounds(rows, size)
         assert bounds[0] == 0
@@ -144,7 +144,7 @@ def test_pieces_follow_from_the_data_alone():
 # ---- prepared once -----------------------------------------------------------------------------------------------------
 
 
-def test_the_second_start_opens_without_encoding_and_soon(tools, tmp_path, monkeypatch):
+def test_second_start_opens_quickly_without_encoding(tools, tmp_path, monkeypatch):
     rows = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
     file = kit.write_jsonl(tmp_path / "many.jsonl", rows * 30)
     fields = fields_of(tools, "rows") | {"train_file": file}
@@ -161,7 +161,7 @@ def test_the_second_start_opens_without_encoding_and_soon(tools, tmp_path, monke
     assert second < first / 5
 
 
-def test_two_jobs_that_start_together_prepare_once(tools, tmp_path, small, monkeypatch):
+def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypatch):
     fields = fields_of(tools, "packed")
     calls(monkeypatch, tmp_path, 0.02)
     opened(fields, tmp_path / "alone")
@@ -182,7 +182,7 @@ def killed(fields: dict, cache: Path, out: Path, world: int = 1) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_killed_preparation_is_gone_on_with(tools, tmp_path, small, monkeypatch, world):
+def test_killed_preparation_continues(tools, tmp_path, small, monkeypatch, world):
     fields = fields_of(tools, "packed")
     with pytest.MonkeyPatch.context() as patch:
         calls(patch, tmp_path)
@@ -203,7 +203,7 @@ def test_a_killed_preparation_is_gone_on_with(tools, tmp_path, small, monkeypatc
     assert digest(tmp_path / "cache") == digest(tmp_path / "straight") != {}
 
 
-def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypatch):
+def test_mutant_that_writes_the_marker_first(tools, tmp_path, small, monkeypatch):
     """A cache that says it is complete before it is: half of it is opened, or it is found damaged, but never whole."""
     fields = fields_of(tools, "rows")
     opened(fields, tmp_path / "straight")
@@ -227,7 +227,7 @@ def test_mutant_with_the_marker_first_is_caught(tools, tmp_path, small, monkeypa
 # ---- the process group does not wait -------------------------------------------------------------------------------------
 
 
-def test_preparation_may_take_longer_than_a_collective_may_wait(tmp_path, monkeypatch):
+def test_preparation_may_outlast_the_collective_timeout(tmp_path, monkeypatch):
     original = causal_lm.Task.encode
 
     @functools.wraps(original)
@@ -243,7 +243,7 @@ def test_preparation_may_take_longer_than_a_collective_may_wait(tmp_path, monkey
     assert run.kind("eval")
 
 
-def test_mutant_that_waits_in_a_collective_is_caught(tmp_path):
+def test_mutant_that_waits_in_a_collective(tmp_path):
     """What `main_process_first` of accelerate does: the others wait in a barrier, which gives up."""
 
     def main_first():
@@ -284,7 +284,7 @@ def test_packed_rows_are_full(tools, tmp_path):
     assert min(ids, of_texts) >= 0.98
 
 
-def test_mutant_that_packs_in_the_order_of_the_file_is_caught(tools, tmp_path, monkeypatch):
+def test_mutant_that_packs_in_file_order(tools, tmp_path, monkeypatch):
     def first_come(max_length, batch):
         rows, room = [], 0
         for i, n in enumerate(batch["length"]):
@@ -342,7 +342,7 @@ def test_memory_does_not_grow_with_the_data(tools, tmp_path):
 # ---- make data -----------------------------------------------------------------------------------------------------------
 
 
-def test_make_data_prepares_what_training_then_opens(tools, tmp_path, monkeypatch):
+def test_make_data_prepares_what_training_opens(tools, tmp_path, monkeypatch):
     fields = fields_of(tools, "rows") | {"validation_file": tools / "texts.jsonl", "max_steps": 1}
     run = {name: str(value) if isinstance(value, Path) else value for name, value in fields.items()}
     file = kit.write_yaml(tmp_path / "run.yaml", run | {"cache_dir": str(tmp_path / "cache")})
