@@ -82,6 +82,7 @@ test-cluster: .venv/done ## test FSDP2, HSDP, ZeRO, two nodes and a real Slurm; 
 lint: .venv/done ## check style and formatting
 	$(VENV)/ruff check .
 	$(VENV)/ruff format --check .
+	$(VENV)/pyrefly check
 
 format: .venv/done ## fix style and formatting
 	$(VENV)/ruff check --fix .

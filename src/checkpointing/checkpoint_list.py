@@ -58,7 +58,7 @@ def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
     ]
     kept = set(found[-cfg.save_total_limit :])
     if cfg.save_keep_every:
-        kept |= {path for path in found if step_of(path) % cfg.save_keep_every == 0}
+        kept |= {path for path in found if (step_of(path) or 0) % cfg.save_keep_every == 0}
     if cfg.metric_for_best_model:
         kept |= {path for path in found if step_of(path) == best_step}
     return [path for path in found if path not in kept]

@@ -35,7 +35,7 @@ def write_model(
     if world == 1:
         model_with_loss.model.save_pretrained(folder, state_dict=tensors)
     else:
-        _write_shard(model_with_loss.model, folder, tensors, rank, world)
+        _write_shard(model_with_loss.model, folder, tensors or {}, rank, world)
     if rank > 0:
         return
     if has_tensors:

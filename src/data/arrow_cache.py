@@ -103,7 +103,7 @@ def _groups(source: Source) -> list[Sequence[str]]:
         return [source.files]
     if len(source.files) <= MANY:
         return [[file] for file in source.files]
-    groups: list[list[str]] = [[]]
+    groups: list = [[]]
     size = 0
     for file in source.files:
         if groups[-1] and size > GROUP:

@@ -41,7 +41,7 @@ def train_batches(
     config = PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
-        micro_batch=cfg.per_device_batch_size,
+        micro_batch=int(cfg.per_device_batch_size),  # `auto` is resolved by now
         seed=cfg.seed,
         lengths=train_set.lengths,
         max_tokens=cfg.per_device_batch_tokens,
@@ -99,12 +99,12 @@ class BatchReader(torch.utils.data.Dataset):
 
     def __getitem__(self, micro: MicroBatch) -> Item:
         worker = torch.utils.data.get_worker_info()
-        reports = worker is not None and self.now_reading is not None
-        if reports:
-            self.now_reading[worker.id] = torch.tensor([micro.step, micro.index])
+        now_reading = self.now_reading if worker is not None else None
+        if now_reading is not None:
+            now_reading[worker.id] = torch.tensor([micro.step, micro.index])
         item = collate(self.task, micro, self.split.rows(micro.ids))
-        if reports:
-            self.now_reading[worker.id] = -1
+        if now_reading is not None:
+            now_reading[worker.id] = -1
         return item
 
 

@@ -98,9 +98,10 @@ def _join(cfg: RunConfig, split: str, parts: dict[str, Split | Stream]) -> Split
         return parts[""]
     if split != "train":
         return Mixture(parts, training=False)
-    if missing := sorted(cfg.mixture.keys() - parts.keys()):
+    by_source = cfg.mixture or {}
+    if missing := sorted(by_source.keys() - parts.keys()):
         raise UsageError(f"mixture: {missing[0]}: no train data: give train_file, or a dataset with a train split")
-    weights = [fields.get("weight") for fields in cfg.mixture.values()]
+    weights = [fields.get("weight") for fields in by_source.values()]
     return Mixture(parts, None if None in weights else weights)
 
 

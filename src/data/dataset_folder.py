@@ -20,7 +20,7 @@ _warned: set[str] = set()
 def refuse_files_outside(source: Source, data_files: Mapping | None) -> None:
     """Raise UsageError if the README.md of a folder names files outside, for any split: `datasets` reads all of them."""
     for file in _named_files(source, data_files):
-        if not _is_inside(file, source.name):
+        if not _is_inside(file, str(source.name)):
             raise UsageError(
                 f"{source.field}: {source.name}: its README.md names {file}, which is not in this folder: move it there, "
                 "or give it as --train_file"

@@ -63,7 +63,7 @@ class Mixture:
 
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows of `ids` in that order."""
-        found = [None] * len(ids)
+        found: list = [None] * len(ids)
         for _, first, part in self.segments():
             mine = np.flatnonzero((ids >= first) & (ids < first + len(part)))
             for i, row in zip(mine.tolist(), part.rows(ids[mine] - first), strict=True):

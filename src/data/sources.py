@@ -118,7 +118,8 @@ def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
             raise UsageError(f"{spec.field}: {source}: give files of one kind among {', '.join(BUILDERS)}")
         return replace(source, builder=BUILDERS[kinds.pop()])
-    folder = sample_datasets.sample_folder(spec.name, cache) or locate(spec.name)
+    name = str(spec.name)  # without files there is a name
+    folder = sample_datasets.sample_folder(name, cache) or locate(name)
     if os.path.isdir(folder):
         files = tuple(list_folder(folder, spec.field))
         return Source(spec.field, spec.split, files, None, folder, spec.config_name)
@@ -159,7 +160,7 @@ def look_up_stream(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
 
 
 def _at_commit(source: Source, root: Path, work: SharedWork) -> Source:
-    return replace(source, revision=hub.dataset_commit(source.name, source.revision, root, work))
+    return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root, work))
 
 
 def drop_empty_files(source: Source) -> Source:

@@ -158,7 +158,7 @@ def _open_file(source: Source, file: str, columns: list[str] | None):
     import datasets
 
     _set_up_datasets()
-    options = {"columns": columns} if columns and source.builder == "parquet" else {}
+    options: dict = {"columns": columns} if columns and source.builder == "parquet" else {}
     if "://" in file:
         client = {"trust_env": True, "timeout": remote_files.client_timeout()}
         client |= remote_files.same_version(file, source.remote.get(file))

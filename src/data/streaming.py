@@ -120,7 +120,7 @@ class Stream:
                 try:
                     window, positions = next(items, ([], positions))
                 except UsageError as error:
-                    error.alone = True  # the other ranks read other rows
+                    vars(error)["alone"] = True  # the other ranks read other rows
                     raise
                 self.positions = {step: self.positions[step], step + 1: (self.epoch, positions)}
                 yield window or [self._dummy_batch(step)], time.perf_counter() - started
@@ -199,7 +199,7 @@ class _Pass(torch.utils.data.IterableDataset):
         """Return (micro-batch, its rows) of a shard group's part of a global batch."""
         cfg, lengths = self.stream.cfg, np.array([length for *_, length in rows], np.int64)
         parts = split_into_micro_batches(
-            np.arange(len(rows)), cfg.per_device_batch_size, lengths, cfg.per_device_batch_tokens
+            np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens
         )
         found = []
         for j, (part, cost) in enumerate(parts):

@@ -75,7 +75,7 @@ def _download_snapshot(name: str, revision: str, weights: bool, code: bool) -> d
     from huggingface_hub import HfApi, snapshot_download
 
     info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
-    files = [file.rfilename for file in info.siblings]
+    files = [file.rfilename for file in info.siblings or []]
     available = [pattern for pattern in WEIGHT_FORMATS if any(file.endswith(pattern[1:]) for file in files)]
     unwanted = [*UNUSED, *(available[1:] if weights else WEIGHT_FORMATS), *([] if code else ["*.py"])]
     folder = snapshot_download(name, revision=info.sha, ignore_patterns=unwanted, etag_timeout=TIMEOUT)

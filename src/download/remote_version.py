@@ -96,11 +96,11 @@ def _version(url: str, status: int, headers: Mapping[str, str]) -> dict:
     size = (
         headers.get("Content-Range", "").rpartition("/")[2] if status in (206, 416) else headers.get("Content-Length")
     )
-    known = is_plain(headers) and (size or "").isdigit()
+    known = is_plain(headers) and size and size.isdigit()
     etag = headers.get("ETag", "W/")
     return {
         "url": redact(url),
-        "bytes": int(size) if known else None,
+        "bytes": int(size or 0) if known else None,
         "etag": None if etag.startswith("W/") else etag,
         "modified": headers.get("Last-Modified"),
     }

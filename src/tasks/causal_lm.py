@@ -74,7 +74,7 @@ class Task(base.Task):
         for name in ("chat_template", "sample_prompt"):
             if getattr(self.options, name) and self.tokenizer is None:
                 raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or omit {name}")
-        if self.options.chat_template:
+        if self.options.chat_template and self.tokenizer is not None:
             self.tokenizer.chat_template = read_template(self.options.chat_template)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
