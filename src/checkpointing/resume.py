@@ -5,7 +5,7 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_lineage.
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -34,7 +34,7 @@ def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, spl
     A micro-batch size of `auto` becomes that of the checkpoint."""
     from accelerate.utils import broadcast_object_list
 
-    outcome = [None, None]
+    outcome: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
             outcome[0] = _choose_on_main(accelerator, cfg, options, splits)
@@ -165,7 +165,7 @@ def _contradicts(checkpoint: Path, start: Path, step: int) -> bool:
 
     A link to `start` and a copy of it that a user made stay."""
     if step_of(checkpoint) != step:
-        return step_of(checkpoint) > step
+        return (step_of(checkpoint) or 0) > step
     made_by_user = checkpoint.is_symlink() or not checkpoint.name.startswith("step_")
     return not made_by_user and not checkpoint.samefile(start)
 

@@ -18,7 +18,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -141,7 +141,9 @@ class TensorReader:
         alone = checkpoint / file_name(part, 0, 1)
         paths = [alone] if alone.exists() else sorted(checkpoint.glob(f"{part}-*-of-*.safetensors"))
         self.where = {name: path for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
-        self.path, self.file, self.mapped = None, None, 0
+        self.path: Path | None = None
+        self.file: Any = None
+        self.mapped = 0
 
     def _slice(self, name: str):
         if self.path != self.where[name] or self.mapped > REOPEN_AFTER:

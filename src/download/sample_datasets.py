@@ -108,7 +108,7 @@ def _functions(text: str) -> Iterator[str]:
     """Yield the source of each function of 4 to 61 lines."""
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and 3 <= node.end_lineno - node.lineno <= 60:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and 3 <= (node.end_lineno or 0) - node.lineno <= 60:
             yield textwrap.dedent("".join(lines[node.lineno - 1 : node.end_lineno]))
 
 

@@ -144,5 +144,5 @@ def test_a_dry_run_of_a_million_million_steps_takes_no_longer(plan):
 def test_a_dry_run_says_what_one_may_not_expect(plan):
     output = plan(max_steps=5, num_train_epochs=3, max_length=8)
     assert "num_train_epochs 3 is ignored because max_steps is 5" in output
-    assert "rows were longer than max_length and cut" in output
+    assert "rows were longer than max_length and truncated" in output
     assert row(output, "evaluation data") == "none: no evaluation"
