@@ -1,4 +1,4 @@
-"""Turn flags and a YAML file into a RunConfig and the task's options, and both into YAML again.
+"""Parser of flags and run files: a RunConfig and the task's options, and back to YAML.
 
 Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """

@@ -1,4 +1,4 @@
-"""Look up the files and folders that a run file names.
+"""Lookup of the files and folders that a run file names.
 
 Tests: tests/config/test_config.py.
 """

@@ -1,4 +1,4 @@
-"""Remove credentials from everything that is printed, logged, saved or published.
+"""Removal of credentials from everything that is printed, logged, saved or published.
 
 Patterns find them in any text: user and query of URLs, tokens. Of a query, a parameter is kept only if its name is known to
 be harmless or its value is too small for a secret, so unknown kinds of signatures are removed, too. URLs that the user gave

@@ -1,4 +1,4 @@
-"""Read YAML and JSON files; errors name the file and the line.
+"""Reader of YAML and JSON files; errors name the file and the line.
 
 Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """

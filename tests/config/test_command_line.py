@@ -1,4 +1,4 @@
-"""The commands as people type them: from any folder, with --help, with --dry_run, and the two that belong together."""
+"""train.py and eval.py as typed: from any folder, without arguments, with --help, with --dry_run; make help."""
 
 import json
 import re
@@ -13,12 +13,11 @@ from tests.helpers import kit
 
 
 def command(*words, folder: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [str(word) for word in words], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    words = [str(word) for word in words]
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_train_and_evaluate_from_another_folder_give_the_same_number(files, tmp_path):
+def test_train_and_eval_from_other_folders_report_the_same_loss(files, tmp_path):
     recipe = kit.write_yaml(
         tmp_path / "recipe.yaml",
         {
@@ -46,11 +45,11 @@ def test_train_and_evaluate_from_another_folder_give_the_same_number(files, tmp_
     assert values["loss"] == reported["loss"]
     assert values["examples"] == reported["examples"] == 20
     assert str(reported["loss"]) in done.stdout  # to the last digit
-    assert "global batch" not in done.stdout  # a matter of training
+    assert "global batch" not in done.stdout  # only training has one
 
 
 def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
-    """Both, as people try a template; the loss is the same to the last digit, and the sample is no file of the clone."""
+    """The sample is trained and evaluated; its data is not written into the clone."""
     for name in ("train.py", "eval.py", "src", "configs"):
         copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
         copy(kit.REPOSITORY / name, tmp_path / name)
@@ -63,10 +62,10 @@ def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
     done = command(*launch, "train.py", "--max_steps", 6, *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "configs/stdlib_lm.yaml" in done.stdout.splitlines()[0]
-    said = [line for line in (done.stdout + done.stderr).splitlines() if "warmup_steps" in line]
-    assert len(said) == 1
-    assert "50" in said[0]
-    assert "6 steps" in said[0]
+    warnings = [line for line in (done.stdout + done.stderr).splitlines() if "warmup_steps" in line]
+    assert len(warnings) == 1
+    assert "50" in warnings[0]
+    assert "6 steps" in warnings[0]
     run = kit.Run(tmp_path / "runs" / "stdlib_lm")
     assert [line["step"] for line in run.kind("train")] == [6]
     assert not (tmp_path / "data").exists()
@@ -78,7 +77,7 @@ def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
     assert values["loss"] == run.kind("eval")[-1]["loss"]
 
 
-def test_help_ends_well():
+def test_help_of_the_command():
     done = command(sys.executable, kit.REPOSITORY / "train.py", "--help", folder=Path("/"))
     assert done.returncode == 0
     for part in ("configs/stdlib_lm.yaml", "task causal_lm:", "--global_batch_size", "--packing"):
@@ -87,7 +86,7 @@ def test_help_ends_well():
 
 
 @pytest.mark.parametrize("target", [[], ["help"]])
-def test_make_explains_itself(target):
+def test_make_help(target):
     done = command("make", *target, folder=kit.REPOSITORY)
     assert done.returncode == 0
     for name in ("setup", "train", "eval", "test", "lint", "format", "bench", "report", "clean", "help"):
@@ -96,15 +95,14 @@ def test_make_explains_itself(target):
 
 @pytest.fixture
 def plan(files, tmp_path):
-    """Return a function that makes a dry run of the given flags and returns what it prints."""
+    """Return a function that prints the plan of a run with the given flags."""
 
     def dry_run(**flags) -> str:
         values = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": "run"}
         values |= {"global_batch_size": 32, "per_device_batch_size": 4, "dry_run": "true"} | flags
         folder = tmp_path / "here"
         folder.mkdir(exist_ok=True)
-        words = [word for name, value in values.items() for word in (f"--{name}", value)]
-        codes, [output] = kit.run_command("train.py", *words, folder=folder)
+        codes, [output] = kit.run_command("train.py", *kit.flags(**values), folder=folder)
         assert codes == [0], output
         assert not list(folder.iterdir())  # a dry run writes nothing
         return output
@@ -116,7 +114,7 @@ def row(output: str, name: str) -> str:
     return re.search(rf"^  {name}  +(.*)$", output, re.MULTILINE)[1]
 
 
-def test_a_dry_run_prints_the_plan_and_writes_nothing(files, plan):
+def test_dry_run_prints_the_plan(files, plan):
     output = plan(validation_file=files / "validation.jsonl", num_train_epochs=2, learning_rate=1e-3, warmup_steps=4)
     tokens = sum(len(json.loads(line)["input_ids"]) for line in (files / "train.jsonl").read_text().splitlines())
     assert row(output, "training data").startswith(f"1,003 rows, {tokens:,} tokens")
@@ -135,13 +133,13 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(files, plan):
     assert row(output, "disk").endswith("in run")
 
 
-def test_a_dry_run_of_a_million_million_steps_takes_no_longer(plan):
+def test_dry_run_of_a_million_million_steps(plan):
     output = plan(max_steps=10**12)
     assert row(output, "steps").startswith("1,000,000,000,000 of 32 examples")
     assert "5.00e-05 at step 0" in row(output, "learning rate")
 
 
-def test_a_dry_run_says_what_one_may_not_expect(plan):
+def test_dry_run_prints_notes(plan):
     output = plan(max_steps=5, num_train_epochs=3, max_length=8)
     assert "num_train_epochs 3 is ignored because max_steps is 5" in output
     assert "rows were longer than max_length and truncated" in output
