@@ -17,7 +17,7 @@ from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.sharded import check_shared_folder
-from src.config.errors import Failure, Stopped, UsageError, optional, warn
+from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
@@ -212,7 +212,7 @@ class Checkpointer:
             return None
         model = self.model.model if self.writer.final_step == self.state.step else None
         device = self.accelerator.device
-        return optional("the sample", final_model.sample, self.task, model, self.folder / "final", device)
+        return call_or_warn("the sample", final_model.sample, self.task, model, self.folder / "final", device)
 
     def outcome(self) -> dict:
         """Return for status.json how the run ended."""

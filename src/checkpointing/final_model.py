@@ -43,7 +43,7 @@ def publish_copy(
         errors = atomic_folder.verify(checkpoint)
         if not errors:
             return _publish_copy(folder, checkpoint, write_card, mixed_precision)
-        warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", alone=True)
+        warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", any_rank=True)
     raise OSError(None, "no checkpoint to make it from is intact")
 
 

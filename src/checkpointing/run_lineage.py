@@ -100,7 +100,7 @@ def copy_best_checkpoint(start: Path, output_dir: Path, lineage: dict) -> None:
     try:
         atomic_folder.publish(folder, write, **atomic_folder.read_metadata(best))
     except (OSError, shutil.Error) as error:
-        warn(f"the best checkpoint so far, {best}, cannot be copied to {folder}: {error}", alone=True)
+        warn(f"the best checkpoint so far, {best}, cannot be copied to {folder}: {error}", any_rank=True)
 
 
 def _link_or_copy(source: Path, target: Path, mode: int) -> None:

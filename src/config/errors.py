@@ -22,19 +22,19 @@ class Stopped(Exception):
     """The run was asked to stop and has saved; the same command resumes it. Exit code 75 on every rank."""
 
 
-def warn(text: str, alone: bool = False) -> None:
-    """Print a warning once per node; from every process that calls this, if `alone` (no other process knows)."""
-    if alone or os.environ.get("LOCAL_RANK", "0") == "0":
+def warn(text: str, any_rank: bool = False) -> None:
+    """Print a warning from local rank 0 only, or with `any_rank` from every process that calls this."""
+    if any_rank or os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print, too
 
 
-def optional(what: str, call: Callable, *args) -> Any:
+def call_or_warn(what: str, call: Callable, *args) -> Any:
     """Return `call(*args)`; on any error warn and return None, for output that must not end a run."""
     try:
         return call(*args)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        warn(f"{what} failed, the run is not affected: {type(error).__name__}: {reason}", alone=True)
+        warn(f"{what} failed, the run is not affected: {type(error).__name__}: {reason}", any_rank=True)
         return None
 
 

@@ -67,7 +67,7 @@ def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
     except OSError as error:  # as those of requests and fsspec are
         reason = _one_line(error)
     if record:
-        warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", alone=True)
+        warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", any_rank=True)
         return record
     raise UsageError(f"{field}: {url}: not fetched: {reason}. Run the same command again to resume the download")
 
@@ -155,7 +155,9 @@ def _transfer_http(url: str, field: str, version: dict, part: Path, work: Shared
         if not remote_version.is_plain(answer.headers):
             _decompress(part, answer.headers["Content-Encoding"])
         if "Content-Length" not in answer.headers and "chunked" not in answer.headers.get("Transfer-Encoding", ""):
-            warn(f"{url}: the server does not send the length, so an incomplete file would not be noticed", alone=True)
+            warn(
+                f"{url}: the server does not send the length, so an incomplete file would not be noticed", any_rank=True
+            )
 
 
 def _chunks(answer) -> Iterator[bytes]:

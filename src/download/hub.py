@@ -107,7 +107,7 @@ def _ask_or_reuse(
         if record is None:
             raise UsageError(f"{where}: {not_found_locally(name)}{reason}{fix}") from error
         if not is_offline():
-            warn(f"the Hub does not answer for {name} ({reason}): using what was fetched before", alone=True)
+            warn(f"the Hub does not answer for {name} ({reason}): using what was fetched before", any_rank=True)
         return record
     last.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(last, json.dumps(record))

@@ -95,7 +95,7 @@ async def _check(session, context, params) -> None:
     remote_version.check_answer(url, _looked_up.get(url, {}), answer.status, answer.headers, first_byte)
     if not remote_version.is_plain(answer.headers) and "Content-Length" not in answer.headers and url not in _warned:
         _warned.add(url)
-        warn(f"{url}: compressed and without a length, so an incomplete file would not be noticed", alone=True)
+        warn(f"{url}: compressed and without a length, so an incomplete file would not be noticed", any_rank=True)
 
 
 def _plain(url) -> str:
@@ -127,7 +127,7 @@ def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
             if not (lost or is_transient(error)) or time.monotonic() + pause - last > PATIENCE:
                 raise
             if pause == 0.5:
-                warn(f"{name}: {' '.join(str(error).split())[:200]}: retrying for {PATIENCE:g} s", alone=True)
+                warn(f"{name}: {' '.join(str(error).split())[:200]}: retrying for {PATIENCE:g} s", any_rank=True)
         time.sleep(pause)
         pause = min(2 * pause, PAUSE)
 

@@ -48,12 +48,12 @@ def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, new_tokens: in
         keep = max(1, max_length - min(new_tokens, max_length // 2))
         warn(
             f"sample_prompt has {len(ids)} tokens, max_length is {max_length}: the sample continues the last {keep}",
-            alone=True,
+            any_rank=True,
         )
         ids = ids[-keep:]
     if not ids:  # the prompt is empty, or the tokenizer drops spaces
         first_tokens = [tokenizer.bos_token_id, tokenizer.eos_token_id]
         ids = [token for token in first_tokens if token is not None][:1]
     if not ids:
-        warn(f"sample_prompt {prompt!r} has no tokens: no sample is printed", alone=True)
+        warn(f"sample_prompt {prompt!r} has no tokens: no sample is printed", any_rank=True)
     return ids

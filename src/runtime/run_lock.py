@@ -88,7 +88,7 @@ def lost(folder: Path) -> str:
         return ""
     _lock.append(file)
     _lock.pop(0).close()
-    warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", alone=True)
+    warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", any_rank=True)
     return ""
 
 
