@@ -11,7 +11,7 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """What the user can fix; the message names file, line or field, the value, and the fix. Exit code 2 on every rank."""
+    """What the user can fix; the message names file, line or field, value, and fix. Exit code 2 on every rank."""
 
 
 class Failure(Exception):

@@ -25,12 +25,12 @@ class Option:
     max: float | None = None
     above: float | None = None  # a bound that is itself not allowed
     below: float | None = None
-    # Whether a resumed run may change it: the numbers do not depend on it, or resume checks its effect (model and data by
-    # content, the length by its learning rates). Any other change is refused.
+    # Whether a resumed run may change it: the numbers do not depend on it, or resume checks its effect (model and data
+    # by content, the length by its learning rates). Any other change is refused.
     may_change_on_resume: bool = False
-    # Whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that accepts the value.
-    # A checkpoint may come from anywhere, so never for what runs code or says where files are written. With ASK it is not
-    # used, and eval.py names the flag to give. None means ASK for an option of a task, and not at all for a field of the run.
+    # Whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that accepts it.
+    # A checkpoint may come from anywhere, so never for what runs code or says where files are written. With ASK it is
+    # not used, and eval.py names the flag to give. None: ASK for an option of a task, False for a field of the run.
     from_checkpoint: bool | str | Callable[[Any], bool] | None = None
     may_be_empty: bool = False  # whether --flag "" is a value
     is_path: bool = False  # may name a local file or folder: config.yaml then holds its absolute path
@@ -97,7 +97,7 @@ def _int_or_auto(value) -> int | str:
     return value if value == "auto" else _int(value)
 
 
-# type of a field -> (function that reads it, its name in --help); each also as `TYPE | None`, and int, float and str as a list
+# type of a field -> (function that reads it, its name in --help); `TYPE | None` and list[TYPE] are allowed, too
 TYPES: dict[Any, tuple[Callable, str]] = {
     str: (_text, "TEXT"),
     int: (_int, "N"),

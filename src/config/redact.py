@@ -1,8 +1,9 @@
 """Removal of credentials from everything that is printed, logged, saved or published.
 
-Patterns find them in any text: user and query of URLs, tokens. Of a query, a parameter is kept only if its name is known to
-be harmless or its value is too small for a secret, so unknown kinds of signatures are removed, too. URLs that the user gave
-are also remembered, because libraries quote them, split them and print the pieces. Tests: tests/config/test_redact.py.
+Patterns find them in any text: user and query of URLs, tokens. A parameter of a query is kept only if its name is known
+to be harmless or its value is too small for a secret, so unknown kinds of signatures are removed, too. URLs that the user
+gave are also remembered, because libraries quote them, split them and print the pieces.
+Tests: tests/config/test_redact.py.
 """
 
 import json

@@ -7,7 +7,7 @@ STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl"
 
 
 def plain_data(value) -> bool:
-    """Return whether the data names in `value`, with its lists and dicts, are local paths, Hub names or URLs of STORES."""
+    """Return whether all data names in `value`, also in lists and dicts, are local paths, Hub names or URLs of STORES."""
     if isinstance(value, dict | list):
         return all(map(plain_data, value.values() if isinstance(value, dict) else value))
     scheme, separator, _ = str(value).partition("://")

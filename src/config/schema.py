@@ -1,6 +1,7 @@
 """The fields of a run file, one line each: help, default, bounds, and whether a resumed run may change it.
 
-A fork adds fields here; nothing else has to change. Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
+A fork adds fields here; nothing else has to change.
+Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
 from dataclasses import dataclass
@@ -82,8 +83,8 @@ class RunConfig:
         "evaluation data, in the same formats", [], is_path=True, may_change_on_resume=True, from_checkpoint=plain_data
     )
     mixture: dict | None = option(
-        "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may have a "
-        "validation_file; weight is its share of the examples (by default its size); evaluation reports each of them, too",
+        "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
+        "have a validation_file; weight is its share of the examples (by default its size); each is evaluated, too",
         may_change_on_resume=True,
         from_checkpoint=plain_data,
     )

@@ -1,7 +1,7 @@
-"""Rules between fields, one function each, and what can be checked before a run starts: folders, Hub token, credentials.
+"""Rules between fields, one function each; checks of folders, Hub token and credentials before a run starts.
 
-The range of a single field stands in src/config/schema.py. A rule yields sentences that name the fields, their values and
-the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
+The range of a single field stands in src/config/schema.py. A rule yields sentences that name the fields, their values
+and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
 import math
