@@ -27,7 +27,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from tests.helpers import kit
+from tests.helpers import kit, strategy_runs
 
 # The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.
 BASICS = (
@@ -109,3 +109,16 @@ def served(tmp_path_factory):
 def hub(served):
     yield served
     served.faults.clear()
+
+
+@pytest.fixture(scope="session")
+def fsdp2_alone(files, tmp_path_factory) -> kit.Run:
+    """The run of the FSDP2 tests on one process."""
+    return kit.run_training(1, tmp_path_factory.mktemp("alone") / "run", *strategy_runs.fsdp2_recipe(files))
+
+
+@pytest.fixture(scope="session")
+def fsdp2_two(files, tmp_path_factory) -> kit.Run:
+    """The run of the FSDP2 tests on two ranks."""
+    folder, env = tmp_path_factory.mktemp("two") / "run", strategy_runs.where("fsdp2", 2)
+    return kit.run_training(2, folder, *strategy_runs.fsdp2_recipe(files), env=env)

@@ -1,4 +1,4 @@
-"""The accelerate files: each is short, says when to use it, and is what accelerate's own launcher takes it for."""
+"""The accelerate files: short, commented, and read by accelerate's own launcher as intended."""
 
 import os
 import re
@@ -27,11 +27,11 @@ KINDS = {
     "zero3": "DEEPSPEED",
     "zero3_offload": "DEEPSPEED",
 }
-UNSAID = ("compute_environment", "distributed_type")  # keys that say it themselves
+NO_COMMENT = ("compute_environment", "distributed_type")
 WHAT = ("gradient_accumulation_steps", "gradient_clipping", "optimizer", "scheduler", "deepspeed_config_file")
 
 
-def faults(text: str) -> list[str]:
+def broken_rules(text: str) -> list[str]:
     """Return which rules of these files a text breaks."""
     lines, found = text.splitlines(), []
     values = yaml.safe_load(text)
@@ -42,17 +42,17 @@ def faults(text: str) -> list[str]:
         found.append("the first line does not say when to use it")
     for line in lines[1:]:
         key = line.partition(":")[0].strip()
-        if "# " not in line and key not in (*UNSAID, *inside):
+        if "# " not in line and key not in (*NO_COMMENT, *inside):
             found.append(f"{key} has no comment")
     keys = [*values, *(key for part in inside.values() for key in part)]
     found += [f"{key} says what is trained" for key in keys if key in WHAT]
     if values["num_processes"] > 4:
-        found.append("a number of processes is carved in")
+        found.append("the number of processes is above 4")
     return found + [f"{key} is unknown to accelerate" for key in unknown(inside)]
 
 
 def unknown(parts: dict[str, dict]) -> list[str]:
-    """Return the keys inside parts that accelerate's launcher would take without a word, and never read."""
+    """Return the keys inside parts that accelerate's launcher accepts and never reads."""
     from accelerate.commands.launch import launch_command_parser
 
     known = vars(launch_command_parser().parse_args(["train.py"]))
@@ -60,35 +60,34 @@ def unknown(parts: dict[str, dict]) -> list[str]:
     return [key for part, values in parts.items() for key in values if prefix.get(part, "") + key not in known]
 
 
-def test_the_files_are_these():
+def test_every_file_has_a_known_type():
     assert {path.stem for path in FILES} == set(KINDS)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_a_file_is_short_and_says_what_it_is_for(path):
-    assert faults(path.read_text()) == []
+def test_a_file_is_short_and_commented(path):
+    assert broken_rules(path.read_text()) == []
 
 
 @pytest.mark.parametrize(
     "old, new, fault",
     [
         ("# A model", "A_model: # x", "the first line does not say when to use it"),
-        ("num_processes: 2 ", "num_processes: 8 ", "a number of processes is carved in"),
+        ("num_processes: 2 ", "num_processes: 8 ", "the number of processes is above 4"),
         ("fsdp_reshard_after_forward", "fsdp_reshard_after_forwards", "unknown to accelerate"),
         ("num_machines: 1     ", "num_machines: 1\n#", "num_machines has no comment"),
         ("mixed_precision: bf16", "gradient_accumulation_steps: 4  # x\nmixed_precision: bf16", "what is trained"),
         ("fsdp_config:", "# a\n# b\n# c\nfsdp_config:", "more than 15 lines"),
     ],
 )
-def test_a_broken_rule_is_seen(old, new, fault):
-    """The mutants of the rules."""
+def test_mutant_that_breaks_a_rule_is_caught(old, new, fault):
     text = (kit.REPOSITORY / "accelerate_configs" / "fsdp2.yaml").read_text()
     assert old in text
-    assert fault in " ".join(faults(text.replace(old, new, 1)))
+    assert fault in " ".join(broken_rules(text.replace(old, new, 1)))
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_the_launcher_takes_it_for_what_it_is(name):
+def test_the_launcher_reads_type_and_flags(name):
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
@@ -116,13 +115,13 @@ def test_fsdp_is_version_2_with_one_unit_a_layer(name):
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "DEEPSPEED"])
-def test_deepspeed_is_told_where_and_not_what(name):
+def test_deepspeed_files_say_where_not_what(name):
     made = kit.where(name, 4)
     assert made["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert made["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[4]
     assert (
         "ACCELERATE_GRADIENT_CLIPPING" not in made
-    )  # left out: "auto" inside accelerate, which src/distributed/deepspeed.py replaces
+    )  # accelerate's "auto", which src/distributed/deepspeed.py replaces
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in made
     assert made.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false") == "false"
     offload = "cpu" if name.endswith("offload") else None
@@ -130,7 +129,7 @@ def test_deepspeed_is_told_where_and_not_what(name):
     assert made.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE") == offload
 
 
-def test_float8_is_torchao_s_or_the_launcher_says_that_it_is_missing():
+def test_fp8_uses_torchao_or_the_launcher_refuses():
     from accelerate.utils import is_torchao_available
 
     if is_torchao_available():
@@ -140,7 +139,7 @@ def test_float8_is_torchao_s_or_the_launcher_says_that_it_is_missing():
             kit.where("gpu_fp8", 1)
 
 
-def test_the_documents_name_every_file_and_no_other():
+def test_docs_name_every_file_and_no_other():
     pages = [kit.REPOSITORY / "README.md", *(kit.REPOSITORY / "docs").glob("*.md")]
     named = {name for page in pages for name in re.findall(r"accelerate_configs/(\w+)\.yaml", page.read_text())}
     guide = (kit.REPOSITORY / "docs" / "scaling.md").read_text()
@@ -163,7 +162,7 @@ def _completed(monkeypatch, world: int, **sizes) -> str:
     "world, sizes, shards",
     [(4, {"dp_replicate": 2}, "2"), (12, {"dp_replicate": 2, "tp": 2}, "3"), (4, {"dp_shard": 4}, "4"), (3, {}, "1")],
 )
-def test_shards_are_all_processes_that_copies_and_cuts_leave(monkeypatch, world, sizes, shards):
+def test_shard_size_is_completed(monkeypatch, world, sizes, shards):
     assert _completed(monkeypatch, world, **sizes) == shards
 
 
@@ -177,6 +176,6 @@ def test_shards_are_all_processes_that_copies_and_cuts_leave(monkeypatch, world,
         (2, {"tp": 2}, "does not divide 2 processes"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(monkeypatch, world, sizes, said):
+def test_mesh_sizes_that_do_not_fit_are_refused(monkeypatch, world, sizes, said):
     with pytest.raises(UsageError, match=said):
         _completed(monkeypatch, world, **sizes)

@@ -233,6 +233,7 @@ def _command(script, argv, folder):
 def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
     """Run train.py or eval.py in `folder` as the command does, up to its exit; return exit codes and outputs by rank."""
     out = Path(folder).with_suffix(".out")
+    Path(folder).mkdir(parents=True, exist_ok=True)
     try:
         spawn(world, _command, script, argv, folder, out=out, env=env, timeout=timeout)
     except RankFailed as failed:

@@ -1,4 +1,4 @@
-"""`per_device_batch_size: auto`: one rank runs out of memory, and all agree on what fits it."""
+"""`per_device_batch_size: auto`: one rank runs out of memory, and all use the size that fits it."""
 
 from types import SimpleNamespace
 
@@ -47,24 +47,24 @@ def _search(files, limits: list[int]):
 
 
 @pytest.mark.parametrize("limits, size", [([100, 100], 16), ([100, 4], 4), ([6, 100], 4), ([1, 1], 1)])
-def test_all_ranks_agree_on_what_fits_the_smallest(files, tmp_path, limits, size):
+def test_all_ranks_use_what_fits_the_smallest(files, tmp_path, limits, size):
     results = kit.spawn(2, _search, files, limits, out=tmp_path)
     assert [r[0] for r in results] == [size, size]
     assert results[0][1] == results[1][1]  # every rank made every trial, so no collective was left waiting
     assert all(clean for *_, clean in results)
 
 
-def test_auto_is_resolved_and_kept_when_the_run_goes_on(files, tmp_path):
+def test_auto_is_kept_on_resume(files, tmp_path):
     auto = kit.run_training(1, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
-    said = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["per_device_batch_size"]
-    assert said == auto_batch_size.LARGEST_ON_CPU
-    fixed = kit.run_training(1, tmp_path / "fixed", *flags(files, per_device_batch_size=said))
+    chosen = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["per_device_batch_size"]
+    assert chosen == auto_batch_size.LARGEST_ON_CPU
+    fixed = kit.run_training(1, tmp_path / "fixed", *flags(files, per_device_batch_size=chosen))
     assert kit.same(auto.weights, fixed.weights)
     kit.run_training(2, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
     assert "nothing is left to train" in (tmp_path / "auto.out" / "rank0.txt").read_text()
 
 
-def test_the_share_of_a_rank_bounds_it():
+def test_at_most_the_share_of_a_rank():
     strategy = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, device=torch.device("cpu")))
     for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
         run = RunConfig(global_batch_size=batch, per_device_batch_size="auto")

@@ -18,16 +18,9 @@ from tests.helpers import kit
 def trained(files, tmp_path_factory):
     """A short float64 run with an evaluation at its end."""
     folder = tmp_path_factory.mktemp("trained")
-    values = {
-        "model_config": files / "llama.yaml",
-        "train_file": files / "train.jsonl",
-        "validation_file": files / "validation.jsonl",
-        "dtype": "float64",
-        "max_steps": 15,
-        "learning_rate": 1e-2,
-        "per_device_eval_batch_size": 7,
-    }
-    return kit.run_training(1, folder / "run", *[word for k, v in values.items() for word in (f"--{k}", v)])
+    values = {"model_config": files / "llama.yaml", "dtype": "float64", "max_steps": 15, "learning_rate": 1e-2}
+    values |= {f"{split}_file": files / f"{split}.jsonl" for split in ("train", "validation")}
+    return kit.run_training(1, folder / "run", *kit.flags(**values, per_device_eval_batch_size=7))
 
 
 @pytest.fixture(scope="module")
@@ -51,12 +44,8 @@ def independent(trained, files):
 @pytest.mark.parametrize("batch", [1, 4, 7])
 def test_exact_and_bitwise_the_same_on_one_two_three_processes(trained, independent, tmp_path, batch):
     loss, targets, correct = independent
-    lines = [
-        kit.run_evaluation(
-            world, tmp_path / f"{world}", "--checkpoint", trained.folder, "--per_device_eval_batch_size", batch
-        )
-        for world in (1, 2, 3)
-    ]
+    flags = kit.flags(checkpoint=trained.folder, per_device_eval_batch_size=batch)
+    lines = [kit.run_evaluation(world, tmp_path / f"{world}", *flags) for world in (1, 2, 3)]
     assert lines[0] == lines[1] == lines[2]  # every number, to the last bit
     line = lines[0]
     assert abs(line["loss"] - loss / targets) <= 1e-12

@@ -17,7 +17,7 @@ def small_model():
     return model
 
 
-def test_decay_on_two_dimensions_or_more_and_frozen_parameters_nowhere():
+def test_weight_decay_on_two_dimensions_or_more():
     model = small_model()
     decayed, plain = parameter_groups(model, 0.1)
     assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[1].weight)]
@@ -70,7 +70,7 @@ def test_warmup_longer_than_the_run(name, total):
     assert long(0) == (RunConfig.learning_rate if name == "constant" else 0)
 
 
-def test_warmup_as_a_fraction_is_one_of_all_steps():
+def test_warmup_as_a_fraction_of_all_steps():
     fraction = make_schedule(RunConfig(warmup_steps=0.1, learning_rate=1.0), 50)
     steps = make_schedule(RunConfig(warmup_steps=5, learning_rate=1.0), 50)
     assert [fraction(u) for u in range(50)] == [steps(u) for u in range(50)]
@@ -84,9 +84,9 @@ def test_wrong_arguments_of_a_schedule_are_refused():
 
 
 def test_the_learning_rate_does_not_run_faster_on_two_processes(files, tmp_path):
-    """E1: a schedule that Accelerate prepares is stepped once per process."""
-    flags = ["--model_config", files / "llama.yaml", "--train_file", files / "train.jsonl", "--max_steps", 10]
-    flags += ["--logging_steps", 1, "--learning_rate", 1]
+    """A schedule that Accelerate prepares is stepped once per process; the mutant below does so."""
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl"}
+    flags = kit.flags(**fields, max_steps=10, logging_steps=1, learning_rate=1)
     traces = []
     for world in (1, 2):
         run = kit.run_training(world, tmp_path / f"{world}", *flags)
@@ -94,8 +94,8 @@ def test_the_learning_rate_does_not_run_faster_on_two_processes(files, tmp_path)
     assert traces[0] == traces[1] == pytest.approx([1 - s / 10 for s in range(10)])
 
 
-def _prepared_schedule(world):
-    """The mutant: what a script does that prepares its scheduler with Accelerate."""
+def _prepared_schedule():
+    """Return the rates of a script that prepares its scheduler with Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -110,6 +110,6 @@ def _prepared_schedule(world):
     return rates
 
 
-def test_mutant_prepared_schedule_is_dead_at_half_way(tmp_path):
-    rates = kit.spawn(2, _prepared_schedule, 2, out=tmp_path)[0]
+def test_mutant_prepared_schedule_ends_halfway(tmp_path):
+    rates = kit.spawn(2, _prepared_schedule, out=tmp_path)[0]
     assert rates[5:] == [0.0] * 5
