@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from importlib import import_module
@@ -239,6 +240,13 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
     except RankFailed as failed:
         return failed.codes, failed.texts
     return [0] * world, [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
+
+
+def finish_saves() -> None:
+    """Wait in this process for the checkpoint that is being written, which a failure of the run would interrupt."""
+    for thread in threading.enumerate():
+        if thread.name == "saver":
+            thread.join()
 
 
 def after_prepare(look) -> None:

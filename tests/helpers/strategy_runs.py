@@ -34,11 +34,16 @@ def check_same_lines(one: list[dict], other: list[dict], rel: float = 1e-6) -> N
         assert [b[name] for name in names] == pytest.approx([a[name] for name in names], rel=rel)
 
 
-def check_same_run(one: kit.Run, other: kit.Run, rel: float = 1e-6) -> None:
-    """Assert the same examples in every step, and the same numbers within the last digits of float32."""
+def check_same_numbers(one: kit.Run, other: kit.Run, rel: float = 1e-6) -> None:
+    """Assert the same examples in every step, and the same lines within the last digits of float32."""
     assert kit.ledger_text(one.folder) == kit.ledger_text(other.folder)
     check_same_lines(one.kind("train"), other.kind("train"), rel)
     check_same_lines(one.kind("eval"), other.kind("eval"))
+
+
+def check_same_run(one: kit.Run, other: kit.Run, rel: float = 1e-6) -> None:
+    """Assert the same examples, lines and final weights."""
+    check_same_numbers(one, other, rel)
     assert kit.distance(one.weights, other.weights) <= 1e-5
 
 
