@@ -117,7 +117,7 @@ def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path,
 
 def test_weights_that_accelerate_would_untie_are_refused(dropped, tmp_path, monkeypatch):
     """Without the method that ties them again, a run trains and ends somewhere else."""
-    monkeypatch.setattr(train.ModelWithLoss, "tie_weights", lambda self: None)
+    monkeypatch.setattr(step.ModelWithLoss, "tie_weights", lambda self: None)
     codes, outputs = command(dropped[0], tmp_path / "here")
     assert codes == [1, 1], outputs
     assert "tie_weights" in outputs[0]

@@ -172,7 +172,7 @@ def test_a_rank_whose_disk_takes_nothing_costs_no_more(files, fsdp2_two, tmp_pat
         return write_shard(self, parts, write)
 
     monkeypatch.setattr(sharded.ShardWriters, "write_shard", failing)
-    monkeypatch.setattr(async_writer, "SHARES", 3.0)
+    monkeypatch.setattr(async_writer, "SHARD_TIMEOUT", 3.0)
     folder = killed_after(fsdp2_two, tmp_path / "here" / "run", 10)
     codes, outputs = command(recipe(files, save_steps=2, max_failed_saves=2), tmp_path / "here")
     assert codes == [0, 0], outputs

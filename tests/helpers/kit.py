@@ -245,7 +245,7 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
 def finish_saves() -> None:
     """Wait in this process for the checkpoint that is being written, which a failure of the run would interrupt."""
     for thread in threading.enumerate():
-        if thread.name == "saver":
+        if thread.name == "checkpoint writer":
             thread.join()
 
 

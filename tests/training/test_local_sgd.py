@@ -30,11 +30,6 @@ AVERAGES = (3, 6, 9, 10)
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def straight(tiny, tmp_path_factory) -> kit.Run:
     return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
 
