@@ -92,17 +92,16 @@ class Plan(NamedTuple):
 
 
 def _plan(split, cfg: RunConfig) -> Plan:
-    plan, examples = Plan([], [], []), 0
+    micro_batches, first_row, sources, examples = [], [], [], 0
     for name, first_id, part in split.segments():
         count = min(len(part), cfg.max_eval_examples or len(part))
-        begin = len(plan.micro_batches)
+        begin = len(micro_batches)
         for micro in evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths):
-            index = len(plan.micro_batches)
-            plan.micro_batches.append(replace(micro, ids=micro.ids + first_id, index=index))
-            plan.first_row.append(first_id - examples)
-        plan.sources.append(Source(name, slice(begin, len(plan.micro_batches)), count))
+            micro_batches.append(replace(micro, ids=micro.ids + first_id, index=len(micro_batches)))
+            first_row.append(first_id - examples)
+        sources.append(Source(name, slice(begin, len(micro_batches)), count))
         examples += count
-    return plan
+    return Plan(micro_batches, first_row, sources)
 
 
 def _share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:

@@ -8,10 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
+from src.training import step
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -28,7 +32,7 @@ def recipe(files, tmp_path_factory):
 
 
 def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.Run:
-    """Launch train.py as people do, on this GPU, and read the run back."""
+    """Launch train.py by `accelerate launch` on this GPU, and read the run back."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
     script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(folder)]
@@ -43,8 +47,8 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.R
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     run = kit.Run(folder)
     run.text = done.stdout + done.stderr
-    run.said = json.loads((folder / "environment.json").read_text())
-    assert run.said["device"].startswith("cuda")
+    run.environment = json.loads((folder / "environment.json").read_text())
+    assert run.environment["device"].startswith("cuda")
     return run
 
 
@@ -57,7 +61,7 @@ def float32(recipe, tmp_path_factory) -> kit.Run:
     return launched(tmp_path_factory.mktemp("float32") / "run", recipe())
 
 
-def test_a_gpu_and_a_cpu_train_alike(recipe, float32, tmp_path):
+def test_a_gpu_trains_the_numbers_of_a_cpu(recipe, float32, tmp_path):
     on_cpu = kit.run_training(1, tmp_path / "cpu", *recipe())
     assert losses_agree(float32, on_cpu, 1e-4)
     assert kit.ledger_text(float32.folder) == kit.ledger_text(on_cpu.folder)
@@ -66,13 +70,13 @@ def test_a_gpu_and_a_cpu_train_alike(recipe, float32, tmp_path):
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, precision):
     run = launched(tmp_path / "run", recipe(), precision)
-    assert run.said["precision"] == f"weights float32, computing in {precision}"
+    assert run.environment["precision"] == f"weights float32, computing in {precision}"
     assert {value.dtype for value in run.weights.values()} == {torch.float32}
     assert losses_agree(run, float32, 2e-2)
     assert not losses_agree(run, float32, 1e-9)  # it was not silently float32
 
 
-def test_fp8_computes_or_says_what_it_takes(recipe, float32, tmp_path):
+def test_fp8_losses_are_close(recipe, float32, tmp_path):
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU has no float8")
@@ -80,7 +84,7 @@ def test_fp8_computes_or_says_what_it_takes(recipe, float32, tmp_path):
     assert losses_agree(run, float32, 5e-2)
 
 
-def test_a_killed_run_goes_on_bitwise(recipe, float32, tmp_path):
+def test_resume_is_bitwise(recipe, float32, tmp_path):
     """Fused AdamW on the device, pinned copies to the host and back."""
     launched(tmp_path / "run", recipe(max_steps=20, save_steps=10, save_total_limit=2))
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000020")
@@ -97,12 +101,12 @@ def test_compiled_layers_compute_the_same(recipe, float32, tmp_path):
     assert 0 < run.kind("train")[-1]["graphs"] <= 8
 
 
-def test_checkpointed_activations_take_less_memory(recipe, float32, tmp_path):
+def test_checkpointed_activations_compute_the_same(recipe, float32, tmp_path):
     run = launched(tmp_path / "run", recipe(gradient_checkpointing=True))
     assert losses_agree(run, float32, 1e-5)
 
 
-def test_attention_takes_a_fast_kernel_where_there_is_no_mask():
+def test_attention_without_a_mask_uses_a_fast_kernel():
     """Rows are padded on the right without a mask, so that flash or cuDNN attention can be chosen."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -112,14 +116,8 @@ def test_attention_takes_a_fast_kernel_where_there_is_no_mask():
     assert torch.isfinite(out).all()
 
 
-def test_an_update_that_is_not_finite_is_left_out_on_the_device():
+def test_a_non_finite_update_is_skipped_on_the_device():
     """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
-    from types import SimpleNamespace
-
-    from src.config.schema import RunConfig
-    from src.distributed.strategies import Strategy
-    from src.training import step
-
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
     accelerator = SimpleNamespace(
