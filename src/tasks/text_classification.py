@@ -21,6 +21,7 @@ from src.models.losses import sums_from_logits
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
+from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows
 from src.text.tokenization import require_text
 
 NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_head")  # a pretrained encoder has none
@@ -80,16 +81,8 @@ class Task(base.Task):
         )
         if has_types and self.options.text_pair_column:
             self.token_columns.append("token_type_ids")  # which of the two texts a token belongs to
-        self.labels = self._labels_of_model()
-
-    def _labels_of_model(self) -> list[str] | None:
-        """Return the labels of a pretrained classifier, None of any other model."""
-        names = self.config.id2label or {}
-        is_classifier = any("SequenceClassification" in name for name in self.config.architectures or [])
-        is_named = not all(str(name).startswith("LABEL_") for name in names.values())
-        if self.cfg.model_name_or_path and (is_named or is_classifier):
-            return [names[i] for i in sorted(names)]
-        return None
+        if self.cfg.model_name_or_path:
+            self.labels = labels_of_model(self.config)
 
     def _metric_names(self) -> list[str]:
         return [name for name in self.options.metrics if name != "none"]
@@ -111,43 +104,30 @@ class Task(base.Task):
                     f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: see "
                     "--text_column and --label_column"
                 )
-        feature = examples.features[label_column]
-        dtype = str(getattr(feature, "dtype", "lists or objects"))
-        if not any(known in dtype for known in ("int", "string", "bool")):
-            raise UsageError(f"{split} data: `{label_column}` holds {dtype}: a label is a name or an integer")
-        self.class_names: Any = feature.names if isinstance(feature, ClassLabel) else None
+        self.class_names: Any = class_names(examples, label_column, split)
         if self.labels is None:
-            self.labels = self._labels_of_rows(examples, split, whole)
+            if self.class_names is None and not whole:
+                raise UsageError(
+                    f"{split} data: the labels of a stream are not known before its end: give data whose "
+                    f"`{label_column}` is a ClassLabel, or a model that knows them"
+                )
+            self.labels = self.class_names or labels_of_rows(examples, label_column)
+            if len(self.labels) < 2:
+                raise UsageError(
+                    f"{split} data: `{label_column}` is {', '.join(self.labels) or 'empty'} in every row: give data with "
+                    "two labels or more"
+                )
         features = {name: List(Value("int32")) for name in self.token_columns}
         features["label"] = ClassLabel(names=self.labels)
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
         return needed, Features(features)
 
-    def _labels_of_rows(self, examples, split: str, whole: bool) -> list[str]:
-        """Return the names of a ClassLabel, else the sorted labels of all rows; raise UsageError for fewer than two."""
-        column = self.options.label_column
-        if self.class_names is None and not whole:
-            raise UsageError(
-                f"{split} data: the labels of a stream are not known before its end: give data whose `{column}` is a "
-                "ClassLabel, or a model that knows them"
-            )
-        values = self.class_names
-        if values is None:
-            values = set(examples.unique(column)) - {None}
-            values = sorted(values, key=lambda value: (str(type(value)), value))  # numbers by value: 2 before 10
-        labels = [str(value) for value in values]
-        if len(labels) < 2:
-            raise UsageError(
-                f"{split} data: `{column}` is {', '.join(labels) or 'empty'} in every row: give data with two labels "
-                "or more"
-            )
-        return labels
-
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         texts = [batch[column] for column in self.text_columns]
         for column, values in zip(self.text_columns, texts, strict=True):
             require_text(values, column, locations)
-        labels = self._label_ids(batch[self.options.label_column], locations)
+        labels = batch[self.options.label_column]
+        labels = label_ids(labels, self.labels, self.class_names, self.options.label_column, locations)
         encoded = self.tokenizer(*texts, truncation=True, max_length=self.max_length, verbose=False)
         lengths = [len(ids) for ids in encoded["input_ids"]]
         truncated = [0] * len(lengths)
@@ -158,21 +138,6 @@ class Task(base.Task):
                 truncated[i] = len(ids) - self.max_length
         columns = {name: encoded[name] for name in self.token_columns}
         return columns | {"label": labels, "length": lengths, "targets": [1] * len(lengths), "cut": truncated}
-
-    def _label_ids(self, values: list, locations) -> list[int]:
-        """Return the id of each label; raise UsageError for a missing or unknown one."""
-        ids_of = {label: i for i, label in enumerate(self.labels)}
-        ids = []
-        for value, location in zip(values, locations, strict=True):
-            if value is None:
-                raise UsageError(f"{location}: `{self.options.label_column}` holds nothing: every row needs a label")
-            is_class_id = self.class_names and isinstance(value, int) and value >= 0
-            label = self.class_names[value] if is_class_id else str(value)
-            if label not in ids_of:
-                known = ", ".join(ids_of)[:200]
-                raise UsageError(f"{location}: the label {label!r} is none of the {len(ids_of)} known: {known}")
-            ids.append(ids_of[label])
-        return ids
 
     def on_prepared(self, features) -> None:
         """Take the names of the labels from prepared data."""

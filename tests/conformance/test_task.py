@@ -1,4 +1,4 @@
-"""What every task must keep, run on each recipe of recipes.py. Each check has the mutant that it must catch."""
+"""What every task must keep, checked for each recipe of recipes.py."""
 
 import shutil
 
@@ -18,19 +18,18 @@ pytestmark = pytest.mark.conformance
 @pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe.__name__)
 def flags(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param.__name__)
-    values = {
-        "train_file": folder / "train.jsonl",
-        "validation_file": folder / "validation.jsonl",
-        "dtype": "float64",
-        "global_batch_size": 24,
-        "per_device_batch_size": 24,
-        "per_device_eval_batch_size": 4,
-        "max_steps": 12,  # nine of them are the first epoch, and the ninth is its tail of eleven
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_steps": 6,
-    }
-    return [*request.param(folder), *(word for name, value in values.items() for word in (f"--{name}", value))]
+    return request.param(folder) + kit.flags(
+        train_file=folder / "train.jsonl",
+        validation_file=folder / "validation.jsonl",
+        dtype="float64",
+        global_batch_size=24,
+        per_device_batch_size=24,
+        per_device_eval_batch_size=4,
+        max_steps=12,  # nine of them are the first epoch, and the ninth is its tail of eleven
+        learning_rate=1e-3,
+        logging_steps=1,
+        save_steps=6,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +39,10 @@ def whole(flags, tmp_path_factory):
 
 
 def test_loss_is_a_sum_and_weight_its_divisor(flags):
-    """The sums of a batch are those of its rows alone, added; a mean would not be."""
-    run, options = parsing.parse([str(word) for word in flags], OPTIONS)
-    task = make_task(run, options)
-    split = prepare_datasets(run, task)["train"]
+    """The sums of a batch are those of its rows alone, added up. The mutant returns means."""
+    cfg, options = parsing.parse(flags, OPTIONS)
+    task = make_task(cfg, options)
+    split = prepare_datasets(cfg, task)["train"]
     model = task.build().train()
 
     def sums(ids):
@@ -53,12 +52,11 @@ def test_loss_is_a_sum_and_weight_its_divisor(flags):
     together, alone = sums(range(10)), [sums([i]) for i in range(10)]
     assert torch.allclose(together, sum(alone), rtol=1e-9)  # some layers of transformers compute in float32
     mean = together[0] / together[1]
-    assert not torch.isclose(
-        mean, sum(one[0] / one[1] for one in alone), rtol=1e-3
-    )  # the mutant: a task that returns means
+    sum_of_means = sum(loss / weight for loss, weight in alone)
+    assert not torch.isclose(mean, sum_of_means, rtol=1e-3)
 
 
-def test_the_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
+def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
     run = kit.run_training(2, tmp_path / "run", *flags, "--per_device_batch_size", 5)
     assert kit.distance(whole.weights, run.weights) <= 1e-9
     assert max(abs(a - b) for a, b in zip(whole.losses(), run.losses(), strict=True)) <= 1e-9
@@ -66,14 +64,14 @@ def test_the_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
     assert kit.distance(whole.weights, other.weights) > 1e-3
 
 
-def test_evaluation_is_the_same_on_any_number_of_processes_and_after_training(flags, whole, tmp_path):
+def test_evaluation_equals_that_of_training_on_any_number_of_processes(flags, whole, tmp_path):
     reported = whole.kind("eval")[-1]
     assert reported["examples"] == 31
     for world in (1, 3):
         assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", whole.folder) == reported
 
 
-def test_an_interrupted_run_goes_on_bitwise(flags, whole, tmp_path):
+def test_interrupted_run_resumes_bitwise(flags, whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
