@@ -74,6 +74,11 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
 
     `known` is the identity of this run. A change of a field is refused unless it is declared may_change_on_resume."""
     state, changes = read_state(checkpoint), Changes()
+    if missing := known.keys() - state["identity"].keys():
+        raise UsageError(
+            f"resume: {checkpoint} does not record {', '.join(sorted(missing))}: another version of this code saved it; start "
+            f"a new run from its weights with --init_from {checkpoint}"
+        )
     _compare_fields(changes, state, yaml.safe_load(to_yaml(cfg, options)), options, known)
     _compare_contents(changes, state["identity"], known)
     _compare_schedules(changes, cfg, state, known["data"]["examples"])

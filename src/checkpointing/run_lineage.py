@@ -4,10 +4,8 @@ Tests: tests/checkpointing/test_run_lineage.py.
 """
 
 import json
-import os
 import shutil
 import uuid
-from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -78,37 +76,25 @@ def has_trained(output_dir: Path) -> bool:
 
 
 def copy_best_checkpoint(start: Path, output_dir: Path, lineage: dict) -> None:
-    """Copy the best checkpoint so far of the run that `start` is of into `output_dir`, as one of the run with `lineage`."""
+    """Copy the best checkpoint so far of the run that saved `start` into `output_dir`, as one of the run with `lineage`."""
     best_step = read_state(start)["progress"]["best_step"]
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
     found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
     best = next((path for path in found if not atomic_folder.verify(path)), None)
     if best is None:
         return
-    files = atomic_folder.read_manifest(best)["files"]
-    state = read_state(best) | {"lineage": lineage}
 
-    def write(temporary: Path) -> dict:
-        for name in files:
+    def write(temporary: Path) -> None:
+        for name in atomic_folder.read_manifest(best)["files"]:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            if name != "state.json":
-                _link_or_copy(best / name, temporary / name, temporary.stat().st_mode & 0o666)
-        (temporary / "state.json").write_text(json.dumps(state, indent=1))
-        return {name: entry for name, entry in files.items() if name != "state.json"}
+            shutil.copyfile(best / name, temporary / name)  # without modes: the source may be read-only
+        (temporary / "state.json").write_text(json.dumps(read_state(best) | {"lineage": lineage}, indent=1))
 
     folder = output_dir / "checkpoints" / f"step_{best_step:08d}"
     try:
         atomic_folder.publish(folder, write, **atomic_folder.read_metadata(best))
     except (OSError, shutil.Error) as error:
         warn(f"the best checkpoint so far, {best}, cannot be copied to {folder}: {error}", any_rank=True)
-
-
-def _link_or_copy(source: Path, target: Path, mode: int) -> None:
-    """Link a file; copy it if a link is not possible, or if the link would change the mode of `source`."""
-    with suppress(OSError):
-        if source.stat().st_mode & 0o777 == mode:
-            return os.link(source, target)
-    shutil.copy2(source, target)
 
 
 def run_id(checkpoint: Path) -> str | None:

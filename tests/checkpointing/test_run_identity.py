@@ -190,6 +190,13 @@ def test_nothing_changed_is_not_remarked(tmp_path):
     assert check(tmp_path, RunConfig(output_dir="run", max_steps=12)) == []
 
 
+def test_checkpoint_of_another_version_is_refused(tmp_path):
+    older = {name: value for name, value in KNOWN.items() if name != "model_commit"}
+    said = refusal(tmp_path, RunConfig(output_dir="run", max_steps=12), then=older)
+    assert "does not record model_commit" in said
+    assert "--init_from" in said
+
+
 def test_processes_matter_with_a_lossy_hook(tmp_path):
     cfg = RunConfig(output_dir="run", max_steps=12, ddp_comm_hook="fp16")
     [remark] = check(tmp_path, cfg, known=KNOWN | {"processes": 3})
