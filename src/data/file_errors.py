@@ -16,13 +16,13 @@ from src.data.sources import Source
 JSON = (".jsonl", ".json")
 
 
-def explain_read_error(source: Source, error: Exception, files: Sequence[str] = ()) -> str:
+def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
     """Return one sentence about why `datasets` could not read `files`: the file, and the line where there is one."""
     name = source.display_names(files) or str(source)
     while error.__cause__ is not None:
         # To explain an error behind a URL, datasets opens it again, with an argument that fsspec refuses.
         hidden = isinstance(error.__cause__, TypeError) and error.__context__ is not None
-        error = error.__context__ if hidden else error.__cause__
+        error = error.__context__ if hidden and error.__context__ else error.__cause__
     for file in files or source.files:
         own = isinstance(error, UsageError) and file in str(error)
         if found := str(error) if own else describe_file_error(file):
@@ -34,7 +34,7 @@ def explain_read_error(source: Source, error: Exception, files: Sequence[str] = 
     reason = " ".join(str(error).split())[:400] or type(error).__name__
     if "corresponds to no data" in reason:
         return f"{source.field}: {name} holds no rows: give data with at least one"
-    hint = "" if source.builder else not_found_locally(source.name)
+    hint = "" if source.builder else not_found_locally(str(source.name))
     return f"{source.field}: {name} could not be read: {hint}{reason}"
 
 
@@ -121,7 +121,7 @@ def _values_by_line(file: str) -> Iterator[tuple[str, object]]:
             try:
                 value = json.loads(text.rstrip(), object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:
-                error.line = number
+                vars(error)["line"] = number
                 raise
             yield f"line {number}", value
 
@@ -134,7 +134,7 @@ def _values_over_lines(file: str) -> Iterator[tuple[str, object]]:
         try:
             value, position = decoder.raw_decode(text, match.start())
         except (ValueError, RecursionError) as error:
-            error.line = getattr(error, "lineno", line)
+            vars(error)["line"] = getattr(error, "lineno", line)
             raise
         yield f"line {line}", value
         line += text.count("\n", match.start(), position)
@@ -146,6 +146,8 @@ def _read_text(file: str) -> str:
 
 class _DuplicateKey(ValueError):
     """An object has the same key twice."""
+
+    line = 1
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
