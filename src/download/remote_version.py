@@ -49,8 +49,8 @@ def look_up(url: str, field: str) -> dict:
 
 def _look_up_http(url: str, field: str) -> dict:
     with open_url("HEAD", url) as answer:
-        known = answer.status_code in WITH_DATA and answer.headers.get("Content-Length") != "0"
-    if not known:  # some servers have no HEAD, or none for signed URLs
+        known = answer.status_code in WITH_DATA and answer.headers.get("Content-Length", "0") != "0"
+    if not known:  # some servers refuse HEAD, as for signed URLs, or answer it without a length
         with open_url("GET", url, {"Range": "bytes=0-0"}) as answer:
             pass
     if answer.status_code in NOT_FOR_US:
