@@ -1,6 +1,6 @@
-"""F1 as a metric of `evaluate`, shipped because the Hub's script cannot be had offline and needs scikit-learn.
+"""F1 as a metric of `evaluate`, shipped because the Hub's script needs a network and scikit-learn.
 
-Guarded by tests/tasks/test_text_classification.py.
+Tests: tests/tasks/test_text_classification.py.
 """
 
 import datasets
@@ -23,6 +23,6 @@ class F1(evaluate.Metric):
         predictions, references = np.asarray(predictions), np.asarray(references)
         scores = []
         for label in np.union1d(predictions, references):
-            guessed, true = predictions == label, references == label
-            scores.append(2 * np.sum(guessed & true) / (guessed.sum() + true.sum()))
+            predicted, true = predictions == label, references == label
+            scores.append(2 * np.sum(predicted & true) / (predicted.sum() + true.sum()))
         return {"f1": float(np.mean(scores))}

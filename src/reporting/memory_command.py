@@ -20,6 +20,7 @@ from src.models.memory_estimate import (
     rows_per_forward,
     working_bytes,
 )
+from src.models.model_files import model_folder
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, make_task
 
@@ -117,8 +118,6 @@ def _devices(argv: list[str]) -> tuple[list[str], int, float]:
 def empty_model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
     """Return (the task's model without weights, the length of its rows)."""
     from datasets import ClassLabel, Features
-
-    from src.models.model_files import model_folder
 
     if name := cfg.model_name_or_path:
         cfg = replace(cfg, model_name_or_path=model_folder(cfg, name, weights=False))
