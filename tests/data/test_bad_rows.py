@@ -27,7 +27,7 @@ ODD = 31337  # stands in the row that is bad, so that its line can be looked up
 
 class Case(NamedTuple):
     files: dict  # content by name: text, bytes, or columns of a parquet file
-    said: str | None  # words of the last lines, separated by |; {line} is where ODD stands; None: the run is good
+    message: str | None  # words of the last lines, separated by |; {line} is where ODD stands; None: the run is good
     streamed: str | None = ""  # the same of a stream; "": as above
     code: int = 2
     code_streamed: int = 1  # 2 where it is met in the first rows of all, before training begins
@@ -289,7 +289,7 @@ def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name, streami
     files = write(tmp_path, case.files)
     fields = {"streaming": True, "max_steps": 4, "global_batch_size": 8} if streaming else {}
     code, text = outcome(tools, tmp_path, capfd, train_file=files, **fields)
-    words = case.said if not streaming or case.streamed == "" else case.streamed
+    words = case.message if not streaming or case.streamed == "" else case.streamed
     expected = (case.code_streamed if streaming else case.code) if words is not None else 0
     check(text, code, words, expected, odd_line(files))
 
@@ -304,7 +304,7 @@ def test_command_prints_the_message_and_exits(tools, tmp_path, streaming):
     [code], [text] = kit.run_command("train.py", *kit.flags(**fields_of(tools, **fields)), folder=tmp_path / "here")
     assert "Traceback" not in text
     last = "\n".join(text.rstrip().splitlines()[-2:]).replace(f"{tmp_path}/", "")
-    check(last, code, case.said, 1 if streaming else 2, odd_line(files))
+    check(last, code, case.message, 1 if streaming else 2, odd_line(files))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
@@ -361,26 +361,26 @@ def test_location_of_every_row(tools, tmp_path, kind):
 
 def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
     """The number of the row for that of the line; and no file at all."""
-    said = "a.jsonl, line {line}: train data, row 5: `text` holds nothing"
+    message = "a.jsonl, line {line}: train data, row 5: `text` holds nothing"
     files = write(tmp_path, {"a.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
-    check(text, code, said, 2, odd_line(files))
+    check(text, code, message, 2, odd_line(files))
     monkeypatch.setattr(row_errors, "_find", lambda locations, row: (row, f"line {row + 1}"))
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     with pytest.raises(AssertionError):
-        check(text, code, said, 2, odd_line(files))
+        check(text, code, message, 2, odd_line(files))
     case = CASES["malformed line"]
     files = write(tmp_path, case.files)
     for module in ("arrow_cache", "file_errors"):
         monkeypatch.setattr(f"src.data.{module}.describe_file_error", lambda *_: None)
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     with pytest.raises(AssertionError):
-        check(text, code, case.said, 2, odd_line(files))
+        check(text, code, case.message, 2, odd_line(files))
 
 
 @pytest.mark.parametrize("where", ["another file", "another chunk"])
 def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch, where):
-    """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent fault.
+    """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent error.
 
     It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
     good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
@@ -418,12 +418,12 @@ def test_location_ignores_files_of_other_splits(tools, tmp_path):
 def test_errors_in_json_over_several_lines(tmp_path):
     rows = [json.dumps(row, indent=1) for row in GOOD]
     file = tmp_path / "a.json"
-    for odd, said in (
+    for odd, message in (
         ('{\n "text": 3\n}', "line 16: `text` is a number, and text in the rows before: 3"),
         ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
-        assert file_errors.describe_file_error(str(file)) == f"{file}, {said}"
+        assert file_errors.describe_file_error(str(file)) == f"{file}, {message}"
     file.write_text("\n".join(rows))
     assert file_errors.describe_file_error(str(file)) is None
 
@@ -558,15 +558,15 @@ def test_row_numbers_in_later_blocks_of_a_stream(tools, tmp_path, capfd, monkeyp
     rows = [{"text": f"def f{i}"} for i in range(20)]
     file = write(tmp_path, {"a.jsonl": among(rows, f'{{"text": null, "n": {ODD}}}', 11)})
     monkeypatch.setattr(stream_shards, "BLOCK", 4)
-    said = "a.jsonl, row 11: train data: `text` holds nothing"
+    message = "a.jsonl, row 11: train data: `text` holds nothing"
     fields = {"train_file": file, "streaming": True, "max_steps": 4, "global_batch_size": 8}
     code, text = outcome(tools, tmp_path, capfd, **fields)
-    check(text, code, said, 1, None)
+    check(text, code, message, 1, None)
     original = stream_shards.RowLocations
     monkeypatch.setattr(stream_shards, "RowLocations", lambda split, a, b, where: original(split, 0, b - a, where))
     code, text = outcome(tools, tmp_path, capfd, **fields)
     with pytest.raises(AssertionError):
-        check(text, code, said, 1, None)
+        check(text, code, message, 1, None)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -581,6 +581,6 @@ def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypat
     for _ in range(2):  # the second time, all is prepared
         monkeypatch.setattr(dataset_folder, "_warned", set())
         kit.open_data(**given, cache_dir=tmp_path / "cache", **more)
-        said = capsys.readouterr().err
-        assert said.count("not read") == 1
-        assert f"{folder / name} not read" in said
+        message = capsys.readouterr().err
+        assert message.count("not read") == 1
+        assert f"{folder / name} not read" in message

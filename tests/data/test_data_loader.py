@@ -1,4 +1,4 @@
-"""Micro-batches come in order whoever reads them; what a loader process was at when it died, hung or failed is named."""
+"""Micro-batches come in order for any number of loader processes; a failing process is reported with its rows."""
 
 import json
 import os
@@ -39,21 +39,21 @@ def plan(split, steps: int = 11, micro: int = 4) -> list:
     return list(training_order(PlanConfig(len(split), 8, micro, 1, split.lengths), 0, 1, 0, steps))
 
 
-def strike(monkeypatch, blow) -> None:
-    """Let `blow(rows)` happen before each micro-batch is collated."""
+def before_collate(monkeypatch, action) -> None:
+    """Call `action(rows)` before each micro-batch is collated."""
     original = causal_lm.Task.collate
 
     def collate(self, rows):
-        blow(rows)
+        action(rows)
         return original(self, rows)
 
     monkeypatch.setattr(causal_lm.Task, "collate", collate)
 
 
-def once(folder: Path, name: str = "struck") -> bool:
-    """Return True to the first process that asks."""
+def once(folder: Path) -> bool:
+    """Return True in the first process that calls it."""
     try:
-        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder / "failed", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return False
     return True
@@ -77,15 +77,15 @@ def named(text: str) -> list[tuple[int, int, list[int]]]:
     return [(int(m), int(s), [int(i) for i in ids.split(", ")]) for m, s, ids in found]
 
 
-def failure(data, folder: Path, monkeypatch, blow, workers: int = 2, timeout: int = 30) -> tuple[str, list, float]:
-    """Return (the message, rows that the worker was at when it was struck, seconds) of a reading that fails."""
+def failure(data, folder: Path, monkeypatch, fail, workers: int = 2, timeout: int = 30) -> tuple[str, list, float]:
+    """Return (the message, the rows that the worker was reading, seconds) of a failing reader."""
 
     def noted(rows):
         if worker() is not None and len(contents_seen(folder)) >= 3 and once(folder):
             time.sleep(0.3)  # so that it does not die with the lock of the queue that it answers through
             (folder / "pid").write_text(str(os.getpid()))
             (folder / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows]))
-            blow()
+            fail()
         with open(folder / "seen", "a") as file:
             file.write(".\n")
 
@@ -101,7 +101,7 @@ def failure(data, folder: Path, monkeypatch, blow, workers: int = 2, timeout: in
             os.kill(int((folder / "pid").read_text()), signal.SIGKILL)  # one that hangs
         return str(error.value), seconds
 
-    strike(monkeypatch, noted)
+    before_collate(monkeypatch, noted)
     [(message, seconds)] = kit.spawn(1, reading, out=folder / "out")
     return message, json.loads((folder / "rows.json").read_text()), seconds
 
@@ -111,7 +111,7 @@ def contents_seen(folder: Path) -> list[str]:
 
 
 def check_named(data, message: str, rows: list) -> None:
-    """Assert that exactly one of what the message names is where the worker was, and that it is of the plan."""
+    """Assert that the message names micro-batches of the plan, one of them the one that the worker was reading."""
     split, order = data[1], {(m.index, m.step + 1): m.ids.tolist() for m in plan(data[1])}
     found = named(message)
     assert found, message
@@ -137,7 +137,7 @@ def test_hanging_loader_process_is_reported_with_its_rows(data, tmp_path, monkey
 
 
 def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch):
-    """The reader knows best what it has handed out; what a process was at, only that process knows."""
+    """The reader knows what it has handed out; what a process reads, only that process knows."""
     original = data_loader._describe_failure
 
     def last(items, desk, sent, timeout):
@@ -152,7 +152,7 @@ def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch
 
 
 def _ends(ranks: kit.Ranks, timeout: float) -> list[int | None]:
-    """Return the exit codes of ranks that may leave loader processes behind, for whom `Ranks.wait` would wait."""
+    """Return the exit codes of ranks, without waiting for loader processes that they leave behind."""
     end = time.monotonic() + timeout
     while time.monotonic() < end and any(process.exitcode is None for process in ranks.processes):
         time.sleep(0.01)
@@ -168,7 +168,7 @@ def _gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, how):
-    def blow(rows):
+    def fail(rows):
         if worker() is not None and os.environ["RANK"] == "1" and once(tmp_path):
             time.sleep(0.3)
             (tmp_path / "pid").write_text(str(os.getpid()))
@@ -177,7 +177,7 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
                 time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    strike(monkeypatch, blow)
+    before_collate(monkeypatch, fail)
     (folder := tmp_path / "here").mkdir()
     fields = {"dataloader_num_workers": 2, "dataloader_timeout": 3, "global_batch_size": 8, "per_device_batch_size": 2}
     fields |= {"max_steps": 40, "output_dir": "run", "cache_dir": tmp_path / "cache"}
@@ -199,16 +199,16 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
 
 
-# ---- faults in the collator ----------------------------------------------------------------------------------------------
+# ---- errors in the collator ----------------------------------------------------------------------------------------------
 
 
-def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[str, list]:
-    """Return (what is printed, with the traceback; the micro-batch that failed) of a collator that fails."""
+def collator_error(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[str, list]:
+    """Return (the output with the traceback, the micro-batch that failed) of a failing collator."""
     task, split = data
     bad = plan(split)[at]
     wanted = contents(split, bad.ids)
 
-    def blow(rows):
+    def fail(rows):
         if [row["input_ids"].tolist() for row in rows] == wanted:
             raise ValueError("a cosmic ray")
 
@@ -222,7 +222,7 @@ def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[s
         traceback.print_exception(error.value)
         return seen
 
-    strike(monkeypatch, blow)
+    before_collate(monkeypatch, fail)
     [seen] = kit.spawn(1, reading, out=folder / "out")
     assert seen == [(micro.step, micro.index) for micro in plan(split)[:at]]  # all before it have come
     return (folder / "out" / "rank0.txt").read_text(), bad
@@ -230,7 +230,7 @@ def fault(data, folder: Path, monkeypatch, workers: int, at: int = 9) -> tuple[s
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, workers):
-    text, bad = fault(data, tmp_path, monkeypatch, workers)
+    text, bad = collator_error(data, tmp_path, monkeypatch, workers)
     assert f"micro-batch {bad.index} of step {bad.step + 1} " in text
     assert f"of rows {bad.ids.tolist()}" in text
 
@@ -238,7 +238,7 @@ def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, worke
 @pytest.mark.parametrize("workers", [0, 2])
 def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch, workers):
     monkeypatch.setattr(data_loader, "collate", lambda task, micro, rows: (micro, task.collate(rows)))
-    text, bad = fault(data, tmp_path, monkeypatch, workers)
+    text, bad = collator_error(data, tmp_path, monkeypatch, workers)
     assert "ValueError: a cosmic ray" in text
     assert str(bad.ids.tolist()) not in text
 
@@ -247,7 +247,7 @@ def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch
 
 
 def threads(data_of, folder: Path) -> tuple[int, list[int]]:
-    """Write down the threads of a loader process, in a process that has several; return what that one has."""
+    """Record the threads of loader processes whose rank has several; return those of the rank."""
     from threadpoolctl import threadpool_info, threadpool_limits
 
     torch.set_num_threads(2)
@@ -259,10 +259,10 @@ def threads(data_of, folder: Path) -> tuple[int, list[int]]:
 
     def collate(self, rows):
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
-        told = {name: os.environ.get(name) for name in names}
+        limits = {name: os.environ.get(name) for name in names}
         pools = [[pool["user_api"], pool["num_threads"]] for pool in threadpool_info()]
-        told |= {"torch": torch.get_num_threads(), "pools": pools}
-        (folder / f"worker{worker()}.json").write_text(json.dumps(told))
+        limits |= {"torch": torch.get_num_threads(), "pools": pools}
+        (folder / f"worker{worker()}.json").write_text(json.dumps(limits))
         return original(self, rows)
 
     causal_lm.Task.collate = collate
@@ -272,15 +272,15 @@ def threads(data_of, folder: Path) -> tuple[int, list[int]]:
 
 
 def single(folder: Path) -> list[bool]:
-    """Return, for each loader process, whether it keeps to one thread."""
-    told = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
-    assert len(told) == 2
-    assert all({kind for kind, _ in one["pools"]} >= {"openmp"} for one in told)
+    """Return, for each loader process, whether it uses one thread."""
+    limits = [json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))]
+    assert len(limits) == 2
+    assert all({kind for kind, _ in one["pools"]} >= {"openmp"} for one in limits)
     return [
         one["torch"] == 1
         and all(count == 1 for _, count in one["pools"])
         and all(value == "1" for name, value in one.items() if name.isupper())
-        for one in told
+        for one in limits
     ]
 
 
@@ -330,7 +330,7 @@ def test_mutant_that_yields_batches_as_they_are_ready(data, monkeypatch):
 
 
 def test_pickled_split_reads_the_same_rows(data):
-    """What a loader process gets where processes are spawned."""
+    """A loader process gets it so where processes are spawned."""
     _, split = data
     ids = np.arange(len(split))[::-1]
     split.rows(ids)  # files are open
@@ -378,18 +378,14 @@ def test_column_values(part):
     got = taken(batch)
     assert got.keys() == COLUMNS.keys() - {"length"}  # a column for the plan, of no use to `collate`
     for name, values in got.items():
-        if name == "null_lists":
-            continue
-        assert [plain(value) for value in values] == batch[name].to_pylist(), name
-
-
-def test_null_list():
-    batch = pa.record_batch([COLUMNS["null_lists"]], names=["null_lists"])
-    assert [plain(value) or None for value in taken(batch)["null_lists"]] == [[1], None, [2, 3]]
+        values = [plain(value) for value in values]
+        if name == "null_lists":  # a null list is an empty one
+            values = [value or None for value in values]
+        assert values == batch[name].to_pylist(), name
 
 
 def _copies(batch: pa.RecordBatch) -> list[str]:
-    """Return the columns of numbers and lists of which a value has memory of its own."""
+    """Return the columns of numbers and lists whose values are copies."""
     found = []
     for name, values in taken(batch).items():
         column = batch[name]
@@ -415,8 +411,8 @@ def test_numbers_and_lists_are_not_copied(data, tmp_path):
     assert _copies(mapped) == []
     _, split = data
     one, again = (split.rows(np.array([5]))[0]["input_ids"] for _ in range(2))
-    assert np.shares_memory(one, again)  # the same place of the file
-    assert not one.flags.writeable  # which nobody writes to by mistake
+    assert np.shares_memory(one, again)  # the same memory of the file
+    assert not one.flags.writeable  # nothing can write to it by mistake
 
 
 def test_mutant_that_copies_columns(monkeypatch):

@@ -1,4 +1,4 @@
-"""Files become rows read by id: in order, prepared once, and the same with loader workers or without."""
+"""Files become rows that are read by id: in order, prepared once, the same with or without loader workers."""
 
 import functools
 import json
@@ -130,7 +130,7 @@ def test_dataset_from_save_to_disk(tools, tmp_path, names, validation):
     rows = {"train": TEXTS, "validation": TEXTS[:2], "test": TEXTS[:2]}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": rows[name]}) for name in names})
     saved.save_to_disk(tmp_path / "set")
-    for _ in range(2):  # that there is no validation data is remembered too
+    for _ in range(2):  # a missing split is cached, too
         task, splits = open_data(tools, tmp_path, dataset_name=tmp_path / "set")
         assert texts(task, splits["train"]) == TEXTS
         assert ("validation" in splits) == validation
@@ -166,7 +166,7 @@ def test_damaged_arrow_cache_is_made_again(tools, tmp_path, monkeypatch, damage,
         shutil.rmtree(tmp_path / "cache" / "prepared")
         task, splits = open_data(tools, tmp_path, **fields)
         assert texts(task, splits["train"]) == TEXTS
-    monkeypatch.setattr("src.data.arrow_cache._is_intact", lambda path: True)  # the mutant believes its record
+    monkeypatch.setattr("src.data.arrow_cache._is_intact", lambda path: True)  # the mutant trusts its record
     shutil.rmtree(tmp_path / "cache" / "prepared")
     damage(raw)
     with pytest.raises(Exception, match=r"No such file|metadata"):
@@ -174,7 +174,7 @@ def test_damaged_arrow_cache_is_made_again(tools, tmp_path, monkeypatch, damage,
 
 
 def test_files_with_conflicting_columns_are_named(tools, tmp_path):
-    """The first has no value of the column that the others disagree about."""
+    """The first file has no value in the column of mixed types."""
     files = []
     for i, note in enumerate((None, 1, "one")):
         files.append(tmp_path / f"{i}.jsonl")
@@ -186,7 +186,7 @@ def test_files_with_conflicting_columns_are_named(tools, tmp_path):
 
 
 def test_unwritable_cache_is_reported(tools, tmp_path, monkeypatch):
-    """Which a folder of the kernel may not, even by root."""
+    """Not even root can write to a folder of the kernel."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/sys/cache"))
     fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer"}
     with pytest.raises(UsageError, match=r"cache_dir: /sys/cache cannot be written \(.*\): make room, or give another"):
@@ -232,7 +232,7 @@ def test_rank_reads_only_rows_of_its_micro_batches(ragged, tmp_path):
 
     one, two = kit.spawn(2, work, out=tmp_path)
     assert sorted(one[1] + two[1]) == list(range(1003))  # 32 steps are an epoch: every row once, by one rank
-    assert len(one[0]) + len(two[0]) - 1003 <= 32  # and at most a filler of one row a step
+    assert len(one[0]) + len(two[0]) - 1003 <= 32  # and at most a dummy row per step
 
 
 class _Spy:
@@ -261,7 +261,7 @@ def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
 
 
 class Drawing(causal_lm.Task):
-    """A task whose collator draws from every generator that a fork might use."""
+    """A task whose collator draws from every random generator."""
 
     def collate(self, rows):
         drawn = torch.cat(
@@ -395,7 +395,7 @@ def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):
 
 
 def _start_together(tools, folder):
-    """What one of several processes does that start at once; the making is slow and leaves a line."""
+    """Prepare slowly, and write a line for each call of `encode`."""
     original = causal_lm.Task.encode
 
     @functools.wraps(original)
@@ -467,7 +467,7 @@ def test_ranks_with_different_data_do_not_train(tools, tmp_path, mutant, monkeyp
     fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run", "ddp_timeout": 30}
     if mutant:
         monkeypatch.setattr(train.dataset, "check_same_data", lambda *_: None)
-        kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains, without a word
+        kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains silently
         return
     with pytest.raises(kit.RankFailed, match="train data: rank 1 has other rows than rank 0") as failed:
         kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")

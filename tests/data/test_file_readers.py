@@ -1,4 +1,4 @@
-"""Files that `datasets` and pandas would accept silently: read as they are meant, or refused with file and line; in every mode."""
+"""Files that `datasets` and pandas would misread silently: read correctly, or refused with file and line, in every mode."""
 
 import os
 
@@ -24,7 +24,7 @@ GOOD = {
     "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
     "cr.jsonl": b'{"text": "ab"}\r{"text": "cd"}\r',
 }
-BAD = {  # contents, and what is said after the name of the file
+BAD = {  # contents, and the message after the name of the file
     "trailing.csv": (b"text,n\nab,1,\ncd,2,\n", "line 2: 3 fields"),
     "extra.csv": (b"text,n\n7,ab,1\n8,cd,2\n", "line 2: 3 fields"),
     "two.csv": (b"text\nx,ab,1\ny,cd,2\n", "line 2: 3 fields"),
@@ -92,10 +92,10 @@ def test_good_files_are_read_correctly(tools, tmp_path, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_broken_files_are_refused_with_line(tools, tmp_path, mode):
-    for name, (content, said) in BAD.items():
+    for name, (content, message) in BAD.items():
         with pytest.raises(UsageError) as caught:
             texts_of(tools, tmp_path, **given(tmp_path / name, name, content, mode))
-        assert f"{name}, {said}" in str(caught.value), name
+        assert f"{name}, {message}" in str(caught.value), name
     for name, content in NAMELESS.items():
         with pytest.raises(UsageError, match=r"no usable column among (ab, 1|text;n)"):
             texts_of(tools, tmp_path, **given(tmp_path / name, name, content, mode))
@@ -113,19 +113,19 @@ def _here(stream) -> list:
 @pytest.mark.parametrize("streaming", [True, False])
 def test_broken_csv_behind_http_is_refused(hub, tools, tmp_path, streaming):
     for name in ("bom.csv", "trailing.csv", "late.csv", "twice.csv", "swallowed.csv"):
-        content, said = BAD.get(name) or (GOOD[name], None)
+        content, message = BAD.get(name) or (GOOD[name], None)
         put(hub.folder / "files", name, content)
         fields = {"tokenizer_name": tools / "tokenizer", "model_config": tools / "llama.yaml"}
         found = open_served(
             hub, tmp_path, f"{hub.files_url}/{name}", _here if streaming else len, streaming=streaming, **fields
         )
-        assert said or found == (["ab", "cd"] if streaming else 2), found
-        assert not said or f"{hub.files_url}/{name}, {said}" in found, found
+        assert message or found == (["ab", "cd"] if streaming else 2), found
+        assert not message or f"{hub.files_url}/{name}, {message}" in found, found
 
 
 @pytest.mark.parametrize("name", ["trailing.csv", "twice.csv", "few.csv", "nul.txt"])
 def test_mutant_lenient_readers_accept_broken_files(tools, tmp_path, name):
-    """What makes the strict readers necessary; and the end of this test, should `datasets` change."""
+    """The reason for the strict readers; this fails if `datasets` changes."""
     install()
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.text.text import Text
@@ -154,26 +154,26 @@ def test_csv_dialect_of_a_dataset_card(tools, tmp_path):
 
 
 def odd_files(folder) -> dict[str, str]:
-    """Make files that are none, each in a folder of its own beside a good one; return how a message describes them."""
-    said = {"dangling": "(a symbolic link to", "loop": "(a symbolic link to", "pipe": "is not a regular file"}
-    for name in said:
+    """Make unreadable files, each beside a good one in its own folder; return how a message describes them."""
+    message = {"dangling": "(a symbolic link to", "loop": "(a symbolic link to", "pipe": "is not a regular file"}
+    for name in message:
         put(folder / name, "good.jsonl", b'{"text": "ab"}\n')
     (folder / "dangling/a.jsonl").symlink_to(folder / "nowhere.jsonl")
     (folder / "loop/a.jsonl").symlink_to(folder / "loop/a.jsonl")
     os.mkfifo(folder / "pipe/a.jsonl")
-    return said
+    return message
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_unreadable_files_are_named(tools, tmp_path, mode):
-    for name, said in odd_files(tmp_path).items():
+    for name, message in odd_files(tmp_path).items():
         fields = MODES[mode] | {"train_file": tmp_path / name / "*.jsonl"}
         if mode == "folder":
             fields = {"dataset_name": tmp_path / name}
         with pytest.raises(UsageError) as caught:
             texts_of(tools, tmp_path, **fields)
         assert f"{tmp_path / name}/a.jsonl" in str(caught.value)
-        assert said in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_folders_matching_a_glob_are_refused(tools, tmp_path):

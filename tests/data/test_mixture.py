@@ -1,4 +1,4 @@
-"""Several sources as one: shares that are exact, ids that are drawn once before any is drawn twice, numbers by source."""
+"""Mixtures: exact shares, all rows drawn once before any twice, numbers by source."""
 
 import json
 from itertools import pairwise

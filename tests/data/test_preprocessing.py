@@ -1,4 +1,4 @@
-"""The same bytes whoever prepares them, used again by the next start, and complete or not there; rows are full, memory is bounded."""
+"""Prepared bytes are the same for any number of processes, complete or absent; packed rows are full, memory is bounded."""
 
 import functools
 import hashlib
@@ -64,7 +64,7 @@ def opened(fields: dict, cache: Path) -> int:
 
 
 def digest(cache: Path) -> dict[str, str]:
-    """Return hashes of the files of what counts as complete, by name."""
+    """Return hashes of the files of complete preparations, by name."""
     found = {}
     for stats in cache.glob("prepared/*/facts.json"):
         files = sorted(path for path in stats.parent.iterdir() if path.suffix in (".arrow", ".npy") or path == stats)
@@ -73,8 +73,8 @@ def digest(cache: Path) -> dict[str, str]:
     return found
 
 
-def calls(monkeypatch, folder: Path, seconds: float = 0.0, blow=lambda count: None) -> None:
-    """Leave a line for each block that is encoded."""
+def count_blocks(monkeypatch, folder: Path, seconds: float = 0.0, action=lambda count: None) -> None:
+    """Write a line for each block that is encoded, and call `action(number of blocks)` before."""
 
     def counted(original):
         count = [0]
@@ -82,7 +82,7 @@ def calls(monkeypatch, folder: Path, seconds: float = 0.0, blow=lambda count: No
         @functools.wraps(original)
         def encode(self, batch, places):
             count[0] += 1
-            blow(count[0])
+            action(count[0])
             with open(folder / "calls", "a") as file:
                 file.write(f"{places.start}\n")
             time.sleep(seconds)
@@ -104,7 +104,7 @@ def encoded(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_do_not_depend_on_processes(tools, tmp_path, small, monkeypatch, kind):
-    calls(monkeypatch, tmp_path, 0.005)
+    count_blocks(monkeypatch, tmp_path, 0.005)
     fields, found = fields_of(tools, kind), {}
     for world, helpers in ((1, 1), (2, 1), (3, 1), (1, 3), (2, 3)):
         cache = tmp_path / f"{world}{helpers}"
@@ -152,7 +152,7 @@ def test_second_start_opens_quickly_without_encoding(tools, tmp_path, monkeypatc
     began = time.perf_counter()
     opened(fields, tmp_path / "cache")
     first = time.perf_counter() - began
-    calls(monkeypatch, tmp_path)
+    count_blocks(monkeypatch, tmp_path)
     began = time.perf_counter()
     assert opened(fields, tmp_path / "cache") == 9000
     second = time.perf_counter() - began
@@ -163,7 +163,7 @@ def test_second_start_opens_quickly_without_encoding(tools, tmp_path, monkeypatc
 
 def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypatch):
     fields = fields_of(tools, "packed")
-    calls(monkeypatch, tmp_path, 0.02)
+    count_blocks(monkeypatch, tmp_path, 0.02)
     opened(fields, tmp_path / "alone")
     shutil.move(tmp_path / "calls", tmp_path / "alone" / "calls")
     jobs = [kit.fork(1, opened, fields, tmp_path / "cache", out=tmp_path / name)[0] for name in ("a", "b")]
@@ -185,26 +185,26 @@ def killed(fields: dict, cache: Path, out: Path, world: int = 1) -> None:
 def test_killed_preparation_continues(tools, tmp_path, small, monkeypatch, world):
     fields = fields_of(tools, "packed")
     with pytest.MonkeyPatch.context() as patch:
-        calls(patch, tmp_path)
+        count_blocks(patch, tmp_path)
         opened(fields, tmp_path / "straight")
         whole = encoded(tmp_path)
         (tmp_path / "calls").unlink()
     with pytest.MonkeyPatch.context() as patch:
         last = str(world - 1)
         dies = lambda n: n > 12 and os.environ["RANK"] == last and os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        calls(patch, tmp_path, 0.01, dies)
+        count_blocks(patch, tmp_path, 0.01, dies)
         killed(fields, tmp_path / "cache", tmp_path / "out", world)
         (tmp_path / "calls").unlink()
     assert digest(tmp_path / "cache") == {}  # nothing that counts as complete
     assert (ready := list((tmp_path / "cache").glob("prepared/*/piece_*.json")))
-    calls(monkeypatch, tmp_path)
+    count_blocks(monkeypatch, tmp_path)
     opened(fields, tmp_path / "cache")
     assert len(encoded(tmp_path)) <= len(whole) - len(ready)  # pieces that were ready are used
     assert digest(tmp_path / "cache") == digest(tmp_path / "straight") != {}
 
 
 def test_mutant_that_writes_the_marker_first(tools, tmp_path, small, monkeypatch):
-    """A cache that says it is complete before it is: half of it is opened, or it is found damaged, but never whole."""
+    """Such a cache seems complete before it is: half of it is opened, or it is found damaged."""
     fields = fields_of(tools, "rows")
     opened(fields, tmp_path / "straight")
     (stats,) = (tmp_path / "straight").glob("prepared/*/facts.json")
@@ -217,7 +217,7 @@ def test_mutant_that_writes_the_marker_first(tools, tmp_path, small, monkeypatch
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocessing, "_run_with_helpers", marked)
-        calls(patch, tmp_path, 0, lambda n: n > 12 and os.kill(os.getpid(), signal.SIGKILL))
+        count_blocks(patch, tmp_path, 0, lambda n: n > 12 and os.kill(os.getpid(), signal.SIGKILL))
         killed(fields, tmp_path / "cache", tmp_path / "out")
     assert digest(tmp_path / "cache").keys() < digest(tmp_path / "straight").keys()  # what the test above would see
     with pytest.raises(UsageError, match=r"bytes, .* were written: remove the folder"):
@@ -244,7 +244,7 @@ def test_preparation_may_outlast_the_collective_timeout(tmp_path, monkeypatch):
 
 
 def test_mutant_that_waits_in_a_collective(tmp_path):
-    """What `main_process_first` of accelerate does: the others wait in a barrier, which gives up."""
+    """As `main_process_first` of accelerate: the other ranks wait in a barrier, which times out."""
 
     def main_first():
         from accelerate import Accelerator, InitProcessGroupKwargs
@@ -304,7 +304,7 @@ def test_mutant_that_packs_in_file_order(tools, tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_data(tools, tmp_path):
-    """60 MB of texts, of words that are a token each, so that it is soon done; the raw rows are mapped, not read."""
+    """60 MB of texts whose words are one token each, so that tokenization is fast."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -361,7 +361,7 @@ def test_make_data_prepares_what_training_opens(tools, tmp_path, monkeypatch):
         assert f"{split}: 300 rows, " in printed[split]
         assert Path(printed[split].rsplit(": ", 1)[1], "facts.json").exists()
     assert not (tmp_path / "run").exists()
-    calls(monkeypatch, tmp_path)
+    count_blocks(monkeypatch, tmp_path)
     codes, [text] = kit.run_command("train.py", "--config", file, "--output_dir", tmp_path / "run", folder=tmp_path)
     assert codes == [0], text
     assert encoded(tmp_path) == []
