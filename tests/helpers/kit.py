@@ -295,29 +295,6 @@ def _train(argv):
     return seen
 
 
-def exit_in_update(step: int, monkeypatch, after_saves: bool = True) -> None:
-    """Make every rank end without a word in its update of `step`, as SIGKILL does; `after_saves`: with all saves written."""
-    import train
-    from src.checkpointing.async_writer import CheckpointWriter
-
-    update, create, writers, calls = train.optimizer_step, CheckpointWriter.__init__, [], [0]
-
-    def created(self, *args, **kwargs):
-        writers.append(self)
-        create(self, *args, **kwargs)
-
-    def exiting(*args):
-        calls[0] += 1
-        if calls[0] == step:
-            if after_saves:
-                writers[0].wait()
-            os._exit(9)
-        return update(*args)
-
-    monkeypatch.setattr(train, "optimizer_step", exiting)
-    monkeypatch.setattr(CheckpointWriter, "__init__", created)
-
-
 def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
     """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size, and that FSDP2
     sharded every layer over as many processes as the file says, if it was asked for."""
