@@ -44,8 +44,7 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
     for i, value in enumerate(values):
         if value is None:
             raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
-        is_class_id = names is not None and isinstance(value, int) and value >= 0
-        label = names[value] if is_class_id else str(value)
+        label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
         if label not in id_of:
             known = ", ".join(labels)[:200]
             raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known: {known}")

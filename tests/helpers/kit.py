@@ -1,4 +1,4 @@
-"""What the tests share: real processes over gloo, tiny models, whole runs in a folder, and how to compare them."""
+"""Shared test tools: ranks over gloo, tiny models and data, runs in a folder, comparisons."""
 
 import json
 import os
@@ -64,7 +64,7 @@ def free_port() -> int:
 
 
 class RankFailed(AssertionError):
-    """Some rank ended badly; carries the exit code of every rank (None: killed for being late) and what it printed."""
+    """A rank failed; has the exit code (None: killed after the timeout) and the output of every rank."""
 
     def __init__(self, codes: list[int | None], texts: list[str]):
         super().__init__(f"exit codes {codes}\n" + "\n".join(texts))
@@ -72,8 +72,9 @@ class RankFailed(AssertionError):
 
 
 def where(name: str, world: int, **keys) -> dict[str, str]:
-    """Return the environment that `accelerate launch --config_file accelerate_configs/NAME.yaml` gives each of `world`
-    processes, by accelerate's own code; `keys` are put into the file's fsdp, DeepSpeed or parallelism part, or on top."""
+    """Return the variables that `accelerate launch --config_file accelerate_configs/NAME.yaml` sets for `world` processes.
+
+    accelerate's own code makes them; `keys` replace keys of the file, also those of its fsdp, DeepSpeed and parallelism parts."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
@@ -115,11 +116,11 @@ def _enter(rank, world, port, out, target, args, env):
 
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test of this pytest process may have made one
     if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
-        # accelerate would make these plain DDP on a CPU; with this, its own code for them runs over gloo.
+        # On a CPU accelerate would use plain DDP; with this backend its own FSDP and DeepSpeed code runs over gloo.
         PartialState._prepare_backend = _over_gloo
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         os.environ.pop("ACCELERATE_USE_CPU", None)
-    stop_signals.LAUNCHER_PID = os.getppid()  # as if this process had imported it
+    stop_signals.LAUNCHER_PID = os.getppid()  # normally set when the process imports the module
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
@@ -138,7 +139,7 @@ def _enter(rank, world, port, out, target, args, env):
     os._exit(code)
 
 
-# What every forked child would otherwise import for itself, which takes seconds.
+# Imported before the fork, which saves seconds in every child.
 ONCE = ["train", "eval", "datasets", "accelerate.tracking", "torch._dynamo", "transformers.hf_argparser"]
 ONCE += ["transformers.optimization", "transformers.convert_slow_tokenizer", "src.tasks.causal_lm"]
 ONCE += [f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2")]
@@ -146,9 +147,9 @@ ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_di
 
 
 def fork(world: int, target, *args, out, env=None) -> list:
-    """Start `target(*args)` in `world` forked processes that see each other as ranks; return the processes.
+    """Start `target(*args)` in `world` forked processes, the ranks of one group; return the processes.
 
-    Half a second instead of the fifteen of a launcher, because imports are done once."""
+    Takes half a second (a launcher: fifteen), because imports are done once."""
     for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
     out = Path(out)
@@ -164,9 +165,9 @@ def fork(world: int, target, *args, out, env=None) -> list:
 
 
 def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
-    """Run `target(*args)` on `world` ranks as `fork` starts them; return what each returned.
+    """Return the results of `target(*args)` on `world` forked ranks.
 
-    Raises RankFailed with the output of all ranks when one fails or does not end in time."""
+    Raise RankFailed with the output of all ranks if one fails or does not end in time."""
     ranks, out = fork(world, target, *args, out=out, env=env), Path(out)
     for process in ranks:
         process.join(timeout)
@@ -181,7 +182,7 @@ def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> lis
 
 
 class Ranks:
-    """A command in `world` forked processes that run beside the test; each leads a process group, with its loaders in it."""
+    """A command in `world` forked ranks that run beside the test; each rank and its loaders are one process group."""
 
     def __init__(self, script: str, *argv, folder, world: int = 1, env=None):
         self.out = Path(folder).with_suffix(".out")
@@ -189,13 +190,13 @@ class Ranks:
         self.processes = fork(world, _lead, script, argv, folder, out=self.out, env=env)
 
     def signal(self, number: int, *ranks: int, group: bool = False) -> None:
-        """Send a signal to these ranks (none given: to all), or to their loaders as well."""
+        """Send a signal to these ranks (default: all); with `group`, also to their loaders."""
         chosen = [self.processes[rank].pid for rank in ranks] or [process.pid for process in self.processes]
         for pid in chosen:
             (os.killpg if group else os.kill)(pid, number)
 
     def wait(self, timeout: float = 60) -> list[int | None]:
-        """Return the exit code of every rank, None for one that did not end in time, when all have ended."""
+        """Wait for all ranks; return their exit codes, None for a rank that did not end in time."""
         end = time.monotonic() + timeout
         while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
             time.sleep(0.01)  # `join` would wait for their loaders as well
@@ -215,7 +216,7 @@ def _lead(script, argv, folder):
 
 
 def until(true, timeout: float = 60):
-    """Return what `true` returns as soon as that is something."""
+    """Wait until `true()` is true; return its value."""
     end = time.monotonic() + timeout
     while not (found := true()):
         assert time.monotonic() < end, "this never came true"
@@ -232,7 +233,7 @@ def _command(script, argv, folder):
 
 
 def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
-    """Run train.py or eval.py in `folder` as the command does, up to its exit; return exit codes and outputs by rank."""
+    """Run train.py or eval.py in `folder` like the command line; return exit codes and outputs by rank."""
     out = Path(folder).with_suffix(".out")
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:
@@ -243,14 +244,14 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
 
 
 def finish_saves() -> None:
-    """Wait in this process for the checkpoint that is being written, which a failure of the run would interrupt."""
+    """Wait in this process for the checkpoint that is being written: a failing run would interrupt it."""
     for thread in threading.enumerate():
         if thread.name == "checkpoint writer":
             thread.join()
 
 
 def after_prepare(look) -> None:
-    """Let this process call `look(strategy, module, optimizer)` when train.py's strategy has prepared them."""
+    """Call `look(strategy, module, optimizer)` in this process after train.py's strategy has prepared them."""
     import train
 
     make = train.strategies.make_strategy
@@ -296,8 +297,9 @@ def _train(argv):
 
 
 def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
-    """Train in `folder` on `world` processes through train.py's own main; assert that the group had that size, and that FSDP2
-    sharded every layer over as many processes as the file says, if it was asked for."""
+    """Train in `folder` on `world` processes through train.py's main; return the run.
+
+    Assert that the group had that size and that FSDP2, if chosen, sharded every layer over its mesh."""
     argv = [*argv, "--output_dir", folder]
     seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
     assert [s["world"] for s in seen] == [world] * world
@@ -316,20 +318,20 @@ def _evaluate(argv):
 
 
 def run_evaluation(world: int, folder, *argv, env=None) -> dict:
-    """Evaluate through eval.py's own main on `world` processes; return eval.json."""
+    """Evaluate through eval.py's main on `world` processes; return eval.json."""
     spawn(world, _evaluate, [*argv, "--output_dir", folder], out=Path(folder).with_suffix(".out"), env=env)
     return json.loads((Path(folder) / "eval.json").read_text())
 
 
 def evaluate_here(argv) -> dict:
-    """Evaluate in this process, which `spawn` has made; return eval.json."""
+    """Evaluate in this process, a child of `spawn`; return eval.json."""
     argv = [str(word) for word in argv]
     _evaluate(argv)
     return json.loads((Path(argv[argv.index("--output_dir") + 1]) / "eval.json").read_text())
 
 
 def last_step(folder) -> int:
-    """Return the step of the last line of a run that may still be going on."""
+    """Return the step of the last metrics line of a run, also while it trains."""
     file = Path(folder) / "metrics.jsonl"
     lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
     return json.loads(lines[-1])["step"] if lines else 0
@@ -351,7 +353,7 @@ class Run:
 
 
 def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
-    """Return the tensors of a part of a checkpoint or final model, in however many files they are."""
+    """Return the tensors of a part of a checkpoint or final model, from one file or several shards."""
     paths = [*Path(folder).glob(f"{part}.safetensors"), *Path(folder).glob(f"{part}-*-of-*.safetensors")]
     found = [item for path in paths for item in load_file(path).items()]
     assert len(found) == len(dict(found)) > 0
@@ -361,7 +363,7 @@ def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     """Return the largest difference of two sets of weights, relative to the largest weight of each tensor.
 
-    A tensor that stays at zero but for rounding is measured against 0.001."""
+    Tensors that are zero except for rounding are measured against 0.001."""
     assert one.keys() == other.keys()
     assert one
     return max(((one[k] - other[k]).abs().max() / one[k].abs().max().clamp(min=1e-3)).item() for k in one)
@@ -373,20 +375,20 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def timeless(folder) -> list[dict]:
-    """Return the lines of metrics.jsonl without what a clock has a part in."""
+    """Return the lines of metrics.jsonl without times and rates."""
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
 
 
 def ledger_text(folder) -> str:
-    """Return what was trained on, step by step."""
+    """Return the text of ledger.jsonl."""
     return (Path(folder) / "ledger.jsonl").read_text()
 
 
 def tiny_files(folder) -> dict[str, Path]:
-    """Return the fields of a model with dropout whose steps take ten milliseconds, and 83 rows of data.
+    """Return fields for a model with dropout (10 ms per step) and 83 rows of data.
 
-    With a global batch of 8 an epoch has 11 steps, the last one of 3 examples."""
+    With a global batch of 8 an epoch has 11 steps; the last has 3 examples."""
     generator = np.random.default_rng(0)
     fields = {"model_config": write_yaml(Path(folder, "gpt2.yaml"), TINY)}
     for name, count in (("train", 83), ("validation", 21)):
@@ -424,7 +426,7 @@ CHATML = (
 
 
 def tiny_tokenizer(folder, texts=(), size: int = 320, chat_template: str | None = None) -> Path:
-    """Save a byte-level BPE tokenizer trained on `texts` as transformers expects it; it can write any text."""
+    """Save a byte-level BPE tokenizer trained on `texts`; it can encode any text."""
     from tokenizers import ByteLevelBPETokenizer
     from transformers import PreTrainedTokenizerFast
 
