@@ -109,13 +109,13 @@ def check_skipped(run: kit.Run, wrong: list[int]) -> None:
         assert lines[at]["skipped"] == sum(w <= at for w in wrong)
         state = read_state(run.folder / f"checkpoints/step_{at:08d}")["progress"]
         assert state["updates"] == at - lines[at]["skipped"]
-        # The schedule goes by updates: the rate of a step that came to nothing is used again.
+        # The schedule goes by updates: a skipped step uses its rate again.
         assert lines[at]["learning_rate"] == pytest.approx(3e-3 * (1 - (at - 1 - lines[at - 1]["skipped"]) / STEPS))
     assert all(tensor.isfinite().all() for tensor in run.weights.values())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_an_update_that_is_not_finite_is_left_out_on_all_ranks(tiny, tmp_path, monkeypatch, fault):
+def test_non_finite_update_is_skipped_on_all_ranks(tiny, tmp_path, monkeypatch, fault):
     """On 1, 2 and 3 processes, on the last rank alone; and the run comes to the same on all of them."""
     poison(monkeypatch, fault, {5})
     runs = {world: trained(world, tmp_path / f"{world}", recipe(tiny)) for world in (1, 2, 3)}
@@ -139,7 +139,7 @@ def test_an_update_that_is_not_finite_is_left_out_on_all_ranks(tiny, tmp_path, m
 
 
 @pytest.mark.parametrize("optim", ["adamw", "sgd"])
-def test_the_very_first_update_may_be_left_out(tiny, tmp_path, monkeypatch, optim):
+def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch, optim):
     """When there are no moments yet. Everything after is as if a run of other data had begun one step later."""
     with monkeypatch.context() as patch:
         poison(patch, not_a_number, {1, 4})
@@ -155,10 +155,10 @@ def test_the_very_first_update_may_be_left_out(tiny, tmp_path, monkeypatch, opti
         "window_counts",
         lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
     )
-    assert kit.same(trained(1, tmp_path / "left_out", recipe(tiny, optim=optim)).weights, runs[1].weights)
+    assert kit.same(trained(1, tmp_path / "skipped", recipe(tiny, optim=optim)).weights, runs[1].weights)
 
 
-def test_mutant_updates_that_are_not_skipped_are_caught(tiny, tmp_path, monkeypatch):
+def test_mutant_without_skipping_is_caught(tiny, tmp_path, monkeypatch):
     poison(monkeypatch, not_a_number, {5})
     monkeypatch.setattr(torch, "isfinite", lambda tensor: torch.ones_like(tensor, dtype=torch.bool))
     run = trained(1, tmp_path / "run", recipe(tiny))
@@ -168,7 +168,7 @@ def test_mutant_updates_that_are_not_skipped_are_caught(tiny, tmp_path, monkeypa
     assert any(tensor.isnan().any() for tensor in run.weights.values())
 
 
-def test_mutant_an_infinite_loss_that_does_not_travel_is_caught(tiny, tmp_path, monkeypatch):
+def test_mutant_infinite_loss_that_stays_on_one_rank_is_caught(tiny, tmp_path, monkeypatch):
     """Its gradient is finite, so the norm says nothing: the loss itself has to spoil it."""
     source = inspect.getsource(step.compute_gradient)
     naive = source.replace("0.0 * loss.detach() + ", "")
@@ -185,7 +185,7 @@ def test_mutant_an_infinite_loss_that_does_not_travel_is_caught(tiny, tmp_path, 
 # ---- too often in a row --------------------------------------------------------------------------------------------------
 
 
-def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_path, monkeypatch):
+def test_max_skipped_steps_in_a_row_end_all_ranks(tiny, tmp_path, monkeypatch):
     """Steps 2 and 3, then a finite one, then 5, 6, 7: the third in a row, over a stop in between that keeps the count."""
     poison(monkeypatch, not_a_number, {2, 3, 5, 6, 7, 8, 9})
     (tmp_path / "run").mkdir()
@@ -220,9 +220,9 @@ def test_after_max_skipped_steps_in_a_row_the_run_ends_on_all_ranks(tiny, tmp_pa
     said = "3 updates in a row were skipped because the loss or the gradient was not finite, the last at step 7"
     assert said in texts[0].rstrip().splitlines()[-1]
     assert "Traceback" not in "".join(texts)
-    told = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert (told["status"], told["exit_code"]) == ("failed", 1)
-    assert said in told["reason"]
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    assert (status["status"], status["exit_code"]) == ("failed", 1)
+    assert said in status["reason"]
 
 
 def _made(folder: Path) -> Path:
@@ -231,7 +231,7 @@ def _made(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_as_many_in_a_row_as_are_allowed_but_one_end_nothing(tiny, tmp_path, monkeypatch, world):
+def test_one_skipped_update_less_ends_nothing(tiny, tmp_path, monkeypatch, world):
     poison(monkeypatch, not_a_number, {2, 3, 5, 6, 12})
     check_skipped(trained(world, tmp_path / "run", recipe(tiny, max_skipped_steps=3)), [2, 3, 5, 6, 12])
 
@@ -243,7 +243,7 @@ def outcome(bad: bool, at: int = 1) -> UpdateResult:
     )
 
 
-def test_progress_counts_what_came_to_nothing_and_a_finite_update_resets(capsys):
+def test_finite_update_resets_the_count_of_skipped_ones(capsys):
     progress = TrainState()
     for at, bad in enumerate([True, True, False, True, True], start=1):
         progress.pending = outcome(bad, at)
@@ -272,14 +272,14 @@ def early(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_early_stopping_ends_all_ranks_at_the_same_step_with_everything_saved(tiny, early, tmp_path, world):
+def test_early_stopping_ends_all_ranks_at_one_step(tiny, early, tmp_path, world):
     run = early[world]
     assert [line["step"] for line in run.kind("eval")] == [3, 6, 9]
     assert [line["step"] for line in run.kind("train")] == list(range(1, 10))
     assert (run.folder / "checkpoints" / "step_00000009").is_dir()
     assert kit.same(run.weights, load_file(run.folder / "checkpoints/step_00000009/model.safetensors"))
-    told = json.loads((run.folder / "status.json").read_text())
-    assert (told["status"], told["step"], told["exit_code"]) == ("complete", 9, 0)
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["status"], status["step"], status["exit_code"]) == ("complete", 9, 0)
 
     files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".log"}
     again = kit.Ranks("train.py", *standing(tiny), "--output_dir", run.folder, folder=tmp_path / "here", world=world)
@@ -291,7 +291,7 @@ def test_early_stopping_ends_all_ranks_at_the_same_step_with_everything_saved(ti
 
 
 @pytest.mark.parametrize("at", [5, 8, 9])
-def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp_path, monkeypatch, at):
+def test_early_stopping_after_a_resume(tiny, early, tmp_path, monkeypatch, at):
     """Killed before, between and after the evaluations that count."""
     update = train.optimizer_step
     with monkeypatch.context() as patch:
@@ -309,7 +309,7 @@ def test_early_stopping_of_a_killed_and_resumed_run_is_the_same(tiny, early, tmp
     assert kit.same(run.weights, early[2].weights)
 
 
-def test_a_stop_in_the_evaluation_that_ends_the_run_early_changes_nothing(tiny, tmp_path, monkeypatch):
+def test_stop_in_the_last_evaluation_changes_nothing(tiny, tmp_path, monkeypatch):
     flags = standing(tiny, per_device_eval_batch_size=1)  # 21 micro-batches
     undisturbed = kit.run_training(1, tmp_path / "undisturbed", *flags)
     original, count = evaluation.seed_everything, [0]
@@ -333,12 +333,12 @@ def test_a_stop_in_the_evaluation_that_ends_the_run_early_changes_nothing(tiny, 
     assert kit.same(kit.Run(tmp_path / "run").weights, undisturbed.weights)
 
 
-def test_the_last_steps_before_an_early_end_are_logged(tiny, tmp_path):
+def test_last_steps_before_an_early_stop_are_logged(tiny, tmp_path):
     run = kit.run_training(1, tmp_path / "run", *standing(tiny, logging_steps=4))
     assert [line["step"] for line in run.kind("train")] == [4, 8, 9]
 
 
-def test_a_run_that_gets_better_is_not_ended(tiny, tmp_path):
+def test_improving_run_is_not_stopped(tiny, tmp_path):
     fields = {"learning_rate": 3e-3, "max_steps": 12, "early_stopping_patience": 1}
     run = kit.run_training(1, tmp_path / "run", *standing(tiny, **fields))
     losses = [line["loss"] for line in run.kind("eval")]
@@ -346,7 +346,7 @@ def test_a_run_that_gets_better_is_not_ended(tiny, tmp_path):
     assert run.lines[-1]["step"] == 12
 
 
-def test_an_unknown_metric_is_refused_with_the_names_there_are(tiny, tmp_path):
+def test_unknown_metric_names_the_known_ones(tiny, tmp_path):
     flags = standing(tiny, metric_for_best_model="acuracy", save_steps=3)
     codes, texts = kit.run_command("train.py", *flags, "--output_dir", "run", folder=_made(tmp_path / "here"), world=2)
     assert codes == [2, 2], texts
@@ -362,7 +362,7 @@ def test_an_unknown_metric_is_refused_with_the_names_there_are(tiny, tmp_path):
     "greater, values, stale",
     [(False, [3, 2, 2, None, float("nan"), 1], 0), (False, [1, 2, 1], 2), (True, [1, 2, 1], 1), (True, [None], 1)],
 )
-def test_an_evaluation_is_better_or_not(greater, values, stale):
+def test_update_best(greater, values, stale):
     run = RunConfig(metric_for_best_model="loss", greater_is_better=greater)
     progress = TrainState()
     for at, value in enumerate(values, start=1):
@@ -374,7 +374,7 @@ def test_an_evaluation_is_better_or_not(greater, values, stale):
     assert progress.best == ((max if greater else min)(known) if known else None)
 
 
-def test_a_metric_that_an_evaluation_lacks_is_refused():
+def test_update_best_refuses_an_unknown_metric():
     state = TrainState(step=4)
     with pytest.raises(UsageError, match="no 'f1'; it has loss, weight"):
         state.update_best({"loss": 1.0, "weight": 1.0}, RunConfig(metric_for_best_model="f1"))
@@ -393,7 +393,7 @@ def test_a_metric_that_an_evaluation_lacks_is_refused():
         ("loss", True, ("loss", True)),
     ],
 )
-def test_direction_of_a_metric(metric, given, expected):
+def test_metric_direction(metric, given, expected):
     run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
     assert best_metric.best_by(run) == expected
     warned = [text for text in best_metric.metric_warnings(run) if "perplexity" in text and "greater_is_better" in text]
