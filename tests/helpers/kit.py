@@ -83,16 +83,20 @@ def where(name: str, world: int, **keys) -> dict[str, str]:
         inside = [part for part in values.values() if isinstance(part, dict) and key in part]
         (inside[0] if inside else values)[key] = value
     before = dict(os.environ)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        yaml.safe_dump(values, file)
-        file.flush()
-        words = ["--config_file", file.name, "--num_processes", str(world), "train.py"]
-        args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
-    deepspeed = values["distributed_type"] == "DEEPSPEED"
-    args.deepspeed_fields_from_accelerate_config = ",".join([*values.get("deepspeed_config", {}), "mixed_precision"])
-    made = prepare_deepspeed_cmd_env(args)[1] if deepspeed else prepare_multi_gpu_env(args)
-    os.environ.clear()
-    os.environ.update(before)
+    try:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(values, file)
+            file.flush()
+            words = ["--config_file", file.name, "--num_processes", str(world), "train.py"]
+            args, *_ = _validate_launch_command(launch_command_parser().parse_args(words))
+        deepspeed = values["distributed_type"] == "DEEPSPEED"
+        args.deepspeed_fields_from_accelerate_config = ",".join(
+            [*values.get("deepspeed_config", {}), "mixed_precision"]
+        )
+        made = prepare_deepspeed_cmd_env(args)[1] if deepspeed else prepare_multi_gpu_env(args)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
     found = {key: value for key, value in made.items() if before.get(key) != value}
     return {key: value for key, value in found.items() if not key.startswith(("MASTER_", "OMP_"))}
 
