@@ -44,7 +44,9 @@ class RawRows:
 
     def describe_row(self, row: int) -> str:
         """Return file and line of a row, as far as they are found, and its number in the split."""
-        found = locate_row(self.files, row)
+        found = locate_row(self.files, row) or ""
+        for file, url in self.source.origins.items():
+            found = found.replace(file, url)
         return (f"{found}: " if found else "") + f"{self.source.split} data, row {row}"
 
 

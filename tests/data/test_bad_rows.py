@@ -15,7 +15,9 @@ from datasets.packaged_modules.json.json import JsonConfig
 from src.config.errors import UsageError
 from src.data import arrow_cache as raw
 from src.data import dataset_folder, file_errors, prepared_pieces, row_errors, stream_shards
+from src.data.arrow_cache import RawRows
 from src.data.data_stats import data_notes, repeated
+from src.data.sources import Source
 from src.tasks import causal_lm
 from tests.helpers import kit
 
@@ -413,6 +415,12 @@ def test_location_ignores_files_of_other_splits(tools, tmp_path):
     fields = fields_of(tools, dataset_name=tmp_path / "set")
     with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data, row 5: `text` holds nothing"):
         kit.open_data(**fields, cache_dir=tmp_path / "cache")
+
+
+def test_location_in_a_downloaded_file_is_its_url(tmp_path):
+    [file] = map(str, write(tmp_path, {"a.jsonl": lines(*GOOD)}))
+    source = Source("train_file", "train", (file,), "json", origins={file: "https://host/a.jsonl"})
+    assert RawRows(source, None, (file,)).describe_row(3) == "https://host/a.jsonl, line 4: train data, row 3"
 
 
 def test_errors_in_json_over_several_lines(tmp_path):
