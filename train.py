@@ -11,10 +11,10 @@ from src.distributed.init_accelerator import check_environment, init_accelerator
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, replicas
+from src.training import auto_batch_size, optimizers, replicas, schedules
 from src.training.evaluation import evaluate
-from src.training.state import Intervals, UpdateResult
 from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
+from src.training.train_state import Intervals, UpdateResult
 
 
 def main(argv: list[str]) -> None:
@@ -33,8 +33,8 @@ def main(argv: list[str]) -> None:
 
 def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
-    num_steps = optimizers.total_steps(cfg, train_set.stats["examples"])
-    lr_at = optimizers.make_schedule(cfg, num_steps)  # completed updates -> learning rate
+    num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
+    lr_at = schedules.make_schedule(cfg, num_steps)  # completed updates -> learning rate
     hosts = host_group.HostGroup(accelerator, cfg.ddp_timeout)  # sums small vectors over all ranks on the CPU
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, the time limit, the files `save` and `stop`
     dataset.check_same_data(accelerator, datasets)

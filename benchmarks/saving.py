@@ -39,7 +39,7 @@ SAVED = re.compile(r"training paused ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,
 RESUME = """
 import sys
 sys.path.insert(0, {repository!r})
-from src.checkpointing import checkpoint_list, format
+from src.checkpointing import checkpoint_list, checkpoint_format
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.distributed.init_accelerator import init_accelerator
@@ -61,7 +61,7 @@ before = memory("VmRSS")
 start = checkpoint_list.newest_intact(cfg.output_dir)
 model = ModelWithLoss(task.build(start), task)
 optimizer = make_optimizer(cfg, model)
-format.load_checkpoint(start, strategy, model, {{"optimizer": optimizer}}, Meter())
+checkpoint_format.load_checkpoint(start, strategy, model, {{"optimizer": optimizer}}, Meter())
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 

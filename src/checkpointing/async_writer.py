@@ -16,17 +16,17 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from src.checkpointing import checkpoint_list, final_model, format, host_copy, model_folder
-from src.checkpointing.sharded import ShardWriters, assign_tensors_to_ranks
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, host_copy, model_folder
+from src.checkpointing.sharded_checkpoint import ShardWriters, assign_tensors_to_ranks
 from src.config.errors import Failure, warn
 from src.config.schema import RunConfig
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
 from src.runtime import console, run_status
-from src.storage import atomic_folder, held_folder
+from src.storage import atomic_folder, lost_run_folder
 from src.storage.jsonl import JsonlWriter
-from src.training.state import TrainState
 from src.training.step import ModelWithLoss
+from src.training.train_state import TrainState
 
 Tensors = dict[str, torch.Tensor]  # by name
 log = logging.getLogger("run")
@@ -91,7 +91,7 @@ class CheckpointWriter:
                 file.flush()
             # The old checkpoints stay until the new one is complete.
             needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
-            held_folder.check_held(self.folder)
+            lost_run_folder.check_held(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoints = self.folder / "checkpoints"  # which may be another disk
             free = shutil.disk_usage(checkpoints if checkpoints.exists() else self.folder).free
@@ -139,7 +139,7 @@ class CheckpointWriter:
 
     def save_failed(self, step: int, error: Exception) -> None:
         """Count and report a checkpoint that the disk did not take."""
-        if held_folder.lost_folder(self.folder):
+        if lost_run_folder.lost_folder(self.folder):
             return  # StopSignals ends this process at its next look, and says why
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
@@ -170,7 +170,7 @@ class CheckpointWriter:
         folder = self.folder / "checkpoints" / f"step_{step:08d}"
 
         def write(temporary: Path) -> None:
-            format.write_checkpoint(temporary, self.model, tensors, state, self.rank, self.world)
+            checkpoint_format.write_checkpoint(temporary, self.model, tensors, state, self.rank, self.world)
 
         try:
             for file in self.files:
@@ -201,7 +201,7 @@ class CheckpointWriter:
 
     def _publish(self, folder: Path, write: Callable[[Path], None], step: int) -> None:
         """Publish what all ranks write, on the main process; on other ranks hand over this rank's files."""
-        held_folder.check_held(folder)
+        lost_run_folder.check_held(folder)
         if not self.all_ranks_write:
             atomic_folder.publish(folder, write, step=step, mixed_precision=self.precision)
             return
@@ -231,7 +231,7 @@ class CheckpointWriter:
 
     def _delete_old(self, best_step: int) -> None:
         try:
-            held_folder.check_held(self.folder)
+            lost_run_folder.check_held(self.folder)
             atomic_folder.remove_leftovers(self.folder / "checkpoints")
             checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:

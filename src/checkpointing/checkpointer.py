@@ -12,11 +12,11 @@ from typing import NoReturn
 
 import torch
 
-from src.checkpointing import checkpoint_list, final_model, format, resume
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
-from src.checkpointing.sharded import check_shared_folder
+from src.checkpointing.sharded_checkpoint import check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
@@ -29,8 +29,8 @@ from src.storage import atomic_folder
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
 from src.training.replicas import Replicas
-from src.training.state import Intervals, TrainState
 from src.training.step import ModelWithLoss
+from src.training.train_state import Intervals, TrainState
 
 SLOW_DISK = 60.0  # seconds that a save waits for the one before it; other ranks wait as long in their next all-reduce
 
@@ -60,7 +60,7 @@ class Checkpointer:
         if self.resume_from is None:
             self.state = TrainState()
         else:
-            self.state = format.load_checkpoint(self.resume_from, self.strategy, model, self.parts, meter)
+            self.state = checkpoint_format.load_checkpoint(self.resume_from, self.strategy, model, self.parts, meter)
         return self.state
 
     def begin(self, due: Intervals, files: list[JsonlWriter], replicas: Replicas, stop_signals: StopSignals) -> None:
@@ -115,7 +115,7 @@ class Checkpointer:
         if is_late:
             warn(f"the checkpoint of step {state.step} is skipped: the disk still writes the one before it")
             return
-        tensors, numbers = format.collect_tensors(self.strategy, self.model, self.parts)
+        tensors, numbers = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
         error = writer.disk_error(tensors) if self.is_main else None
         [is_full] = self._any_writer([error is not None])
         if error:
@@ -188,7 +188,7 @@ class Checkpointer:
         """Return the weights of a sharded model in host memory; None for a model that this process holds."""
         if not self.writer.is_sharded:
             return None
-        tensors, _ = format.collect_tensors(self.strategy, self.model, self.parts)
+        tensors, _ = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
         return self.writer.copy_to_host({"model": tensors["model"]})["model"]
 
     def _finish_writing(self) -> bool:

@@ -11,7 +11,7 @@ from src.checkpointing.checkpoint_list import read_state
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
-from src.training.state import TrainState
+from src.training.train_state import TrainState
 
 
 def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors import safe_open
 
-from src.checkpointing.sharded import file_name
+from src.checkpointing.sharded_checkpoint import file_name
 from src.config.redact import publishable, redact_all
 from src.config.schema import RunConfig
 from src.runtime import private_apis

@@ -18,7 +18,7 @@ from src.config.schema import RunConfig, changeable_fields
 from src.config.yaml_files import read_yaml
 from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
-from src.training.optimizers import make_schedule, total_steps
+from src.training.schedules import make_schedule, total_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

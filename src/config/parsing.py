@@ -17,7 +17,7 @@ from src.config import mixture_fields
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import declared_options, field_types, range_errors, read_value
 from src.config.help_text import format_help
-from src.config.names_elsewhere import NAMES_ELSEWHERE
+from src.config.other_trainers_names import NAMES_ELSEWHERE
 from src.config.paths import locate
 from src.config.redact import redact_all, remember_credentials
 from src.config.schema import RunConfig

@@ -7,7 +7,7 @@ Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 from dataclasses import dataclass
 
 from src.config.fields import ASK, Auto, declared_options, option
-from src.config.safe_values import plain_data, plain_name
+from src.config.untrusted_values import plain_data, plain_name
 
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")

@@ -15,8 +15,8 @@ from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.mixture_fields import mixture_errors
 from src.config.redact import was_redacted
-from src.config.safe_values import plain_name
 from src.config.schema import RunConfig
+from src.config.untrusted_values import plain_name
 
 TRY = "(try --config configs/stdlib_lm.yaml)"
 

@@ -18,7 +18,7 @@ from src.data.row_errors import RowLocations, check_decodable
 from src.data.sources import Source
 from src.download import remote_files
 from src.tasks import Task
-from src.text.given_ids import OPTIONAL_COLUMNS
+from src.text.pretokenized_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # raw rows that are encoded, packed and shuffled together, and read again after a resume
 

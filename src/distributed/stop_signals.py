@@ -21,7 +21,7 @@ from src.config.schema import RunConfig
 from src.runtime import run_lock, run_status
 from src.runtime.exit_codes import exit_process, is_exiting
 from src.runtime.run_status import EXIT_STOPPED
-from src.storage import held_folder
+from src.storage import lost_run_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -59,7 +59,7 @@ class StopSignals:
 
     def begin(self) -> None:
         """Note that training begins, in the run folder that is there now: from now on a stop saves first."""
-        held_folder.hold(self.folder)
+        lost_run_folder.hold(self.folder)
         self.is_training = True
         self.last_boundary = time.monotonic()
 

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlparse
 
 from src.config.errors import UsageError, warn
 from src.download import remote_version
-from src.download.fetched import fetch_once, is_offline
+from src.download.fetch_records import fetch_once, is_offline
 from src.download.remote_version import FileChanged
 from src.runtime import console
 from src.storage import atomic_folder

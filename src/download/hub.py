@@ -11,7 +11,7 @@ from pathlib import Path
 
 from src.config.errors import UsageError, warn
 from src.config.paths import locate, not_found_locally
-from src.download.fetched import fetch_once, is_offline, records
+from src.download.fetch_records import fetch_once, is_offline, records
 from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for an answer of the Hub

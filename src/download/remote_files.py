@@ -12,7 +12,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError, warn
-from src.download import fetched, remote_version
+from src.download import fetch_records, remote_version
 from src.storage.shared_work import SharedWork
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, di
     # The key is hashed and the values are redacted: a URL may hold a password.
     found = work.compute_once(json.dumps([field, urls]), look_up_all, f"looking up {len(urls)} files")
     versions = dict(zip(urls, found["files"], strict=True))
-    fetched.records.update(versions)
+    fetch_records.records.update(versions)
     return versions
 
 

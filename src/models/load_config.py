@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError, did_you_mean
 from src.config.paths import not_found_locally
-from src.config.safe_values import plain_name
 from src.config.schema import RunConfig
+from src.config.untrusted_values import plain_name
 from src.config.yaml_files import read_yaml
 from src.models.model_files import model_folder, reason
 from src.runtime import private_apis

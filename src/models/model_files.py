@@ -6,7 +6,7 @@ Tests: tests/models/test_loading.py.
 from pathlib import Path
 
 from src.config.schema import RunConfig
-from src.download import fetched, hub
+from src.download import fetch_records, hub
 from src.download.cache_folder import cache_root
 
 
@@ -19,7 +19,7 @@ def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", w
 def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
     """Return the folder of the pretrained model and, if it is from the Hub, its commit."""
     folder = Path(model_folder(cfg, str(cfg.model_name_or_path)))
-    record = fetched.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
+    record = fetch_records.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
     return folder, record.get("commit")
 
 

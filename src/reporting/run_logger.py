@@ -30,9 +30,9 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
-from src.training.optimizers import make_schedule, total_steps
-from src.training.state import Intervals, TrainState
+from src.training.schedules import make_schedule, total_steps
 from src.training.step import StepTotals
+from src.training.train_state import Intervals, TrainState
 
 log = logging.getLogger("run")
 

@@ -12,9 +12,9 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import data_notes, format_stats
 from src.models import memory_estimate
-from src.training.optimizers import total_steps, warmup_updates
-from src.training.state import TrainState
+from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
+from src.training.train_state import TrainState
 
 
 def plan_table(

@@ -12,7 +12,7 @@ from typing import IO
 
 from src.config.errors import UsageError, warn
 from src.runtime.run_status import read_status
-from src.storage import held_folder
+from src.storage import lost_run_folder
 
 SETTLING = 0.5  # seconds after which a folder that is being deleted should be gone
 SAVING = 120  # seconds that a run may take to save after its launcher has ended
@@ -25,7 +25,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
 
     The operating system releases the lock when the process ends, however it ends."""
     if _lock:
-        if reason := held_folder.lost_folder(folder):
+        if reason := lost_run_folder.lost_folder(folder):
             raise UsageError(f"output_dir: {reason} while this process started: run the same command again")
         return
     check_links(folder)
@@ -40,12 +40,12 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
             _wait(folder, time.monotonic() - began, patience)
         except OSError as error:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
-            return held_folder.hold(folder)
+            return lost_run_folder.hold(folder)
     if not _is_in_place(file, folder):  # deleted while this process waited for the lock
         file.close()
         return lock_run_folder(folder, patience)
     _lock.append(file)
-    held_folder.hold(folder)
+    lost_run_folder.hold(folder)
 
 
 def _wait(folder: Path, waited: float, patience: float) -> None:
@@ -72,10 +72,10 @@ def lost(folder: Path) -> str:
 
     It may be deleted, moved or replaced, or locked by another process after its lock file was deleted. A lock file that
     was only deleted is created and locked again."""
-    if (reason := held_folder.lost_folder()) or not _lock or _is_in_place(_lock[0], folder):
+    if (reason := lost_run_folder.lost_folder()) or not _lock or _is_in_place(_lock[0], folder):
         return reason
     time.sleep(SETTLING)  # the whole folder may be in the middle of its deletion
-    if reason := held_folder.lost_folder():
+    if reason := lost_run_folder.lost_folder():
         return reason
     try:
         file = _lock_file(folder).open("a")

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from src.config.redact import redact
-from src.storage import atomic_folder, held_folder
+from src.storage import atomic_folder, lost_run_folder
 
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # files that show when a run was last active
@@ -60,7 +60,7 @@ def report_failure(folder: Path, rank: int, message: str) -> bool:
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
     try:
-        held_folder.check_held(file)
+        lost_run_folder.check_held(file)
         temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
         os.link(temporary, file)  # fails if there is one, and is never seen half-written
     except FileExistsError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from src.storage.held_folder import check_held
+from src.storage.lost_run_folder import check_held
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22

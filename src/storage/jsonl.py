@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from src.config.errors import warn
-from src.storage.held_folder import check_held, lost_folder
+from src.storage.lost_run_folder import check_held, lost_folder
 
 
 def strict_json(value):

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from src.storage.atomic_folder import fsync
-from src.storage.launch_peers import LaunchPeers, try_lock
+from src.storage.peer_failures import LaunchPeers, try_lock
 
 POLL = 0.1  # seconds between two looks at work that another process does
 NOTICE_EVERY = 10.0  # seconds between two lines about waiting

@@ -14,8 +14,8 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.evaluate_metrics import compute_metrics, load_metric, shipped_metrics
 from src.models.load_config import check_fit, load_config
+from src.models.load_metric import compute_metrics, load_metric, shipped_metrics
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.losses import sums_from_logits
 from src.runtime.private_apis import known_masks

@@ -12,8 +12,8 @@ import numpy as np
 
 from src.config.errors import UsageError, warn
 from src.text.chat import render_chat, tokenize_marked_chat
-from src.text.given_ids import OPTIONAL_COLUMNS, check_ids
 from src.text.long_text import encode_long
+from src.text.pretokenized_rows import OPTIONAL_COLUMNS, check_ids
 from src.text.tokenization import CHARACTERS, IGNORED, batches_by_size, require_text, token_bytes
 
 # Columns that have a meaning in other trainers; a warning says that they are not used.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
-from src.training.state import TrainState
+from src.training.train_state import TrainState
 
 
 class LocalSGD:

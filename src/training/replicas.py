@@ -10,7 +10,7 @@ from src.distributed import replica_check
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.training.local_sgd import LocalSGD
-from src.training.state import TrainState
+from src.training.train_state import TrainState
 
 
 class Replicas:

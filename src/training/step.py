@@ -17,7 +17,7 @@ from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
-from src.training.state import DeviceFlag, Window
+from src.training.train_state import DeviceFlag, Window
 
 
 class ModelWithLoss(torch.nn.Module):

@@ -15,11 +15,11 @@ from types import SimpleNamespace
 import pytest
 
 import train
-from src.checkpointing import async_writer, checkpoint_list, checkpointer, format, host_copy, model_folder
+from src.checkpointing import async_writer, checkpoint_format, checkpoint_list, checkpointer, host_copy, model_folder
 from src.config.parsing import RunConfig
 from src.reporting import ledger
 from src.storage import atomic_folder
-from src.training.state import TrainState
+from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import STEPS, at_step, command, same_state, saved
 from tests.helpers import kit
@@ -29,14 +29,14 @@ from tests.helpers import kit
 
 def fail_at(steps, error: Exception, patch) -> None:
     """Let the writing of these checkpoints fail when most of each is written."""
-    write = format.write_checkpoint
+    write = checkpoint_format.write_checkpoint
 
     def failing(folder, model_with_loss, tensors, state, *rest):
         write(folder, model_with_loss, tensors, state, *rest)
         if state["progress"]["step"] in steps:
             raise error
 
-    patch.setattr(format, "write_checkpoint", failing)
+    patch.setattr(checkpoint_format, "write_checkpoint", failing)
 
 
 FULL = OSError(errno.ENOSPC, "No space left on device")

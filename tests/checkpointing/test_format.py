@@ -10,14 +10,14 @@ import torch
 from accelerate import Accelerator
 
 import train
-from src.checkpointing import checkpoint_list, format
+from src.checkpointing import checkpoint_format, checkpoint_list
 from src.checkpointing.host_copy import HostCopy
 from src.config.schema import RunConfig
 from src.distributed import init_accelerator
 from src.distributed.strategies import make_strategy
 from src.storage import atomic_folder
-from src.training.state import TrainState
 from src.training.step import ModelWithLoss
+from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
 from tests.helpers import kit
@@ -60,13 +60,13 @@ def test_progress_is_a_few_integers(straight):
 
 
 def test_kill_while_files_are_written_leaves_no_checkpoint(tiny, straight, tmp_path, monkeypatch):
-    original = format.save_file
+    original = checkpoint_format.save_file
 
     def die(tensors, path):
         return os._exit(9) if "step_00000008" in str(path) else original(tensors, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(format, "save_file", die)
+        patch.setattr(checkpoint_format, "save_file", die)
         with pytest.raises(kit.RankFailed):
             kit.run_training(1, tmp_path / "run", *recipe.flags(tiny))
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
@@ -125,16 +125,18 @@ def _save_and_load_averaged_weights(tmp_path, tied: bool) -> None:
         parts["optimizer"].zero_grad()
         parts["average"].update_parameters(model_with_loss.model)
     strategy = make_strategy(Accelerator(cpu=True), RunConfig())
-    tensors, numbers = format.collect_tensors(strategy, model_with_loss, parts)
+    tensors, numbers = checkpoint_format.collect_tensors(strategy, model_with_loss, parts)
     assert tensors.keys() == {"model", "optimizer", "average"}
     host = HostCopy().take(tensors)
     state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
-    atomic_folder.publish(tmp_path / "step", lambda f: format.write_checkpoint(f, model_with_loss, host, state))
+    atomic_folder.publish(
+        tmp_path / "step", lambda f: checkpoint_format.write_checkpoint(f, model_with_loss, host, state)
+    )
     assert atomic_folder.verify(tmp_path / "step") == []
 
     other, fresh = trainable(tied)
     assert not kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
-    format.load_checkpoint(tmp_path / "step", strategy, other, fresh, Meter())
+    checkpoint_format.load_checkpoint(tmp_path / "step", strategy, other, fresh, Meter())
     assert kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
     assert fresh["average"].n_averaged == 3
     average = fresh["average"].module

@@ -12,9 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from src.checkpointing import sharded
+from src.checkpointing import sharded_checkpoint
 from src.checkpointing.model_folder import write_index
-from src.checkpointing.sharded import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
+from src.checkpointing.sharded_checkpoint import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
 from src.config.errors import UsageError
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full, is_partial
@@ -154,7 +154,7 @@ def _check_folder(folders: list[Path]) -> str:
         is_main_process=rank == 0, process_index=rank, num_processes=world, parallelism_config=None
     )
     try:
-        sharded.check_shared_folder(accelerator, HostGroup(accelerator, 20), folders[rank])
+        sharded_checkpoint.check_shared_folder(accelerator, HostGroup(accelerator, 20), folders[rank])
     except UsageError as error:
         return str(error)
     return ""

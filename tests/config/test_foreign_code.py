@@ -13,7 +13,7 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.schema import RunConfig
-from src.models.evaluate_metrics import load_metric
+from src.models.load_metric import load_metric
 from src.storage import atomic_folder
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit

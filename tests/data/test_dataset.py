@@ -21,7 +21,7 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, local_files, preprocessing
 from src.data.batch_plan import PlanConfig, evaluation_order, training_order
-from src.storage import launch_peers, shared_work
+from src.storage import peer_failures, shared_work
 from src.tasks import Batch, causal_lm
 from tests.helpers import kit
 
@@ -419,7 +419,7 @@ def test_processes_started_together_prepare_once(tools, tmp_path):
 def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
     monkeypatch.setattr(shared_work, "try_lock", lambda path: nullcontext(True))
-    monkeypatch.setattr(launch_peers.LaunchPeers, "raise_if_failed", lambda self: None)
+    monkeypatch.setattr(peer_failures.LaunchPeers, "raise_if_failed", lambda self: None)
     with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1

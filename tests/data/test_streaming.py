@@ -16,7 +16,7 @@ from src.data.data_loader import train_batches
 from src.data.stream_shards import BLOCK
 from src.reporting import ledger
 from src.tasks import OPTIONS
-from src.training.state import TrainState
+from src.training.train_state import TrainState
 from tests.helpers import kit
 
 

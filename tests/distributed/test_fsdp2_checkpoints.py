@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 
 import train
-from src.checkpointing import async_writer, checkpoint_list, format, model_folder, sharded
+from src.checkpointing import async_writer, checkpoint_format, checkpoint_list, model_folder, sharded_checkpoint
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
 from src.tasks import causal_lm
-from src.training.state import DeviceFlag
+from src.training.train_state import DeviceFlag
 from tests.helpers import kit
 from tests.helpers.strategy_runs import (
     at_step,
@@ -132,14 +132,14 @@ def test_a_flipped_bit_in_the_file_of_another_rank_is_found(files, fsdp2_two, tm
 
 def at_write(monkeypatch, number, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of a checkpoint, or of the "final" model."""
-    write, export = format.write_checkpoint, model_folder.write_final
+    write, export = checkpoint_format.write_checkpoint, model_folder.write_final
 
     def wrote(folder, model_with_loss, tensors, state, mine=0, world=1):
         write(folder, model_with_loss, tensors, state, mine, world)
         if mine == rank and state["progress"]["step"] == number:
             act()
 
-    monkeypatch.setattr(format, "write_checkpoint", wrote)
+    monkeypatch.setattr(checkpoint_format, "write_checkpoint", wrote)
     if number == "final":
         monkeypatch.setattr(
             model_folder, "write_final", lambda *args: (export(*args), act() if args[4] == rank else None)
@@ -163,7 +163,7 @@ def test_a_full_disk_on_one_rank_costs_a_checkpoint(files, fsdp2_two, tmp_path, 
 
 def test_a_rank_whose_disk_takes_nothing_costs_no_more(files, fsdp2_two, tmp_path, monkeypatch):
     """At steps 12 and 16; the success in between resets the count of failures on all ranks."""
-    write_shard, calls = sharded.ShardWriters.write_shard, [0]
+    write_shard, calls = sharded_checkpoint.ShardWriters.write_shard, [0]
 
     def failing(self, parts, write):
         calls[0] += 1
@@ -171,7 +171,7 @@ def test_a_rank_whose_disk_takes_nothing_costs_no_more(files, fsdp2_two, tmp_pat
             disk_full()
         return write_shard(self, parts, write)
 
-    monkeypatch.setattr(sharded.ShardWriters, "write_shard", failing)
+    monkeypatch.setattr(sharded_checkpoint.ShardWriters, "write_shard", failing)
     monkeypatch.setattr(async_writer, "SHARD_TIMEOUT", 3.0)
     folder = killed_after(fsdp2_two, tmp_path / "here" / "run", 10)
     codes, outputs = command(recipe(files, save_steps=2, max_failed_saves=2), tmp_path / "here")

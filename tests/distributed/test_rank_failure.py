@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import checkpoint_list, format
+from src.checkpointing import checkpoint_format, checkpoint_list
 from src.runtime import run_status
 from src.tasks import causal_lm
 from src.training import evaluation
@@ -29,7 +29,7 @@ PLACES = {  # place -> (object, function, call that raises)
     "forward": (causal_lm.Task, "loss", 9),
     "update": (train, "optimizer_step", 5),
     "evaluation": (evaluation, "seed_everything", 5),
-    "save": (format, "save_file", 1),
+    "save": (checkpoint_format, "save_file", 1),
     "build": (causal_lm.Task, "build", 1),
 }
 

@@ -20,7 +20,7 @@ import pytest
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data import dataset
-from src.download import fetched, http_files, remote_version
+from src.download import fetch_records, http_files, remote_version
 from src.runtime.exit_codes import run_main
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, make_task
@@ -52,10 +52,10 @@ def fetch(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
     monkeypatch.setattr(remote_version, "TRIES", 2)
-    monkeypatch.setattr(fetched, "records", {})
+    monkeypatch.setattr(fetch_records, "records", {})
 
     def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
-        fetched.records.clear()
+        fetch_records.records.clear()
         shutil.rmtree(cache / "crews", ignore_errors=True)
         return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
 

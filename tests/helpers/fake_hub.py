@@ -215,9 +215,9 @@ def adopt(environment: dict[str, str]) -> None:
     import datasets.config
     from huggingface_hub import constants, hf_api
 
-    from src.storage import launch_peers
+    from src.storage import peer_failures
 
-    launch_peers.STARTED = time.time()  # as in a new process
+    peer_failures.STARTED = time.time()  # as in a new process
 
     os.environ |= environment
     url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing.sharded import ShardWriters
-from src.storage import atomic_folder, held_folder, jsonl
+from src.checkpointing.sharded_checkpoint import ShardWriters
+from src.storage import atomic_folder, jsonl, lost_run_folder
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
 NAMES = {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
@@ -403,13 +403,13 @@ def test_rewrite_does_not_follow_symlinks(tmp_path):
 
 @pytest.mark.parametrize("recreated", [False, True])
 def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, recreated):
-    monkeypatch.setattr(held_folder, "_held", {})
+    monkeypatch.setattr(lost_run_folder, "_held", {})
     run, lines = tmp_path / "run", jsonl.JsonlWriter(tmp_path / "run" / "metrics.jsonl")
     run.mkdir()
-    held_folder.hold(run)
+    lost_run_folder.hold(run)
     lines.add({"step": 1})
     lines.flush()
-    assert held_folder.lost_folder() == ""
+    assert lost_run_folder.lost_folder() == ""
 
     def replace_and_write(folder: Path) -> None:
         (folder / "a").write_text("a")
@@ -425,7 +425,7 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     with pytest.raises(OSError, match="deleted or moved"):
         atomic_folder.publish(run / "checkpoints" / "step_00000001", replace_and_write)
     assert not (run / "checkpoints" / "step_00000001").exists()
-    assert held_folder.lost_folder()
+    assert lost_run_folder.lost_folder()
     lines.add({"step": 2})
     for call in (
         lines.flush,

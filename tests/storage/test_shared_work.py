@@ -21,8 +21,8 @@ import pytest
 from src.config import validation
 from src.config.errors import Failure, UsageError
 from src.data import preprocessing
-from src.storage import launch_peers, shared_work
-from src.storage.launch_peers import LaunchPeers
+from src.storage import peer_failures, shared_work
+from src.storage.peer_failures import LaunchPeers
 from src.storage.shared_work import SharedWork
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -87,7 +87,7 @@ def test_each_piece_is_made_once(tmp_path, world):
 
 
 def test_mutant_without_a_lock_makes_pieces_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch_peers, "FileLock", NoLock)
+    monkeypatch.setattr(peer_failures, "FileLock", NoLock)
     monkeypatch.setattr(LaunchPeers, "raise_if_failed", lambda self: None)
     results = kit.spawn(3, share_pieces, tmp_path, lambda i: None, 0.2, 3, out=tmp_path / "out")
     assert results == [CONTENT[:3]] * 3  # no data is lost
@@ -194,7 +194,7 @@ def peers(tmp_path, monkeypatch):
     """Rank 0 of two, in this process."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(launch_peers, "STARTED", time.time())
+    monkeypatch.setattr(peer_failures, "STARTED", time.time())
     (peers := LaunchPeers(tmp_path)).folder.mkdir(parents=True)
     return peers
 
@@ -409,7 +409,7 @@ def opened(tiny, caches: list, fields: dict) -> int:
 def test_missing_locks_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small):
     assert kit.spawn(1, opened, tiny, [tmp_path / "one"], {}, out=tmp_path / "out1") == [83]
     note_blocks(monkeypatch, tmp_path)
-    monkeypatch.setattr(launch_peers, "FileLock", NoLock)
+    monkeypatch.setattr(peer_failures, "FileLock", NoLock)
     original = np.lib.format.open_memmap
 
     def slowly(*args, **kwargs):  # so that ranks assemble the pieces at the same time

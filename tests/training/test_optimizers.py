@@ -5,7 +5,8 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import SCHEDULES, RunConfig
-from src.training.optimizers import make_optimizer, make_schedule, parameter_groups
+from src.training.optimizers import make_optimizer, parameter_groups
+from src.training.schedules import make_schedule
 from tests.helpers import kit
 
 

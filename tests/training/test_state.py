@@ -21,7 +21,7 @@ from src.config.errors import Failure, UsageError
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, step
-from src.training.state import DeviceFlag, Intervals, TrainState, UpdateResult
+from src.training.train_state import DeviceFlag, Intervals, TrainState, UpdateResult
 from tests.helpers import kit
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11

@@ -11,12 +11,12 @@ from safetensors.torch import save_file
 
 from src.checkpointing.checkpoint_list import read_state
 from src.checkpointing.model_folder import write_model
-from src.checkpointing.sharded import TensorReader, file_name
+from src.checkpointing.sharded_checkpoint import TensorReader, file_name
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import ShardedTensorRef
 from src.distributed.strategies import Strategy
-from src.training.state import TrainState
 from src.training.step import ModelWithLoss
+from src.training.train_state import TrainState
 
 Tensors = dict[str, torch.Tensor]
 
