@@ -1,6 +1,6 @@
-"""Train a model: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
+"""Train a model: the whole run, top to bottom. Everything it calls is in src/, one folder per topic. Edit freely.
 
-The whole run, top to bottom. Everything it calls is in src/, one folder per topic (docs/architecture.md). Edit freely.
+Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
 from src.checkpointing.checkpointer import Checkpointer
@@ -19,11 +19,11 @@ from src.training.train_state import Intervals, UpdateResult
 
 def main(argv: list[str]) -> None:
     stop_signals.exit_on_signal()
-    cfg, options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
-    validation.check(cfg, options)
+    cfg, task_options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
+    validation.check(cfg, task_options)
     check_environment()
-    task = make_task(cfg, options)
-    datasets = dataset.prepare_datasets(cfg, task)  # before there is a process group: no collective can time out on it
+    task = make_task(cfg, task_options)
+    datasets = dataset.prepare_datasets(cfg, task)  # before the process group exists: cannot time out a collective
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
     accelerator = init_accelerator(cfg)
@@ -34,75 +34,75 @@ def main(argv: list[str]) -> None:
 def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    lr_at = schedules.make_schedule(cfg, num_steps)  # completed updates -> learning rate
-    hosts = host_group.HostGroup(accelerator, cfg.ddp_timeout)  # sums small vectors over all ranks on the CPU
-    signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, the time limit, the files `save` and `stop`
+    lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
+    hosts = host_group.HostGroup(accelerator, cfg.ddp_timeout)  # sums small vectors over all ranks on the CPU (gloo)
+    signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
-    # The task's model and loss in one module; with the weights of the newest intact checkpoint of this run, if there is one.
-    model = build_model(cfg, strategy, task, weights=checkpointer.find())
+    # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
+    model = build_model(cfg, strategy, task, weights=checkpointer.find_weights())
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
-    module, optimizer = strategy.prepare(model, optimizer)
+    module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
     state = checkpointer.load(model, optimizer, logger.meter)  # step, updates, best metric, ...
-    due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)
+    due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
     model_replicas = replicas.Replicas(strategy, hosts, cfg, model, optimizer, state, num_steps)
     checkpointer.begin(due, logger.files(), model_replicas, signals)
     logger.begin(datasets, model, lr_at, due, checkpointer.resume_from, checkpointer.notes)
 
-    # A batch is this rank's micro-batches of one optimizer step. Which examples are in it depends on seed and step only,
-    # so entering at any step is O(1) and resuming needs no sampler state.
+    # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
+    # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
     lr = grad_norm = save_requested = None
     module.train()
-    signals.begin()
+    signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
-        # ---- what is due at this step; after a resume, this first finishes what was interrupted ----------------------
+        # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here ---------
         if due.log():
             logger.train_line(state, lr, grad_norm)
         if due.evaluate():
-            with logger.paused():
+            with logger.throughput_paused():
                 metrics = evaluate(strategy, hosts, module, task, val_set, cfg, signals.stopping)
-            if metrics:  # None: a stop was requested in the middle; the evaluation is repeated after the resume
+            if metrics:  # None if a stop request interrupted it: the resumed run evaluates again
                 logger.eval_line(state, metrics)
-                checkpointer.update_best(metrics)  # ends the run, saved, if metric_for_best_model is none of them
+                checkpointer.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
                     logger.train_line(state, lr, grad_norm)
         if due.save() or save_requested:
-            checkpointer.save()  # copies to the host, then writes in a thread while training continues
+            checkpointer.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():
             break
 
-        # ---- one all-reduce of a few numbers per step: the normalizer, throughput, and every shared decision ----------
+        # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ------
         batch, data_seconds = next(batches)
         totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
         if totals.stop or totals.failed:
             break
-        if not totals.examples:  # a stream is exhausted on every rank
+        if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
             continue
 
-        # ---- one optimizer step ----------------------------------------------------------------------------------------
+        # ---- one step: one optimizer update, unless there are no targets or the gradient is not finite -----------------
         state.step += 1
         losses = None
-        if totals.weight:  # 0: no example of the global batch has a target, and all ranks skip the update alike
-            batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
-            # sum of losses / sum of weights over the global batch; gradients are reduced after the last micro-batch only
+        if totals.weight:  # 0: no example of the global batch has a target
+            batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
+            # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
             losses = compute_gradient(strategy, module, batch, totals.weight)
-            state.finish_update(cfg.max_skipped_steps)  # of the previous step: the device has its result by now
+            state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = lr_at(state.updates)
             grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.pending = UpdateResult(skipped, state.step, batch, losses)
         logger.add_step(state.step, losses, totals, data_seconds)
-        model_replicas.after_step()  # local SGD and the check that replicas are equal, when due
+        model_replicas.after_step()  # local SGD, and the check that replicas are equal, if due
 
     if not due.complete():
-        checkpointer.stop(signals.why())  # saves and ends with exit code 75; the same command resumes
-    checkpointer.write_final()
+        checkpointer.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
+    checkpointer.write_final()  # final/: a folder for from_pretrained
     logger.finish(checkpointer.summary(), checkpointer.sample(), checkpointer.outcome())
 
 

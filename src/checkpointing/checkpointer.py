@@ -47,7 +47,7 @@ class Checkpointer:
 
     # ---- at the start ------------------------------------------------------------------------------------------------
 
-    def find(self) -> Path | str | None:
+    def find_weights(self) -> Path | str | None:
         """Choose the checkpoint to resume from; return its weights, or those of `init_from`, or None."""
         self.resume_from, self.notes = resume.choose_on_all_ranks(
             self.accelerator, self.cfg, self.task.options, self.datasets

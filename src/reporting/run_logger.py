@@ -116,7 +116,7 @@ class RunLogger:
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
-    def paused(self) -> AbstractContextManager:
+    def throughput_paused(self) -> AbstractContextManager:
         """Stop the clock of tokens_per_second."""
         return self.meter.paused()
 
