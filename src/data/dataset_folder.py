@@ -12,7 +12,8 @@ from src.config.untrusted_values import plain_data
 from src.data.local_files import BUILDERS
 from src.data.sources import Source
 
-NO_DATA = ("dataset_infos.json", "config.json", "metadata.json", "LICENSE.txt", "README.txt", "requirements.txt")
+NO_DATA = {"dataset_infos.json", "config.json", "metadata.json", "LICENSE.txt", "README.txt", "requirements.txt"}
+NO_DATA |= {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"}
 
 _warned: set[str] = set()
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -592,3 +593,12 @@ def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypat
         message = capsys.readouterr().err
         assert message.count("not read") == 1
         assert f"{folder / name} not read" in message
+
+
+def test_tokenizer_beside_the_data_is_not_reported_as_unread(tools, tmp_path, capsys):
+    folder = tmp_path / "data"
+    shutil.copytree(tools / "tokenizer", folder / "tokenizer")
+    for file in ("train.jsonl", "test.jsonl"):
+        (folder / file).write_text(lines(*GOOD))
+    kit.open_data(**fields_of(tools, dataset_name=folder), cache_dir=tmp_path / "cache")
+    assert "not read" not in capsys.readouterr().err
