@@ -10,16 +10,16 @@ LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "mse", "rmse", "mae", "ma
 
 
 def best_by(cfg: RunConfig) -> tuple[str, bool]:
-    """Return (name of the metric that decides which evaluation is best, whether a greater value is better).
+    """Return (name of the metric that decides which evaluation is best, True if greater is better).
 
-    As in transformers, greater is better unless the name ends in "loss", and the prefix `eval_` is accepted."""
+    As in transformers, greater is better unless the name ends in "loss". A prefix `eval_` is removed."""
     name = (cfg.metric_for_best_model or "loss").removeprefix("eval_")
     greater = not name.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better
     return name, greater
 
 
 def metric_warnings(cfg: RunConfig) -> list[str]:
-    """Return a warning if the direction of the metric is probably wrong, or has no effect."""
+    """Return a warning if greater_is_better should probably be false, or if it has no effect."""
     name, _ = best_by(cfg)
     last = name.split("/")[-1].lower()
     looks_like_error = last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))

@@ -11,47 +11,47 @@ from typing import Any
 
 
 class UsageError(Exception):
-    """What the user can fix; the message names file, line or field, value, and fix. Exit code 2 on every rank."""
+    """An error that the user can fix; its message names file, line or field, value, and fix. All ranks exit with 2."""
 
 
 class Failure(Exception):
-    """The run cannot continue, and all ranks know it. Exit code 1 on every rank."""
+    """An error after which the run cannot continue and which all ranks know. All ranks exit with 1."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has saved; the same command resumes it. Exit code 75 on every rank."""
+    """A requested stop: the run has saved, and the same command resumes it. All ranks exit with 75."""
 
 
 def warn(text: str, any_rank: bool = False) -> None:
-    """Print a warning from local rank 0 only, or with `any_rank` from every process that calls this."""
+    """Print a warning on local rank 0 only; with `any_rank`, on every rank that calls this."""
     if any_rank or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write: other threads print, too
+        print(f"warning: {text}\n", end="", file=sys.stderr, flush=True)  # one write, because other threads print, too
 
 
 def call_or_warn(what: str, call: Callable, *args) -> Any:
-    """Return `call(*args)`; on any error warn and return None, for output that must not end a run."""
+    """Return `call(*args)`. On any error warn and return None; use it where an error must not end the run."""
     try:
         return call(*args)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        warn(f"{what} failed, the run is not affected: {type(error).__name__}: {reason}", any_rank=True)
+        warn(f"{what} failed (the run is not affected): {type(error).__name__}: {reason}", any_rank=True)
         return None
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` that `name` is probably a misspelling of, or None."""
+    """Return the most similar of `names`, or None if none is similar enough to be what the user meant."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return close[0] if close else None
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return '; did you mean X?' for the nearest of `names`, or nothing."""
+    """Return '; did you mean X?' for the nearest of `names`, or an empty string."""
     close = nearest(name, names)
     return f"; did you mean {close}?" if close else ""
 
 
 def list_errors(errors: list[str]) -> str:
-    """Return one message for all errors."""
+    """Join errors into one message; if there are several, begin with their number."""
     if len(errors) == 1:
         return errors[0]
     return f"{len(errors)} errors:\n" + "\n".join(f"  {error}" for error in errors)

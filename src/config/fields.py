@@ -1,6 +1,6 @@
-"""One field of the run file: help, type, choices and bounds; read from YAML or a flag.
+"""Declaration of one field of the run file (YAML): help, type, choices, bounds; reader of its value.
 
-Every field of RunConfig and of a task's `Options` is made by `option(...)`. Tests: tests/config/test_config.py.
+Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tests: tests/config/test_config.py.
 """
 
 import dataclasses
@@ -17,28 +17,28 @@ Auto = Literal["auto"]
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a field declares besides its type and default."""
+    """Help text and rules of a field, besides its type and default."""
 
-    help: str  # ends with "(default: …)" only where the default of the field does not say it
+    help: str  # ends with "(default: …)" only if the default in the dataclass does not tell the effect
     choices: tuple = ()
     min: float | None = None
     max: float | None = None
-    above: float | None = None  # a bound that is itself not allowed
-    below: float | None = None
-    # Whether a resumed run may change it: the numbers do not depend on it, or resume checks its effect (model and data
-    # by content, the length by its learning rates). Any other change is refused.
+    above: float | None = None  # exclusive lower bound
+    below: float | None = None  # exclusive upper bound
+    # True if a resumed run may change this field: the results do not depend on the field, or resume compares what it
+    # determines (content of model and data, past learning rates). Resume refuses to change any other field.
     may_change_on_resume: bool = False
-    # Whether `eval.py --checkpoint` uses the value that the checkpoint records: True, or a function that accepts it.
-    # A checkpoint may come from anywhere, so never for what runs code or says where files are written. With ASK it is
-    # not used, and eval.py names the flag to give. None: ASK for an option of a task, False for a field of the run.
+    # True if `eval.py --checkpoint` uses the value recorded in the checkpoint; a function accepts only safe values.
+    # A checkpoint may be untrusted, so never True for a field that runs code or names a folder to write to. With ASK,
+    # eval.py ignores the value and names the flag to give. None: ASK for a task's option, False for a RunConfig field.
     from_checkpoint: bool | str | Callable[[Any], bool] | None = None
-    may_be_empty: bool = False  # whether --flag "" is a value
-    is_path: bool = False  # may name a local file or folder: config.yaml then holds its absolute path
-    group: str = ""  # of --help; fields without one belong to the group of the field above
+    may_be_empty: bool = False  # True if --flag "" is a valid value
+    is_path: bool = False  # may name a local file or folder; config.yaml then records the absolute path
+    group: str = ""  # heading in --help; a field without a group belongs to the group of the field above
 
 
 def option(help: str, default: Any = None, **rules) -> Any:
-    """Return a dataclass field with its help text, default and further `rules`, which are the fields of Option."""
+    """Declare a dataclass field by its help text, default, and `rules`: any other fields of Option."""
     metadata = {"option": Option(help, **rules)}
     if isinstance(default, list):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
@@ -46,7 +46,7 @@ def option(help: str, default: Any = None, **rules) -> Any:
 
 
 def declared_options(kind: type) -> dict[str, Option]:
-    """Return the Option of each field of a dataclass by its name."""
+    """Return {field name: Option} for all fields of a dataclass."""
     return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
 
 
@@ -81,9 +81,7 @@ def _bool(value) -> bool:
 
 
 def _json_object(value) -> dict:
-    text = (
-        json.dumps(value, default=str) if isinstance(value, dict) else _text(value)
-    )  # YAML: keys and dates become text
+    text = json.dumps(value, default=str) if isinstance(value, dict) else _text(value)  # from YAML: dates become text
     try:
         found = json.loads(text)
     except ValueError:
@@ -97,7 +95,7 @@ def _int_or_auto(value) -> int | str:
     return value if value == "auto" else _int(value)
 
 
-# type of a field -> (function that reads it, its name in --help); `TYPE | None` and list[TYPE] are allowed, too
+# type of a field -> (function that reads a value, placeholder in --help); `TYPE | None` and list[TYPE] also work
 TYPES: dict[Any, tuple[Callable, str]] = {
     str: (_text, "TEXT"),
     int: (_int, "N"),
@@ -110,7 +108,7 @@ TYPES |= {kind | None: entry for kind, entry in TYPES.items()}
 
 
 def field_types(kind: type) -> dict[str, Any]:
-    """Return the type of each field of a dataclass; TypeError names a field of a type that cannot be read."""
+    """Return {field name: type} for a dataclass. Raise TypeError if no reader supports the type of a field."""
     types = get_type_hints(kind)
     for name, type_ in types.items():
         if (get_args(type_)[0] if get_origin(type_) is list else type_) not in TYPES:
@@ -121,7 +119,7 @@ def field_types(kind: type) -> dict[str, Any]:
 
 
 def read_value(type_: Any, rules: Option, value: Any) -> Any:
-    """Return `value`, from YAML or the list of words after a flag, as `type_`; ValueError says what was expected."""
+    """Convert a value from YAML, or the list of words after a flag, to `type_`. Raise ValueError if it is invalid."""
     values = value if isinstance(value, list) else [value]
     if "" in values and not rules.may_be_empty:
         raise ValueError("the value is empty: omit the field, or give a value")
@@ -142,7 +140,7 @@ def _read_list(type_: Any, values: list) -> list:
     if not values:
         raise ValueError("expected one value or more, found none")
     for value in values:
-        if str(value).startswith("--"):  # from a file: on the command line it would be a flag
+        if str(value).startswith("--"):  # a value from YAML: on the command line it would be a flag
             raise ValueError(f"{value!r} would be a flag: write ./{value} if it is a file")
     return [TYPES[type_][0](value) for value in values]
 
@@ -151,7 +149,7 @@ def _read_list(type_: Any, values: list) -> list:
 
 
 def range_errors(config: Any) -> list[str]:
-    """Return an error for each number in a dataclass that is outside the bounds of its field."""
+    """Return one error for each number in a dataclass that is out of the bounds of its field."""
     errors = []
     for name, rules in declared_options(type(config)).items():
         value = getattr(config, name)

@@ -19,7 +19,7 @@ DESCRIPTION = (
 
 
 def format_help(task: str, kinds: tuple[type, type], also: dict[str, str]) -> str:
-    """Return the help of all fields of RunConfig and the task's options; `also` holds further flags with their help."""
+    """Return the help of all fields of RunConfig and the task's options; `also`: further flags and their help."""
     program = Path(sys.argv[0]).name
     parser = argparse.ArgumentParser(
         prog=program,
@@ -53,7 +53,7 @@ def _metavar(type_: Any) -> str:
 
 
 def _default(field: dataclasses.Field, help: str) -> str:
-    """Return ' (default: X)', unless the help says it."""
+    """Return ' (default: X)', or an empty string if the help already names the default."""
     if "(default: " in help:
         return ""
     if field.default in (None, dataclasses.MISSING):

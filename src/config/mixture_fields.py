@@ -1,4 +1,4 @@
-"""The field `mixture`: several datasets by name, each with files or a dataset name, and a weight.
+"""The field `mixture`: several named datasets, each with files or a dataset name, and a weight.
 
 Tests: tests/data/test_mixture.py.
 """
@@ -13,11 +13,11 @@ from src.config.schema import RunConfig
 FILE_FIELDS = ("train_file", "validation_file")
 NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision")
 FIELDS = (*FILE_FIELDS, *NAME_FIELDS, "weight")
-MAX_WEIGHT = 1e100  # the sum of several must be finite
+MAX_WEIGHT = 1e100  # so that a sum of weights is finite
 
 
 def as_list(value: Any) -> list:
-    """Return `value` as a list; None is an empty one."""
+    """Return a list unchanged, None as an empty list, and any other value as a list with one item."""
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -31,7 +31,7 @@ def mixture_errors(cfg: RunConfig) -> Iterator[str]:
         if getattr(cfg, name):
             yield f"mixture and {name} are both given: keep one"
     if len(cfg.mixture) < 2:
-        yield "mixture: give two sources or more, NAME: {train_file: …, weight: …}"
+        yield "mixture: give at least two sources, each as NAME: {train_file: …, weight: …}"
     weights = []
     for name, source in cfg.mixture.items():
         if not name.strip() or "/" in name or not name.isprintable():
@@ -40,9 +40,9 @@ def mixture_errors(cfg: RunConfig) -> Iterator[str]:
             yield from (f"mixture: {name}: {error}" for error in _source_errors(source))
             weights.append(source.get("weight"))
         else:
-            yield f"mixture: {name}: {source!r}: expected fields, such as train_file"
+            yield f"mixture: {name}: {source!r}: expected fields of a source, such as train_file"
     if None in weights and any(weight is not None for weight in weights):
-        yield "mixture: give all sources a weight, or none (then each has the weight of its size)"
+        yield "mixture: give all sources a weight, or none (then the size of a source is its weight)"
 
 
 def _source_errors(source: dict) -> Iterator[str]:
@@ -53,11 +53,11 @@ def _source_errors(source: dict) -> Iterator[str]:
         values = as_list(source.get(field))
         are_names = all(isinstance(value, str) and value for value in values)
         if field in FILE_FIELDS and not are_names:
-            yield f"{field}: {source[field]!r}: give names of files"
+            yield f"{field}: {source[field]!r}: expected names of files"
         if field in NAME_FIELDS and (not are_names or len(values) > 1):
-            yield f"{field}: {source[field]!r}: give a name"
+            yield f"{field}: {source[field]!r}: expected one name"
     if bool(source.get("train_file")) == bool(source.get("dataset_name")):
-        yield "give train_file or dataset_name"
+        yield "give either train_file or dataset_name"
     if source.get("dataset_config_name") and not source.get("dataset_name"):
         yield "dataset_config_name is given without dataset_name: give both, or neither"
     weight = source.get("weight")
@@ -67,7 +67,7 @@ def _source_errors(source: dict) -> Iterator[str]:
 
 
 def with_absolute_paths(mixture: dict | None) -> dict | None:
-    """Return a mixture with the absolute paths of its local files and folders."""
+    """Return a copy of the mixture in which local files and folders are absolute paths."""
     if not mixture:
         return None
     found = {}

@@ -1,4 +1,4 @@
-"""Parser of flags and run files: a RunConfig and the task's options, and back to YAML.
+"""Parser of flags and the run file (YAML) into a RunConfig and the task's options; writer of config.yaml.
 
 Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
@@ -31,9 +31,9 @@ Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that retu
 
 
 class Given(NamedTuple):
-    """A value that was given for a field, and where."""
+    """A value that the user gave for a field, and the source of this value."""
 
-    source: str  # "" (a checkpoint), "FILE: " or "--": stands before the name in errors
+    source: str  # stands before the name in errors: "" (a checkpoint), "FILE: " (YAML) or "--" (a flag)
     name: str
     value: Any  # from YAML, or the list of words after a flag
 
@@ -44,24 +44,24 @@ def flag_names(argv: list[str]) -> set[str]:
 
 
 def with_default_config(argv: list[str]) -> list[str]:
-    """Return `argv`, with the sample as --config if it names no run file, task, model or data."""
+    """Add --config with the sample run file if `argv` names no run file, task, model or data."""
     asks_for_help = "-h" in argv or "help" in flag_names(argv)
     begins_with_flag = not argv or argv[0].startswith("--")
     if asks_for_help or not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
         return argv
     if os.environ.get("RANK", "0") == "0":
-        print(f"No run file, model or data is given: training {SAMPLE}", flush=True)
+        print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
     return ["--config", SAMPLE, *argv]
 
 
 def parse(
     argv: list[str], tasks: Tasks, base: dict | None = None, also: dict[str, str] | None = None
 ) -> tuple[RunConfig, Any]:
-    """Return (cfg, task options) from flags and the YAML file of --config; `base` holds values below both.
+    """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
 
-    `also` names flags that the caller has taken out of `argv`, with their help. With --help, print it and exit.
-    Raise UsageError with all unknown names, wrong types and range errors at once; src/config/validation.py checks what
-    fields say together."""
+    `also` holds flags that the caller has already removed from `argv`, with their help texts. With --help, print the
+    help and exit. Raise one UsageError that lists all unknown names, wrong types and values out of range.
+    src/config/validation.py checks the rules between fields."""
     flags, path, errors = split_flags(argv)
     given = [Given("", name, value) for name, value in (base or {}).items()]
     if path:
@@ -97,7 +97,7 @@ def parse(
 
 
 def _task(given: list[Given], tasks: Tasks) -> str:
-    """Return the name of the task; the last value wins."""
+    """Return the name of the task: the value given last, so a flag overrides YAML."""
     values = [one.value for one in given if one.name == "task"]
     value = values[-1] if values else RunConfig.task
     task = str(value[-1] if isinstance(value, list) and value else value)
@@ -107,7 +107,7 @@ def _task(given: list[Given], tasks: Tasks) -> str:
 
 
 def _without_negation(given: Given, types: dict[str, Any]) -> Given:
-    """Return `--no_NAME` of a bool field as `--NAME false`."""
+    """Rewrite `--no_NAME` of a bool field to `--NAME false`; return any other value unchanged."""
     name = given.name.removeprefix("no_")
     if given.value == [] and name != given.name and types.get(name) in (bool, bool | None):
         return given._replace(name=name, value=["false"])
@@ -117,7 +117,7 @@ def _without_negation(given: Given, types: dict[str, Any]) -> Given:
 def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> str:
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
-            return f"it belongs to task {other}, this is {task}"
+            return f"it belongs to task {other}, but the task of this run is {task}"
     if name in NAMES_ELSEWHERE:
         return f"unknown field; {NAMES_ELSEWHERE[name]}"
     return f"unknown field{did_you_mean(name, known)}"
@@ -127,7 +127,7 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> st
 
 
 def split_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None, list[str]]:
-    """Return (flags with the words after each, the path of --config, errors) of a command line."""
+    """Split a command line into (flags with the words after each, path of --config or None, errors)."""
     flags, paths, stray = [], [], []
     for word in argv:
         if re.match(r"--[A-Za-z]", word):
@@ -139,14 +139,14 @@ def split_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | Non
             stray.append(word)
     paths = [words for name, words in flags if name == "config"]
     if len(paths) > 1 or (paths and len(paths[0]) != 1):
-        raise UsageError("--config: give it once, with one YAML file (with make: make train CONFIG=FILE)")
+        raise UsageError("--config: give it once, with one run file (in YAML; with make: make train CONFIG=FILE)")
     errors = [f"{stray[0]!r}: expected a flag, --NAME VALUE{_suggest_flag(stray)}"] if stray else []
     flags = [(name, words) for name, words in flags if name not in ("config", "help")]
     return flags, paths[0][0] if paths else None, errors
 
 
 def _suggest_flag(words: list[str]) -> str:
-    """Return '; did you mean --NAME …?' for words where a flag was expected, or nothing."""
+    """Return '; did you mean --NAME …?' for words that stand in place of a flag, or an empty string."""
     if words[0].endswith((".yaml", ".yml", ".json")):
         return f"; did you mean --config {words[0]}?"
     name, _, value = words[0].lstrip("-\u2013\u2014").partition("=")  # -name, a long dash, name=value
@@ -160,7 +160,7 @@ def _suggest_flag(words: list[str]) -> str:
 
 
 def to_yaml(cfg: RunConfig, options: Any) -> str:
-    """Return the resolved configuration as YAML that is a valid --config: absolute paths, no credentials."""
+    """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without credentials."""
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
     del values["dry_run"]
     rules = declared_options(RunConfig) | declared_options(type(options))

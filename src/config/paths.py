@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def locate(name: str) -> str:
     """Return the absolute path of a file, folder or glob, looked up in the working directory, then in the repository.
 
-    Any other name (a Hub id, a URL, a file that does not exist yet) is returned as it is.
+    Return any other name (a Hub id, a URL, a file that does not exist yet) unchanged.
     """
     for folder in (Path.cwd(), REPOSITORY):
         if name and (folder / name).exists():
@@ -23,5 +23,5 @@ def locate(name: str) -> str:
 
 
 def not_found_locally(name: str) -> str:
-    """Return a hint for errors of the Hub if `name` is not a local file or folder, else nothing."""
+    """Return text to put before an error of the Hub if `name` is not a local file or folder, else an empty string."""
     return "" if Path(locate(name)).exists() else "no such folder here, and the Hub did not provide it: "

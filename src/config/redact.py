@@ -1,8 +1,8 @@
-"""Removal of credentials from everything that is printed, logged, saved or published.
+"""Redaction of credentials in everything that is printed, logged, saved or published.
 
-Patterns find them in any text: user and query of URLs, tokens. A parameter of a query is kept only if its name is known
-to be harmless or its value is too small for a secret, so unknown kinds of signatures are removed, too. URLs that the user
-gave are also remembered, because libraries quote them, split them and print the pieces.
+Patterns find credentials in any text: user and password of URLs, query parameters, tokens. A query parameter is kept
+only if its name is in the allowlist HARMLESS or its value is too short for a secret. So unknown kinds of signatures are
+redacted, too. URLs from the user are also remembered, because libraries quote and split them and print the pieces.
 Tests: tests/config/test_redact.py.
 """
 
@@ -16,7 +16,7 @@ from urllib.parse import quote, unquote
 REMOVED = "***"
 HARMLESS = {"alt", "config", "dl", "download", "export", "file", "filename", "format", "inline", "limit", "offset"}
 HARMLESS |= {"page", "partition", "raw", "ref", "rev", "revision", "split", "version", "versionid"}
-SHORTEST = 8  # characters of a remembered piece: shorter ones may be ordinary words
+SHORTEST = 8  # characters of a remembered piece: a shorter piece may be an ordinary word
 
 # ---- patterns --------------------------------------------------------------------------------------------------------
 
@@ -25,15 +25,15 @@ _URL_END = r"\s\"'<>`\\"
 
 
 def _url_patterns(end: str) -> tuple[re.Pattern, re.Pattern]:
-    """Return the patterns of (scheme, user and password) and (start, query) of a URL without the characters `end`."""
-    # A password may hold any character, though it should be quoted; a port is a number.
+    """Return patterns of (scheme, user and password) and of (start, query) for a URL without the characters `end`."""
+    # A password may contain any character, also unquoted. Digits after the colon are a port, not a password.
     user = rf"([A-Za-z][A-Za-z0-9+.-]+:/{{1,2}})([^{end}/?#:]+:(?!\d+[/?#])[^{end}]*|[^{end}/?#]+)@"
     return re.compile(user), re.compile(rf"(:/{{1,2}}[^{end}?#]*[?#])([^{end}]*[^{end}{_AFTER_URL}])")
 
 
 _IN_TEXT = _url_patterns(_URL_END)
-_URL_ALONE = _url_patterns(r"\s")  # the whole text is a URL: it may hold quotes
-_URL_GIVEN = _url_patterns(r"\n")  # the user gave it: it may hold spaces
+_URL_ALONE = _url_patterns(r"\s")  # for a text that is one URL, which may contain quotes
+_URL_GIVEN = _url_patterns(r"\n")  # for a URL from the user, which may contain spaces
 _QUERY_OF_PATH = re.compile(rf"((?<=[\w/.%*-])\?(?=[\w.%$\[\]-]+=))([^{_URL_END}]*[^{_URL_END}{_AFTER_URL}])")
 _QUERY_IN_URLLIB3 = re.compile(r"(\burl: /[^\s?]*\?)(\S+)", re.IGNORECASE)
 _PATH_PARAMETER = re.compile(rf"(;[\w.-]+=)([^{_URL_END};/?#&]*[^{_URL_END};/?#&{_AFTER_URL}])")  # /x.jsonl;token=…
@@ -51,7 +51,7 @@ _SECRET_VARIABLE = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_KEY|ACCESS_KEY
 
 
 def redact(text: str) -> str:
-    """Return `text` with *** in place of credentials."""
+    """Return `text` with each credential replaced by ***."""
     for pattern in _remembered_pattern:
         text = pattern.sub(lambda match: _remembered[match[0]], text)
     if ":/" in text:
@@ -59,13 +59,13 @@ def redact(text: str) -> str:
         user, query = _URL_ALONE if is_url else _IN_TEXT
         text = query.sub(_clean_query, user.sub(_clean_user, text))
         text = _PATH_PARAMETER.sub(lambda m: m[1] + REMOVED if _SECRET_NAME.search(m[1]) else m[0], text)
-    if "?" in text:  # paths with a query, as libraries print them
+    if "?" in text:  # a path with a query, without its host, as libraries print it
         text = _QUERY_OF_PATH.sub(_clean_query, _QUERY_IN_URLLIB3.sub(_clean_query, text))
     return _TOKEN.sub(REMOVED, text)
 
 
 def redact_all(value: Any, by: Callable[[str], str] = redact) -> Any:
-    """Return `value` with every string in its dicts and lists redacted."""
+    """Return a copy of `value` in which every string, also in nested dicts and lists, is redacted."""
     if isinstance(value, dict):
         return {redact_all(key, by): redact_all(v, by) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -74,13 +74,13 @@ def redact_all(value: Any, by: Callable[[str], str] = redact) -> Any:
 
 
 def publishable(text: str) -> str:
-    """Return `text` for a public page: a URL that held credentials loses its whole query."""
+    """Redact `text` for a public page: if it contains credentials, also remove the whole query of every URL."""
     clean = redact(text)
     return clean if clean == text and REMOVED not in text else _IN_TEXT[1].sub(rf"\g<1>{REMOVED}", clean)
 
 
 def was_redacted(value: Any) -> bool:
-    """Return whether credentials were removed from a value that is read back."""
+    """Return True if a value, read from a saved file, contains a redacted URL."""
     if isinstance(value, dict | list):
         return any(map(was_redacted, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str) and bool(re.search(r"://[^/?#]*\*\*\*@|[?#]\*\*\*|[?&;#][^&;=]*=\*\*\*", value))
@@ -88,7 +88,7 @@ def was_redacted(value: Any) -> bool:
 
 def _clean_user(match: re.Match) -> str:
     scheme, user = match.groups()
-    # A name without a password is a token over HTTP, but a container for abfs:// and an account for ssh://.
+    # Without a password, the name is a token in HTTP URLs, but a container in abfs:// and an account in ssh://.
     is_secret = ":" in user or scheme.lower().startswith(("http", "ftp", "git"))
     return f"{scheme}{REMOVED}@" if is_secret else match[0]
 
@@ -96,14 +96,14 @@ def _clean_user(match: re.Match) -> str:
 def _clean_query(match: re.Match) -> str:
     start, query = match.groups()
     if start.endswith("#") and _SHORT_NAME.fullmatch(query):
-        return match[0]  # a heading of a page
-    parts = re.split(r"(&amp;|[&;#])", query)  # parameters and, in between, separators
+        return match[0]  # the anchor of a heading, not a query
+    parts = re.split(r"(&amp;|[&;#])", query)  # parameters, with separators between them
     return start + "".join(part if i % 2 else _clean_parameter(part) for i, part in enumerate(parts))
 
 
 def _clean_parameter(text: str) -> str:
     name, _, value = text.partition("=")
-    if not value.strip("="):  # the end of a bare base64 value looks like an empty parameter
+    if not value.strip("="):  # a bare base64 value that ends in = looks like an empty parameter
         return text if name.lower() in HARMLESS | {"", REMOVED} else REMOVED
     harmless = name.lower() in HARMLESS and _SHORT_NAME.fullmatch(value)
     small = _SMALL_VALUE.fullmatch(value) and not _SECRET_NAME.search(name)
@@ -112,13 +112,13 @@ def _clean_parameter(text: str) -> str:
 
 # ---- credentials that the user gave ----------------------------------------------------------------------------------
 
-_remembered: dict[str, str] = {}  # a URL with credentials, or a piece of one, in any quoting -> what is shown instead
-_remembered_pattern: list[re.Pattern] = []  # empty, or the one pattern that finds them
-_KEPT_BY_REQUESTS = "!#$%&'()*+,/:;=?@[]~"  # characters that it does not quote
+_remembered: dict[str, str] = {}  # a URL with credentials, or a piece of it, in each quoting -> replacement
+_remembered_pattern: list[re.Pattern] = []  # empty, or one pattern that matches all keys of _remembered
+_KEPT_BY_REQUESTS = "!#$%&'()*+,/:;=?@[]~"  # characters that the library `requests` does not quote
 
 
 def remember_credentials(value: Any) -> None:
-    """Remember the credentials of URLs in a value that the user gave: a string, or dicts and lists of them."""
+    """Remember the credentials of URLs in a value from the user: a string, or dicts and lists of strings."""
     if isinstance(value, dict | list | tuple):
         for part in value.values() if isinstance(value, dict) else value:
             remember_credentials(part)
@@ -127,7 +127,7 @@ def remember_credentials(value: Any) -> None:
 
 
 def remember_environment() -> None:
-    """Remember the tokens and passwords of environment variables, and those of URLs in them, such as a proxy's."""
+    """Remember tokens and passwords in environment variables, and credentials of URLs in them (e.g. of a proxy)."""
     for name, value in os.environ.items():
         remember_credentials(value)
         if _SECRET_VARIABLE.search(name):
@@ -139,10 +139,10 @@ def _remember_url(url: str) -> None:
     clean = query_pattern.sub(_clean_query, user_pattern.sub(_clean_user, url))
     if clean == url:
         return
-    pieces, rest = [], url  # rest: what is no secret
+    pieces, rest = [], url  # rest: the URL without its secrets
     for match in user_pattern.finditer(url):
         user = match[2]
-        # Libraries end a host at these characters, and print the text before as an invalid host.
+        # Some libraries end the host at these characters and print the text before them as an invalid host.
         pieces += [user, user.partition(":")[2], *re.split(r"[\s\\/?#@<>\"\[\]]+", user)]
         rest = rest.replace(user, "")
     if match := query_pattern.search(url):

@@ -1,6 +1,6 @@
-"""The fields of a run file, one line each: help, default, bounds, and whether a resumed run may change it.
+"""The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
-A fork adds fields here; nothing else has to change.
+Add your own fields here; no other file has to change.
 Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
@@ -17,16 +17,16 @@ COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # acceler
 
 @dataclass
 class RunConfig:
-    """What is trained. Where it is computed (processes, devices, precision) stands in the accelerate file."""
+    """All fields that say what is trained. The accelerate file says where: processes, devices, mixed precision."""
 
     task: str = option(
         "kind of model: the name of a file in src/tasks/", "causal_lm", group="run", from_checkpoint=True
     )
-    output_dir: str = option(  # None only while the parser runs
+    output_dir: str = option(  # the parser replaces None
         "run folder (default: runs/ and the name of the run file)", may_change_on_resume=True
     )
     seed: int = option(
-        "the only seed: new weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
+        "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
     )
     resume: str = option(
         "auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder",
@@ -44,7 +44,7 @@ class RunConfig:
         "YAML or JSON file with a transformers config, for random weights", is_path=True, may_change_on_resume=True
     )
     init_from: str | None = option(
-        "run, checkpoint or final folder with the initial weights of a new run", is_path=True
+        "folder of a run, checkpoint or final model: the initial weights of this run", is_path=True
     )
     tokenizer_name: str | None = option(
         "Hub id or folder of the tokenizer (default: the model's)", is_path=True, may_change_on_resume=True
@@ -56,7 +56,7 @@ class RunConfig:
         "sdpa, eager, … (default: chosen by transformers)", may_change_on_resume=True, from_checkpoint=plain_name
     )
     trust_remote_code: bool = option(
-        "run code of a model, tokenizer, metric or kernel", False, may_change_on_resume=True, from_checkpoint=ASK
+        "run Python code of a model, tokenizer, metric or kernel", False, may_change_on_resume=True, from_checkpoint=ASK
     )
 
     dataset_name: str | None = option(
@@ -84,7 +84,7 @@ class RunConfig:
     )
     mixture: dict | None = option(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
-        "have a validation_file; weight is its share of the examples (by default its size); each is evaluated, too",
+        "have a validation_file; weight is its share of the examples (by default its size); each is also evaluated alone",
         may_change_on_resume=True,
         from_checkpoint=plain_data,
     )
@@ -92,7 +92,7 @@ class RunConfig:
         "read training data during training instead of preparing it first; needs max_steps", False, from_checkpoint=True
     )
     stream_lanes: int | None = option(
-        "shard groups of a stream; at most this many processes can read it (default: 8, fewer for small data)", min=1
+        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
     )
     cache_dir: str | None = option(
         "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",
@@ -110,7 +110,8 @@ class RunConfig:
         "examples per optimizer step, summed over all processes and accumulation steps", 32, group="batch", min=1
     )
     per_device_batch_size: int | Auto = option(
-        "examples per forward pass, or auto (as many as fit); accumulation is derived; changes dropout masks",
+        "examples per forward pass, or auto (as many as fit in memory); sets gradient accumulation; "
+        "changes dropout masks",
         8,
         min=1,
         may_change_on_resume=True,
@@ -161,13 +162,13 @@ class RunConfig:
         "steps between evaluations (default: only at the end)", group="evaluation", min=1, may_change_on_resume=True
     )
     max_eval_examples: int | None = option(
-        "evaluate on this many first rows (of each dataset of a mixture) (default: all)", min=1, from_checkpoint=True
+        "evaluate only on this many rows from the start of each dataset (default: all)", min=1, from_checkpoint=True
     )
     metric_for_best_model: str | None = option(
-        "metric of eval lines; final/ is the best checkpoint by it (default: the last step)", may_change_on_resume=True
+        "evaluation metric that chooses the checkpoint of final/ (default: the last step)", may_change_on_resume=True
     )
     greater_is_better: bool | None = option(
-        "whether greater is better (default: true unless the metric's name ends in loss)", may_change_on_resume=True
+        "whether a greater metric is better (default: true unless its name ends in loss)", may_change_on_resume=True
     )
     early_stopping_patience: int | None = option(
         "end after this many evaluations in a row without a new best (default: never)", min=1, may_change_on_resume=True
@@ -178,11 +179,11 @@ class RunConfig:
     )
     save_total_limit: int = option("newest checkpoints to keep", 2, min=1, may_change_on_resume=True)
     save_keep_every: int | None = option(
-        "also keep the checkpoint of every multiple of this many steps", min=1, may_change_on_resume=True
+        "also keep each checkpoint whose step is a multiple of this number", min=1, may_change_on_resume=True
     )
     max_failed_saves: int = option("fail after this many failed saves in a row", 3, min=1, may_change_on_resume=True)
     drift_check_steps: int | None = option(
-        "steps between checks that all replicas are equal (default: at each save)", min=1, may_change_on_resume=True
+        "steps between checks that model replicas are equal (default: at each save)", min=1, may_change_on_resume=True
     )
     push_to_hub: bool = option(
         "upload the final model to the Hub; a new repository is private", False, may_change_on_resume=True
@@ -224,14 +225,14 @@ class RunConfig:
     )
     ddp_timeout: int = option("seconds a collective may wait", 600, min=1, max=10**7, may_change_on_resume=True)
     dataloader_num_workers: int = option(
-        "loader processes per rank; 0: load in the training process", 0, min=0, max=256, may_change_on_resume=True
+        "dataloader workers per rank; 0: load in the training process", 0, min=0, max=256, may_change_on_resume=True
     )
     dataloader_timeout: int = option(
-        "seconds a loader process may take for one micro-batch", 600, min=1, may_change_on_resume=True
+        "seconds a dataloader worker may take for one micro-batch", 600, min=1, may_change_on_resume=True
     )
 
 
 def changeable_fields(options: type) -> set[str]:
-    """Return the names of the fields of a run and its task options that a resumed run may change."""
+    """Return the names of the fields, of RunConfig and the task's options, that a resumed run may change."""
     declared = declared_options(RunConfig) | declared_options(options)
     return {name for name, rules in declared.items() if rules.may_change_on_resume}

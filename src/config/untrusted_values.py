@@ -1,13 +1,24 @@
-"""Values that are safe to take from a checkpoint or a dataset: data names and attention kernels that run no code.
+"""Allowlists for values from a checkpoint or a dataset: data names and attention kernels without code.
 
 Tests: tests/config/test_foreign_code.py.
 """
 
-STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # others of fsspec may run code
+STORES = (
+    "http",
+    "https",
+    "s3",
+    "gs",
+    "gcs",
+    "hf",
+    "az",
+    "abfs",
+    "abfss",
+    "adl",
+)  # other schemes of fsspec may run code
 
 
 def plain_data(value) -> bool:
-    """Return whether all data names in `value`, also in lists and dicts, are local paths, Hub names or URLs of STORES."""
+    """Return True if all data names in `value`, also in lists and dicts, are local paths, Hub ids or URLs of STORES."""
     if isinstance(value, dict | list):
         return all(map(plain_data, value.values() if isinstance(value, dict) else value))
     scheme, separator, _ = str(value).partition("://")
@@ -15,5 +26,5 @@ def plain_data(value) -> bool:
 
 
 def plain_name(value) -> bool:
-    """Return whether an attention implementation is one of transformers; a Hub repository would be code."""
+    """Return True if `value` is a plain name, as of transformers' own attention kernels; a Hub repository runs code."""
     return isinstance(value, str) and value.replace("_", "").isalnum()

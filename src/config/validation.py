@@ -1,7 +1,7 @@
 """Rules between fields, one function each; checks of folders, Hub token and credentials before a run starts.
 
-The range of a single field stands in src/config/schema.py. A rule yields sentences that name the fields, their values
-and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
+src/config/schema.py declares the range of a single field. Each rule here yields one sentence per error, which names the
+fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
 import math
@@ -22,7 +22,7 @@ TRY = "(try --config configs/stdlib_lm.yaml)"
 
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
-    """Raise UsageError with all errors of the values, before anything is read or written."""
+    """Raise one UsageError that lists all invalid fields, before any file is read or written."""
     errors = range_errors(cfg) + range_errors(options)
     for rule in RULES + (TRAINING_RULES if training else EVALUATION_RULES):
         errors += rule(cfg)
@@ -49,7 +49,7 @@ def trained_model(cfg: RunConfig) -> Iterator[str]:
     if cfg.model_config:
         yield (
             f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
-            f"{cfg.output_dir} without --config (it brings its own configuration); for other models give --model_name_or_path"
+            f"{cfg.output_dir} without --config (it contains its own config); for other models give --model_name_or_path"
         )
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
@@ -97,7 +97,7 @@ def stream(cfg: RunConfig) -> Iterator[str]:
     if cfg.per_device_batch_size == "auto":
         yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
     if cfg.mixture:
-        yield "mixture and streaming are both given: a mixture needs data with a length"
+        yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
     if (cfg.stream_lanes or 0) > cfg.global_batch_size > 0:
         yield f"stream_lanes is {cfg.stream_lanes}: more than global_batch_size, which is {cfg.global_batch_size}"
 
@@ -127,15 +127,15 @@ def local_sgd(cfg: RunConfig) -> Iterator[str]:
         value = getattr(cfg, name) or 0
         if value % every:
             yield (
-                f"{name} is {value}, not a multiple of local_sgd_steps, which is {every}: in between, processes have "
-                "different weights"
+                f"{name} is {value}, not a multiple of local_sgd_steps, which is {every}: between two averages, "
+                "processes have different weights"
             )
     if cfg.ddp_comm_hook != "no":
-        yield "local_sgd_steps and ddp_comm_hook are both given: local SGD sends no gradients, keep one"
+        yield "local_sgd_steps and ddp_comm_hook are both given: local SGD sends no gradients to compress: keep one"
 
 
 def hub_upload(cfg: RunConfig) -> Iterator[str]:
-    """A missing token is an error now, not after the run."""
+    """Yield an error for a missing token before the run, not after it."""
     if not cfg.push_to_hub:
         if cfg.hub_model_id:
             yield "hub_model_id is given without push_to_hub: give both, or neither"
@@ -143,7 +143,7 @@ def hub_upload(cfg: RunConfig) -> Iterator[str]:
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:
-        yield "push_to_hub is true, but HF_HUB_OFFLINE is set: unset one"
+        yield "push_to_hub is true, but HF_HUB_OFFLINE is set: unset one of them"
     elif not get_token():
         yield "push_to_hub is true, but there is no token: set HF_TOKEN, or run `hf auth login`"
 
@@ -154,14 +154,14 @@ def hub_upload(cfg: RunConfig) -> Iterator[str]:
 def writable_folders(cfg: RunConfig) -> Iterator[str]:
     for name in ("output_dir", "cache_dir"):
         folder = getattr(cfg, name) or ""
-        if "://" in folder:  # else a local folder with this odd name would be made, credentials included
-            yield f"{name}: {folder} is a URL: give a local folder (or one where the store is mounted)"
+        if "://" in folder:  # otherwise a local folder with this name, credentials included, would be created
+            yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
         elif folder and (reason := _not_writable(Path(folder).absolute())):
             yield f"{name}: {folder} cannot be created: {reason}; give another folder"
 
 
 def _not_writable(folder: Path) -> str | None:
-    """Return why nothing can be written to `folder`, which need not exist yet, or None."""
+    """Return the reason why nothing can be written to `folder`, or None. The folder need not exist yet."""
     while not os.path.lexists(folder):
         folder = folder.parent
     if not folder.is_dir():
@@ -171,7 +171,7 @@ def _not_writable(folder: Path) -> str | None:
 
 def _redacted_values(values: dict[str, Any]) -> list[str]:
     return [
-        f"{name}: {value}: its credentials were removed when the run was saved: give it again, --{name} …"
+        f"{name}: {value}: its credentials were redacted when the run was saved: give the full value by --{name}"
         for name, value in values.items()
         if was_redacted(value)
     ]

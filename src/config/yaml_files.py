@@ -1,4 +1,4 @@
-"""Reader of YAML and JSON files; errors name the file and the line.
+"""Reader of YAML and JSON files, with errors that name the file and the line.
 
 Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
@@ -12,7 +12,7 @@ from src.config.paths import REPOSITORY, locate
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice."""
+    """Safe YAML loader that raises an error if a key is given twice."""
 
     def construct_mapping(self, node, deep=False):
         keys = [self.construct_object(key) for key, _ in node.value]
@@ -23,7 +23,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(path: str | Path) -> dict:
-    """Return the mapping in a YAML or JSON file; UsageError names the file and, where there is one, the line."""
+    """Return the mapping in a YAML or JSON file. Raise UsageError with the file and, if known, the line."""
     found = locate(str(path))
     try:
         with open(found, encoding="utf-8") as file:
@@ -31,9 +31,11 @@ def read_yaml(path: str | Path) -> dict:
     except FileNotFoundError:
         near = [str(file) for file in Path(path).parent.glob("*.yaml")]
         known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
-        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{did_you_mean(str(path), known)}") from None
+        raise UsageError(
+            f"{path}: no such file in this folder or in {REPOSITORY}{did_you_mean(str(path), known)}"
+        ) from None
     except IsADirectoryError:
-        raise UsageError(f"{path}: is a folder: expected a YAML or JSON file") from None
+        raise UsageError(f"{path}: this is a folder; expected a YAML or JSON file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
     if value is None:

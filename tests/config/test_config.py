@@ -187,7 +187,7 @@ def test_new_field_is_one_line(here):
         (["--lr_scheduler_kwargs", "{min"], ["--lr_scheduler_kwargs: expected a JSON object, found {min", "min_lr"]),
         (["--lr_scheduler_kwargs", "[1]"], ["--lr_scheduler_kwargs: expected a JSON object, found [1]"]),
         (["--task", "text_clasification"], ["task: ", "'text_clasification'; did you mean text_classification?"]),
-        (["--label_column", "kind"], ["--label_column: it belongs to task text_classification, this is causal_lm"]),
+        (["--label_column", "kind"], ["--label_column: ", "text_classification", "causal_lm"]),
         (["--learning_rat", "1"], ["--learning_rat: unknown field; did you mean learning_rate?"]),  # not abbreviated
         (["--pack", "1"], ["--pack: unknown field; did you mean packing?"]),
         (["--lr", "1"], ["--lr: ", "learning_rate"]),
@@ -231,7 +231,7 @@ def test_no_suggestion_for_a_name_like_no_other(here, argv, expected):
         (b"learning_rat: 1", ["learning_rat: unknown field; did you mean learning_rate?"]),
         (
             b"packing: true\ntask: text_classification",
-            ["packing: it belongs to task causal_lm, this is text_classification"],
+            ["packing: ", "causal_lm", "text_classification"],
         ),
         (b"train_file: [a.jsonl, --output_dir=/x]", ["train_file: '--output_dir=/x'"]),
     ],
