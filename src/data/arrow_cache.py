@@ -1,6 +1,7 @@
-"""Raw rows as Arrow files: converted once per disk by `datasets`, checked and opened memory-mapped.
+"""Raw rows as Arrow files: converted by `datasets` once per machine or shared disk, checked, memory-mapped.
 
-A record per group of files (raw/KEY.json, written last) names the Arrow files in the cache of `datasets` and their sizes.
+Each group of source files has a record (raw/KEY.json, written last). It lists the Arrow files in the cache of `datasets`
+and their sizes.
 Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
 """
 
@@ -28,14 +29,14 @@ from src.storage.shared_work import SharedWork, write_atomic
 if TYPE_CHECKING:
     from datasets import Dataset
 
-MANY = 256  # with more files than this, one process converts a group of them at a time
+MANY = 256  # above this number, files are converted in groups instead of one by one
 GROUP = 64 << 20  # bytes of files in a group
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
 class RawRows:
-    """The raw rows of a split, memory-mapped, and the files that hold them in this order."""
+    """Memory-mapped raw rows of a split, and the files that hold these rows, in the same order."""
 
     source: Source
     rows: "Dataset"
@@ -43,7 +44,7 @@ class RawRows:
     unread: tuple[str, ...] = ()  # files of a folder that look like data and are in no split
 
     def describe_row(self, row: int) -> str:
-        """Return file and line of a row, as far as they are found, and its number in the split."""
+        """Return the file and line of a row, if they can be found, and its row number in the split."""
         found = locate_row(self.files, row) or ""
         for file, url in self.source.origins.items():
             found = found.replace(file, url)
@@ -51,7 +52,7 @@ class RawRows:
 
 
 def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows | None:
-    """Return the raw rows of a source, or None where a named dataset has no such split."""
+    """Return the raw rows of a source, or None if a dataset given by name has no such split."""
     if source.saved_to_disk:
         rows = _load_from_disk(source)
         return RawRows(source, rows, _arrow_files(rows)) if rows is not None else None
@@ -71,7 +72,8 @@ def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows |
         if (found := sum(map(len, parts))) != record["rows"]:
             path.replace(path.with_suffix(".lost"))
             raise UsageError(
-                f"{source.field}: the cache of {source} has {found} rows, but {record['rows']} were read: run again"
+                f"{source.field}: the Arrow cache of {source} has {found} rows instead of {record['rows']}: run again to "
+                "rebuild it"
             )
     rows = _concatenate(source, [(groups[i][:1], part) for i, parts in enumerate(tables) for part in parts])
     files, unread = (tuple(records[0].get(key) or ()) for key in ("parts", "unread"))
@@ -94,13 +96,15 @@ def _arrow_files(rows) -> tuple[str, ...]:
 
 
 def _choose_split(split: str, names: Iterable[str]) -> str | None:
-    """Return which split of a named dataset is meant: for evaluation "test", where there is no "validation"."""
+    """Return the one of `names` to read for `split`, or None. For validation use "test" if "validation" is missing."""
     wanted = ("validation", "test") if split == "validation" else (split,)
     return next((name for name in wanted if name in names), None)
 
 
 def _groups(source: Source) -> list[Sequence[str]]:
-    """Return the files in groups that one process converts at a time: one file each, unless there are very many."""
+    """Return the files in groups, each converted by one process. A group is one file, unless there are more than MANY.
+
+    The files of a folder or Hub dataset are one group."""
     if not source.builder:
         return [source.files]
     if len(source.files) <= MANY:
@@ -126,15 +130,15 @@ def _record_path(source: Source, cfg: RunConfig, group: Sequence[str]) -> Path:
 
 
 def _invalidate_if_damaged(path: Path, source: Source, work: SharedWork) -> None:
-    """Rename a record to .lost if its Arrow files are missing or have other sizes: they are made again."""
+    """Rename a record to .lost, so that its Arrow files are made again, if they are missing or have other sizes."""
     if path.exists() and not _is_intact(path):
-        with work.exclusive(path, f"reading {source}"):  # another process may have made them again by now
+        with work.exclusive(path, f"reading {source}"):  # another process may have made new ones by now
             if not _is_intact(path):
                 path.replace(path.with_suffix(".lost"))
 
 
 def _is_intact(path: Path) -> bool:
-    """Return whether the Arrow files that a record names exist with the sizes that were written."""
+    """Return True if all Arrow files of a record exist with the recorded sizes."""
     try:
         record = json.loads(path.read_text())
         sizes = [os.path.getsize(file) for file in record["files"] or []]
@@ -144,13 +148,13 @@ def _is_intact(path: Path) -> bool:
 
 
 def _convert(source: Source, cfg: RunConfig, group: Sequence[str], path: Path) -> None:
-    """Convert raw rows to Arrow files in the cache of `datasets`, and write the record that names them."""
+    """Convert a group of files to Arrow files in the cache of `datasets`, and write their record to `path`."""
     keys = source.file_keys(group)
     lost = path.with_suffix(".lost")
     options = {"cache_dir": str(cache_root(cfg)) if cfg.cache_dir else None}
-    if group:  # `datasets` knows a file by path and time only, not by how it was read: our key becomes part of its key
+    if group:  # the cache key of `datasets` ignores how a file is read, so add our cache key to it
         options["description"] = path.stem
-    # Without this mode `datasets` would use existing Arrow files, whether they are damaged or not.
+    # In this mode `datasets` makes new Arrow files. By default it would reuse the damaged ones.
     mode = "reuse_cache_if_exists" if lost.exists() else None
     try:
         if source.builder:
@@ -190,7 +194,7 @@ def _convert_files(source: Source, group: Sequence[str], mode: str | None, optio
 
 
 def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: dict) -> tuple["Dataset | None", dict]:
-    """Return (rows of a folder or Hub dataset or None without such a split, what the record says of its files)."""
+    """Return (rows, lists of files for the record) of a folder or Hub dataset; (None, {}) if the split is missing."""
     import datasets
 
     builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
@@ -202,8 +206,8 @@ def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: di
     found = {"unread": unread_files(source, data_files)}
     if source.files:
         found["parts"] = [str(file) for file in (data_files or {}).get(split, [])]
-    if cfg.streaming and not source.files:  # evaluation data of a Hub dataset: its other splits are not downloaded
-        if data_files:  # or `datasets` would open the files of other splits, too
+    if cfg.streaming and not source.files:  # evaluation data of a Hub dataset: stream it, to not download other splits
+        if data_files:  # otherwise `datasets` would open the files of other splits too
             builder.config.data_files = {split: data_files[split]}
         rows = builder.as_streaming_dataset(split=split)
         rows = rows.take(cfg.max_eval_examples) if cfg.max_eval_examples else rows
@@ -216,13 +220,15 @@ def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: di
 
 
 def _concatenate(source: Source, parts: list[tuple[Sequence[str], "Dataset"]]) -> "Dataset":
-    """Return all rows as one dataset; UsageError names two files whose columns do not fit together."""
+    """Return all rows as one dataset. Raise UsageError with two file names if their columns do not match."""
     import datasets
 
     try:
         return datasets.concatenate_datasets([rows for _, rows in parts]) if parts else datasets.Dataset.from_dict({})
     except Exception as error:
-        for (first, rows), (second, other) in combinations(parts, 2):  # a third may fit the first, but not the second
+        for (first, rows), (second, other) in combinations(
+            parts, 2
+        ):  # all pairs: a third file may match the first but not the second
             try:
                 datasets.concatenate_datasets([rows, other])
             except Exception:

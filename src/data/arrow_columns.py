@@ -1,4 +1,4 @@
-"""Columns of Arrow tables: read rows without a copy, refuse columns of mixed types.
+"""Columns of Arrow tables: zero-copy row readers, and errors for columns of mixed types.
 
 Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
 """
@@ -10,13 +10,13 @@ import pyarrow as pa
 from src.config.errors import UsageError
 from src.data.file_errors import describe_file_error
 
-COUNTS = ("length", "targets", "cut")  # columns for the plan and the statistics; `collate` does not get them
+COUNTS = ("length", "targets", "cut")  # columns for the batch plan and statistics; not passed to `collate`
 
 
 def column_readers(batch: pa.RecordBatch) -> list[tuple[str, Callable[[int], object]]]:
-    """Return (name, function from row number to value) of each column that `collate` gets.
+    """Return (name, function that returns the value of row i) of each column that `collate` gets.
 
-    Lists and numbers become numpy views without a copy, other values Python objects."""
+    Lists of numbers become numpy views (no copy), numbers numpy scalars, and other values Python objects."""
     columns = zip(batch.schema.names, batch.columns, strict=True)
     return [(name, _reader(column)) for name, column in columns if name not in COUNTS]
 
@@ -35,19 +35,19 @@ def _is_number(kind: pa.DataType) -> bool:
 
 
 def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:
-    """Raise UsageError for a column of several types: `datasets` stores it as JSON and may read other values back."""
+    """Raise UsageError for a column of mixed types: `datasets` stores it as JSON and may read back different values."""
     for column in columns:
-        # The turns of `messages` may differ in their keys.
+        # The entries of `messages` may have different keys.
         if column != "messages" and "arrow.json" in str(schema.field(column).type):
             found = next(filter(None, map(describe_file_error, files)), None)
-            raise UsageError(found or f"{name}: `{column}` holds values of several kinds")
+            raise UsageError(found or f"{name}: `{column}` holds values of several types: use one type for all rows")
 
 
 def has_quoted_text(rows) -> bool:
-    """Return whether a text is in quotes: a quotation, or a column of mixed types.
+    """Return True if any text is in quotes: either a quotation, or a column of mixed types.
 
-    `datasets` writes a chunk with values of several types as JSON, its texts, too. Where an earlier chunk held text,
-    the type of the column does not show it; only the file does."""
+    `datasets` writes a chunk of mixed types as JSON, which puts its texts in quotes. If an earlier chunk held only text,
+    the type of the column does not show the mix; only the file does."""
     import pyarrow.compute as pc
 
     texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]

@@ -1,4 +1,4 @@
-"""Statistics of prepared data in words: tokens, truncated rows, examples in both splits. Forks add their own.
+"""Statistics of prepared data as text: tokens, truncated rows, examples in both splits. Add your own here.
 
 Tests: tests/config/test_command_line.py and tests/data/test_bad_rows.py.
 """
@@ -6,11 +6,11 @@ Tests: tests/config/test_command_line.py and tests/data/test_bad_rows.py.
 import numpy as np
 import xxhash
 
-MANY = 5_000_000  # rows of training data that are searched for validation rows
+MANY = 5_000_000  # search at most this many training rows per source for validation rows
 
 
 def format_stats(stats: dict) -> str:
-    """Return the numbers of rows, tokens and targets of a split, in words."""
+    """Format the number of rows, tokens and targets of a split as one line of text."""
     if stats["examples"] is None:
         return "a stream"
     packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
@@ -18,7 +18,7 @@ def format_stats(stats: dict) -> str:
 
 
 def task_stats(task) -> dict:
-    """Return what a checkpoint records about the task's data: label names and a hash of the tokenizer."""
+    """Return label names and a hash of the tokenizer, which a checkpoint records."""
     found, tokenizer = {}, getattr(task, "tokenizer", None)
     if labels := getattr(task, "labels", None):
         found["labels"] = list(labels)
@@ -30,7 +30,7 @@ def task_stats(task) -> dict:
 
 
 def data_notes(splits: dict) -> list[str]:
-    """Return remarks about truncated rows, rows without a target, and validation rows that are trained on."""
+    """Return notes on truncated rows, rows without a target, and validation rows that are also in the training data."""
     found = []
     for name, split in splits.items():
         stats = split.stats
@@ -38,18 +38,20 @@ def data_notes(splits: dict) -> list[str]:
             continue
         if stats["rows_cut"]:
             share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
-            text = f"{stats['rows_cut']:,} rows were longer than max_length and truncated: {share:.1%} of the tokens"
+            text = f"{stats['rows_cut']:,} rows were longer than max_length and truncated: {share:.1%} of the tokens removed"
             found.append(f"{name} data: {text}")
         if stats["without_target"]:
             text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and are not trained on"
             found.append(f"{name} data: {text}")
     if (both := repeated(splits)) and both[0]:
-        found.append(f"validation data: {both[0]:,} of {both[1]:,} examples searched for are also in the training data")
+        found.append(f"validation data: {both[0]:,} of {both[1]:,} examples checked are also in the training data")
     return found
 
 
 def repeated(splits: dict) -> tuple[int, int] | None:
-    """Return (validation examples that are also in the training data, number that were searched for), or None."""
+    """Return (validation examples that are also in the training data, validation examples checked).
+
+    Return None if a split is missing or the training data is a stream."""
     if not {"train", "validation"} <= splits.keys() or not splits["train"].segments():
         return None
     searched = _hashes(splits["validation"])[: MANY // 50]

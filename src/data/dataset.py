@@ -1,7 +1,7 @@
-"""The data of a run: from names in the run file to splits that are read by id; `python -m src.data.dataset` only prepares.
+"""Data of a run: find, download and prepare the splits that the run file (YAML) names.
 
-All of it happens before a process group exists, so no collective ever waits for a download or a tokenizer. `make data`
-does only this, also on a machine without an accelerator.
+`make data` (`python -m src.data.dataset`) does only this and needs no accelerator. In training it happens before a
+process group exists, so no collective waits for a download or a tokenizer.
 Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conformance/.
 """
 
@@ -33,28 +33,29 @@ from src.tasks import OPTIONS, Task, make_task
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Sources = dict[str, Source]  # by name in the mixture; without a mixture the name is ""
+Sources = dict[str, Source]  # key: source name in the mixture, or "" without a mixture
 
 
 def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     """Load the task's tokenizer and configuration, and return the prepared splits that the run file names.
 
-    Without validation data that key is missing."""
+    The key "validation" is missing if there is no validation data."""
     work = SharedWork(cache_root(cfg))
-    # The outer one covers what `joined` writes; the inner one is first, so that other ranks get its message.
+    # The inner handler turns an OSError into the message that `joined` reports to other ranks. The outer handler covers
+    # the files that `joined` itself writes.
     with _explain_unwritable_cache(work), work.peers.joined(), _explain_unwritable_cache(work):
         task.load()
         return load_splits(cfg, task, work, wanted)
 
 
 def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "validation")) -> dict:
-    """Return the prepared splits that the run file names, for a task whose tokenizer is loaded: the one path of data."""
+    """Return the prepared splits that the run file names, by name. The task's tokenizer must be loaded already."""
     import datasets
 
     console.reroute()
-    datasets.disable_progress_bars()  # one process of many prepares, so a terminal would show bars in between
+    datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
 
-    # All names are looked up before anything is fetched or prepared, so errors come in seconds.
+    # Resolve all names before any download or preparation, so that errors come within seconds.
     cache = cache_root(cfg)
     specs = {split: dataset_specs(cfg, split) for split in wanted}
     found = {
@@ -81,7 +82,7 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
 
 
 def _prepare_split(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Split | None:
-    """Return the prepared rows of a source, or None where a named dataset has no such split."""
+    """Return the prepared rows of a source, or None if a dataset given by name has no such split."""
     folder = prepare_rows(cfg, task, source, work)
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
@@ -93,7 +94,7 @@ def _prepare_split(cfg: RunConfig, task: Task, source: Source, work: SharedWork)
 
 
 def _join(cfg: RunConfig, split: str, parts: dict[str, Split | Stream]) -> Split | Stream | Mixture:
-    """Return the only split, or the mixture of several."""
+    """Return the split itself without a mixture, else a Mixture of the sources."""
     if list(parts) == [""]:
         return parts[""]
     if split != "train":
@@ -110,7 +111,7 @@ def _join(cfg: RunConfig, split: str, parts: dict[str, Split | Stream]) -> Split
 
 @contextmanager
 def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
-    """Within, a cache that cannot be written is a UsageError."""
+    """Raise UsageError instead of an OSError that means that the cache cannot be written."""
     try:
         yield
     except OSError as error:
@@ -118,23 +119,23 @@ def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
         if error.errno not in DISK_FULL and not denied:
             raise
         raise UsageError(
-            f"cache_dir: {work.root} cannot be written ({error.strerror}): make room, or give another --cache_dir"
+            f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
         ) from error
 
 
 def _warn_of_overlap(found: dict[str, Sources]) -> None:
-    """Warn of files that are both trained and evaluated on."""
+    """Warn about files that are in both the training data and the validation data."""
     files = [
         {os.path.realpath(file) for source in sources.values() if source.builder for file in source.files}
         for sources in found.values()
     ]
     if len(files) == 2 and (both := sorted(files[0] & files[1])):
         names = ", ".join(both[:3])
-        warn(f"validation_file: {names} is training data too: the evaluation says nothing about other data")
+        warn(f"validation_file: {names} is also training data, so the evaluation says nothing about unseen data")
 
 
 def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
-    """Raise UsageError for missing splits, and for fields that do not fit the data."""
+    """Raise UsageError for missing splits, and for fields of the run file that contradict the data."""
     if wanted[0] not in splits:
         raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split")
     if "train" not in wanted:
@@ -142,8 +143,8 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
     longest = splits["train"].stats.get("longest", 0)
     if cfg.per_device_batch_tokens and cfg.per_device_batch_tokens < longest:
         raise UsageError(
-            f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: give at "
-            "least that, or a smaller --max_length"
+            f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: "
+            f"raise it to at least {longest:,}, or lower --max_length"
         )
     for name in ("metric_for_best_model", "early_stopping_patience"):
         if (value := getattr(cfg, name)) and "validation" not in splits:
@@ -154,7 +155,7 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
 
 
 def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
-    """Raise UsageError on all ranks if one has other rows than rank 0, such as a node with other files."""
+    """Raise UsageError on all ranks if a rank has other rows than rank 0, for example because its node has other files."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object
@@ -172,7 +173,7 @@ def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Fetch and prepare the data of a run, and print what there is."""
+    """Download and prepare the data of a run, and print the statistics of each split."""
     cfg, options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, options)
     splits = prepare_datasets(cfg, make_task(cfg, options))

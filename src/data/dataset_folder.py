@@ -1,4 +1,4 @@
-"""Checks on a folder given as `dataset_name`: files outside of it, and files that `datasets` does not read.
+"""Checks of a folder given as `dataset_name`: refuse files outside it, report files that `datasets` does not read.
 
 Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
 """
@@ -19,7 +19,9 @@ _warned: set[str] = set()
 
 
 def refuse_files_outside(source: Source, data_files: Mapping | None) -> None:
-    """Raise UsageError if the README.md of a folder names files outside, for any split: `datasets` reads all of them."""
+    """Raise UsageError if the README.md of a folder names files outside the folder.
+
+    The files of all splits are checked, because `datasets` reads all of them."""
     for file in _named_files(source, data_files):
         if not _is_inside(file, str(source.name)):
             raise UsageError(
@@ -29,7 +31,9 @@ def refuse_files_outside(source: Source, data_files: Mapping | None) -> None:
 
 
 def unread_files(source: Source, data_files: Mapping | None) -> list[str]:
-    """Return the files of a folder that look like data but are in no split: `datasets` goes by names and reads one kind."""
+    """Return the files of a folder that look like data but are in no split.
+
+    `datasets` reads files of one type only, and finds the split in the file name."""
     read = {os.path.abspath(file) for file in _named_files(source, data_files)}
     if not read:
         return []
@@ -38,23 +42,25 @@ def unread_files(source: Source, data_files: Mapping | None) -> list[str]:
 
 
 def warn_of_unread(field: str, files: list[str]) -> None:
-    """Warn once per folder, though several splits are read from it."""
+    """Warn about unread files of a folder, once for all of its splits."""
     if files and files[0] not in _warned:
         _warned.add(files[0])
         more = " …" if len(files) > 3 else ""
         warn(
-            f"{field}: {', '.join(files[:3])}{more} not read: of a folder, datasets reads files of one kind whose names say "
-            "their split; give all as --train_file if you want them"
+            f"{field}: {', '.join(files[:3])}{more} not read: in a folder, datasets reads files of one type only, and "
+            "finds the split in the file name; to use all files, list them as --train_file"
         )
 
 
 def _named_files(source: Source, data_files: Mapping | None) -> list[str]:
-    """Return the files that `datasets` reads of a local folder, of all splits; none of a Hub dataset."""
+    """Return the files of all splits that `datasets` reads from a local folder, or [] for a Hub dataset."""
     return [str(file) for files in (data_files or {}).values() for file in files] if source.files else []
 
 
 def _is_inside(file: str, folder: str) -> bool:
-    """Return whether a file is in a folder by its path (symbolic links are the user's choice), or on a plain server."""
+    """Return True if the path of a file is inside a folder, or if it is a plain URL of a known kind of server.
+
+    Symlinks are not resolved: they are the user's choice."""
     if "://" in file or "::" in file:
         return plain_data(file)
     return Path(os.path.abspath(file)).is_relative_to(os.path.abspath(folder))

@@ -1,4 +1,4 @@
-"""What the run file says about the data of one split: names, files, revision.
+"""Dataset specs: the files, or the dataset name and Hub revision, that the run file (YAML) gives for a split.
 
 Tests: tests/data/test_dataset.py and tests/data/test_mixture.py.
 """
@@ -11,9 +11,9 @@ from src.config.schema import RunConfig
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """The data of one split as the run file names it: files, or the name of a dataset."""
+    """The data of one split as given in the run file: files, or the name of a dataset."""
 
-    field: str  # of the run file, for messages, such as "mixture: code: train_file"
+    field: str  # field of the run file, for messages, such as "mixture: code: train_file"
     split: str
     files: tuple[str, ...] = ()  # paths, globs and URLs
     name: str | None = None  # a folder or a Hub id
@@ -22,7 +22,7 @@ class DatasetSpec:
 
 
 def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
-    """Return what the run file names for a split, by source of the mixture; without a mixture the key is ""."""
+    """Return the DatasetSpec of each source that has data for `split`, by source name ("" without a mixture)."""
     if cfg.mixture and not (split == "validation" and cfg.validation_file):
         found = {name: _spec(fields, split, f"mixture: {name}: ") for name, fields in cfg.mixture.items()}
     else:

@@ -1,4 +1,4 @@
-"""Fingerprint of the code that `encode` of a task depends on: part of the key of prepared data.
+"""Fingerprint of the code behind a task's `encode`: part of the cache key of prepared data.
 
 Tests: tests/data/test_dataset.py.
 """
@@ -14,10 +14,11 @@ ROOTS = ("inspect_columns", "encode")  # the methods that turn raw rows into pre
 
 
 def encode_fingerprint(task) -> str:
-    """Return the code that `inspect_columns` and `encode` of a task can reach inside src/, without comments and docstrings.
+    """Return the code in src/ that a task's `inspect_columns` and `encode` can reach, without comments and docstrings.
 
-    Names are followed: functions, classes and constants of a module, attributes of modules, and methods of the task.
-    Code that a task calls by other means, such as a table of functions, belongs in its own `fingerprint`."""
+    The search follows names: functions, classes and constants of a module, attributes of modules, and task methods.
+    It does not find code called in other ways, such as through a dict of functions: add that to the task's
+    `fingerprint`."""
     kind = type(task)
     waiting = [getattr(kind, name) for name in ROOTS]
     found: dict[str, str] = {}
@@ -44,7 +45,7 @@ def _ours(module: str | None) -> bool:
 
 
 def _functions(item) -> list[FunctionType]:
-    """Return a function, or the methods of a class and of its bases in src/, as a list."""
+    """Return [item] for a function; for a class, the methods of it and of its base classes in src/."""
     if isinstance(item, FunctionType):
         return [item]
     if not isinstance(item, type):
@@ -55,13 +56,13 @@ def _functions(item) -> list[FunctionType]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names that a function and the functions inside it look up."""
+    """Return the global and attribute names that a function and its nested functions use."""
     inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
     return set(code.co_names).union(*inner)
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the global names of a function, and of the attributes of modules of src/ that it names."""
+    """Yield (name, value) of the global variables, and of the attributes of src/ modules, that a function uses."""
     names = _names(function.__code__)
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]
@@ -74,10 +75,10 @@ def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
 
 @functools.cache
 def _source(item) -> str:
-    """Return the syntax tree of a function or class as text, without docstrings; comments are in no tree."""
+    """Return the syntax tree (AST) of a function or class as text, without docstrings. An AST has no comments."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(item)))
-    except (OSError, TypeError, SyntaxError):  # made at run time: use its bytecode and constants
+    except (OSError, TypeError, SyntaxError):  # created at run time, without source: use its bytecode and constants
         code = getattr(item, "__code__", None)
         return repr((code.co_code, code.co_consts, code.co_names)) if code else repr(item)
     for node in ast.walk(tree):

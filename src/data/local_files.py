@@ -11,13 +11,13 @@ from pathlib import Path
 from src.config.errors import UsageError
 from src.config.paths import locate
 
-# Suffix -> the builder of `datasets` that reads such files
+# File suffix -> the builder of `datasets` that reads such files
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
-CHUNK = 4096  # bytes that are read at a time to find out whether a file is blank
+CHUNK = 4096  # bytes per read when checking for a blank file
 
 
 def expand(pattern: str, field: str) -> list[str]:
-    """Return the files of a path or glob, sorted; a URL as it is. UsageError where there is none that can be read."""
+    """Return the sorted files of a path or glob, or a URL unchanged. Raise UsageError for missing or unreadable files."""
     if "://" in pattern:
         return [pattern]
     path = locate(pattern)
@@ -36,7 +36,7 @@ def expand(pattern: str, field: str) -> list[str]:
 
 
 def list_folder(folder: str, field: str) -> list[str]:
-    """Return the files below a folder that are not hidden; UsageError for what `datasets` would skip silently."""
+    """Return the files below a folder, except hidden ones. Raise UsageError for files that `datasets` skips silently."""
 
     def refuse_unreadable(error: OSError):
         raise UsageError(f"{field}: {error.filename} cannot be read: {error.strerror}") from error
@@ -47,7 +47,7 @@ def list_folder(folder: str, field: str) -> list[str]:
         for name in folders:
             if os.path.islink(path := os.path.join(parent, name)):
                 raise UsageError(
-                    f"{field}: {path} is a symbolic link to a folder, which is not followed: give its files with "
+                    f"{field}: {path} is a symlink to a folder, which is not followed: give its files as "
                     f"{field.removesuffix('dataset_name')}train_file"
                 )
         files += [_readable(os.path.join(parent, name), field) for name in names if not name.startswith(".")]
@@ -55,19 +55,19 @@ def list_folder(folder: str, field: str) -> list[str]:
 
 
 def _readable(file: str, field: str) -> str:
-    """Return `file`; UsageError where it cannot be read, such as a symbolic link to a missing file."""
+    """Return `file`. Raise UsageError if it cannot be read, for example because it is a broken symlink."""
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
             raise UsageError(f"{field}: {file} is not a regular file")
         open(file, "rb").close()
     except OSError as error:
-        link = f" (a symbolic link to {os.readlink(file)})" if os.path.islink(file) else ""
+        link = f" (a symlink to {os.readlink(file)})" if os.path.islink(file) else ""
         raise UsageError(f"{field}: {file}{link} cannot be read: {error.strerror}") from error
     return file
 
 
 def is_empty(file: str) -> bool:
-    """Return whether a file holds no row, as far as a quick look shows."""
+    """Return True if a quick check (size, Parquet metadata, blank text) shows that a file has no rows."""
     size = os.path.getsize(file)
     if file.endswith(".parquet") and size:
         from pyarrow import ArrowInvalid, parquet

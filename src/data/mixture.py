@@ -1,6 +1,6 @@
-"""Several sources as one dataset, with shares by weight.
+"""Mixture: several sources as one dataset, sampled by weight.
 
-The plan draws from a mixture as from one dataset; ids number the rows of all sources consecutively.
+The batch plan treats a mixture like one dataset. Row ids count through all sources in order.
 Tests: tests/data/test_mixture.py.
 """
 
@@ -15,7 +15,7 @@ SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source
 
 
 class Mixture:
-    """Rows of several splits by id, with the interface of `Split`."""
+    """Several splits, read by row id, with the same interface as `Split`."""
 
     def __init__(self, parts: dict, weights: list[float] | None = None, training: bool = True):
         self.parts = parts
@@ -25,11 +25,13 @@ class Mixture:
         self.quotas = mixture_quotas(rows, weights) if training else None
         for name, (_, draws) in zip(parts, self.quotas, strict=True) if self.quotas else ():
             if not draws:
-                raise UsageError(f"mixture: the weight of {name} is less than one example per epoch: raise it")
+                raise UsageError(
+                    f"mixture: the weight of {name} gives it less than one example per epoch: raise the weight"
+                )
         self.stats = self._stats()
 
     def _stats(self) -> dict:
-        """Return the statistics of an epoch: those of the sources, weighted by how often their rows are drawn."""
+        """Return the statistics of one epoch: a sum over sources, each weighted by its draws per row."""
         stats = [part.stats for part in self.parts.values()]
         shares = [draws / rows for rows, draws in self.quotas] if self.quotas else [1.0] * len(stats)
         total = {name: round(sum(s[name] * share for s, share in zip(stats, shares, strict=True))) for name in SUMS}
@@ -43,26 +45,26 @@ class Mixture:
         }
 
     def position(self, step: int, host_group) -> None:
-        """Return nothing to save: where to continue follows from the step."""
+        """Return None: the step alone determines where to resume."""
 
     def __len__(self) -> int:
         return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
 
     def epoch_at(self, step: int, batch: int) -> float:
-        """Return how many epochs, each as long as all sources together, are over after `step` steps."""
+        """Return the number of epochs finished after `step` steps. One epoch has one draw per row of all sources."""
         return step / steps_per_epoch(len(self), batch)
 
     def segments(self) -> list[tuple]:
-        """Return (name, first id, rows) of each source."""
+        """Return (source name, id of its first row, its split) of each source."""
         return list(zip(self.parts, self.starts.tolist(), self.parts.values(), strict=False))
 
     def longest(self, count: int) -> np.ndarray:
-        """Return the ids of the longest rows of the source with the longest row."""
+        """Return the ids of the `count` longest rows of one source: the one that has the longest row."""
         _, first, part = max(self.segments(), key=lambda s: s[2].stats["longest"])
         return first + part.longest(count)
 
     def rows(self, ids: np.ndarray) -> list[dict]:
-        """Return the rows of `ids` in that order."""
+        """Return the rows with the given ids, in the order of `ids`."""
         found: list = [None] * len(ids)
         for _, first, part in self.segments():
             mine = np.flatnonzero((ids >= first) & (ids < first + len(part)))
@@ -72,7 +74,7 @@ class Mixture:
 
 
 class _Lengths:
-    """The lengths of the rows of a mixture, indexed by arrays of ids."""
+    """Row lengths of a mixture, indexed by an array of row ids."""
 
     def __init__(self, mixture: Mixture):
         self.mixture = mixture

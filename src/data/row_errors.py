@@ -12,7 +12,7 @@ from src.data.file_readers import csv_records
 
 
 class RowLocations:
-    """The locations of the rows start … stop−1 of a split, found by `describe(row)` when one is put into a message."""
+    """Locations of the rows start … stop−1 of a split. `describe(row)` finds a location when a message needs it."""
 
     def __init__(self, split: str, start: int, stop: int, describe: Callable[[int], str]):
         self.split, self.start, self.stop, self.describe = split, start, stop, describe
@@ -27,7 +27,7 @@ class RowLocations:
 
 
 class RowLocation:
-    """The location of one row; it reads the file when it is printed."""
+    """Location of one row. Its file is read only when the location is printed."""
 
     def __init__(self, describe: Callable[[int], str], row: int):
         self.describe, self.row = describe, row
@@ -37,7 +37,7 @@ class RowLocation:
 
 
 def check_decodable(locations: RowLocations, read_row: Callable[[int], object]) -> None:
-    """Raise UsageError for the first row that `read_row(i)` cannot decode: Arrow accepts any bytes as text."""
+    """Raise UsageError for the first row that is not UTF-8. Arrow accepts any bytes as text; `read_row(i)` decodes them."""
     for i in range(len(locations)):
         try:
             read_row(i)
@@ -46,7 +46,9 @@ def check_decodable(locations: RowLocations, read_row: Callable[[int], object]) 
 
 
 def locate_row(files: Iterable[str], row: int) -> str | None:
-    """Return 'FILE, line N' of a row of consecutive files ('row N', from 0, in formats without lines), if it is found."""
+    """Return 'FILE, line N' for row number `row` of all files in order, or None if the row is not found.
+
+    Return 'FILE, row N' (counted from 0) for formats without lines."""
     for file in files:
         try:
             count = _count_rows(file)
@@ -64,7 +66,7 @@ def locate_row(files: Iterable[str], row: int) -> str | None:
 
 
 def _find(locations: Iterator[str], row: int) -> tuple[int, str | None]:
-    """Return (how many items came before item `row`, that item or None at the end)."""
+    """Return (number of items before item `row`, that item), or (number of all items, None) if there are too few."""
     count = 0
     for where in islice(locations, row + 1):
         if count == row:
@@ -74,7 +76,7 @@ def _find(locations: Iterator[str], row: int) -> tuple[int, str | None]:
 
 
 def _count_rows(file: str) -> int | None:
-    """Return the number of rows of a file without lines, or None for other files."""
+    """Return the number of rows of a Parquet or Arrow file, or None for other files."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -90,7 +92,7 @@ def _count_rows(file: str) -> int | None:
 
 
 def _row_lines(file: str) -> Iterator[str]:
-    """Yield where each row of a text file is."""
+    """Yield 'line N' (in a JSON array: 'row N') for each row of a text file."""
     if file.endswith(JSON):
         yield from (where for where, _ in json_values(file))
         return
