@@ -1,7 +1,7 @@
 """Raw rows as Arrow files: converted by `datasets` once per machine or shared disk, checked, memory-mapped.
 
-Each group of source files has a record (raw/KEY.json, written last). It lists the Arrow files in the cache of `datasets`
-and their sizes.
+Each group of source files has a record (raw/KEY.json, written last). It lists the Arrow files in the cache of
+`datasets` and their sizes.
 Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
 """
 
@@ -72,8 +72,8 @@ def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows |
         if (found := sum(map(len, parts))) != record["rows"]:
             path.replace(path.with_suffix(".lost"))
             raise UsageError(
-                f"{source.field}: the Arrow cache of {source} has {found} rows instead of {record['rows']}: run again to "
-                "rebuild it"
+                f"{source.field}: the Arrow cache of {source} has {found} rows instead of {record['rows']}: "
+                "run again to rebuild it"
             )
     rows = _concatenate(source, [(groups[i][:1], part) for i, parts in enumerate(tables) for part in parts])
     files, unread = (tuple(records[0].get(key) or ()) for key in ("parts", "unread"))

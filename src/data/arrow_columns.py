@@ -46,8 +46,8 @@ def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterabl
 def has_quoted_text(rows) -> bool:
     """Return True if any text is in quotes: either a quotation, or a column of mixed types.
 
-    `datasets` writes a chunk of mixed types as JSON, which puts its texts in quotes. If an earlier chunk held only text,
-    the type of the column does not show the mix; only the file does."""
+    `datasets` writes a chunk of mixed types as JSON, which puts its texts in quotes. If an earlier chunk held only
+    text, the type of the column does not show the mix; only the file does."""
     import pyarrow.compute as pc
 
     texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]

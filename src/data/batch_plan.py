@@ -20,7 +20,7 @@ BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost i
 
 @dataclass(frozen=True, eq=False)
 class PlanConfig:
-    """Everything besides the step that decides which examples a step holds and how they are split."""
+    """All inputs, besides the step number, that determine the examples of a step and their micro-batches."""
 
     num_examples: int  # draws per epoch
     global_batch: int
@@ -28,7 +28,7 @@ class PlanConfig:
     seed: int
     lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
     max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
-    quotas: Quotas | None = None  # of a mixture
+    quotas: Quotas | None = None  # for a mixture
 
     @property
     def steps_per_epoch(self) -> int:
@@ -37,27 +37,27 @@ class PlanConfig:
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What one forward pass sees: its example ids and the seed of all randomness inside it."""
+    """Input of one forward pass: example ids, and the seed of all randomness inside it."""
 
     ids: np.ndarray
     seed: int
     step: int = 0  # optimizer step since the start of the run
     index: int = 0  # position in the step's plan
     cost: int = 0  # tokens including padding, or rows where lengths are unknown
-    last: bool = True  # the last one of its rank's window: gradients are reduced after it
+    last: bool = True  # last micro-batch of the rank's window: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on every part and on nothing else."""
+    """Return a 63-bit seed that depends only on `parts`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the images of `positions` under the epoch's permutation of range(n), in O(len(positions)) memory.
+    """Return the ids at `positions` of the epoch's permutation of range(n), in O(len(positions)) memory.
 
-    A Feistel network over the next power of four, applied again while the image is not below n (cycle walking:
+    A Feistel network over the next power of four, applied again while the result is not below n (cycle walking:
     Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is a bijection for any round function.
     """
     half = max(1, ((n - 1).bit_length() + 1) // 2)
@@ -86,7 +86,7 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 
 def epoch_order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of the epoch: the same as `permute`, and faster, block by block."""
+    """Return the ids at positions start … stop−1 of the epoch. Like `permute`, but faster: blocks are cached."""
     first = start // BLOCK
     blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
     return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
@@ -98,11 +98,11 @@ def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def example_ids(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one data set or a mixture of several.
+    """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one dataset or a mixture.
 
-    Each source of a mixture has a quota of draws per epoch, at random positions. The draws of all epochs pass through
-    the rows of a source again and again, in a new order each time, so all rows are drawn once before one is drawn twice.
-    Ids number the rows of all sources consecutively."""
+    Each source of a mixture has a quota of draws per epoch, at random positions. Its draws run through its rows in
+    passes, across epochs and in a new order each pass, so every row is drawn once before any row is drawn twice.
+    Row ids count through all sources in order."""
     positions = epoch_order(start, stop, n, seed, epoch)
     if quotas is None:
         return positions
@@ -120,9 +120,9 @@ def example_ids(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Qu
 
 
 def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
-    """Return (rows, draws per epoch) of each source of a mixture; an epoch has as many draws as all sources have rows.
+    """Return (rows, draws per epoch) of each source of a mixture. An epoch has one draw per row of all sources.
 
-    Without weights every row is drawn once; with them, draws are in their proportion, rounded by largest remainder."""
+    Without weights every row is drawn once. With weights, draws are proportional to them (largest remainder method)."""
     if weights is None:
         return tuple((n, n) for n in rows)
     exact = np.asarray(weights, float) / sum(weights) * sum(rows)
@@ -133,7 +133,7 @@ def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quot
 
 
 def steps_per_epoch(num_examples: int, global_batch: int) -> int:
-    """Return the optimizer steps of one epoch; the last one holds exactly the remaining examples."""
+    """Return the number of optimizer steps in one epoch. The last step holds the remaining examples."""
     return -(-num_examples // global_batch)
 
 
@@ -157,9 +157,9 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
 def split_into_micro_batches(
     ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None
 ) -> list[tuple[np.ndarray, int]]:
-    """Return (part of `ids`, its cost), longest rows first.
+    """Split `ids` into (part, cost) pairs; with `lengths`, longest rows first.
 
-    A part has `micro_batch` rows (the last may be smaller), or at most `max_tokens` tokens including padding."""
+    A part has `micro_batch` rows (the last part may have fewer), or at most `max_tokens` tokens including padding."""
     if lengths is None:
         parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
         return [(part, len(part)) for part in parts]
@@ -171,9 +171,9 @@ def split_into_micro_batches(
 
 
 def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
-    """Return the bounds that split rows, longest first, into parts of at most `max_tokens` tokens, at the least cost.
+    """Return the bounds that split rows, longest first, into parts of at most `max_tokens` tokens, at minimum cost.
 
-    The cost of a part is its tokens, padding included, and OVERHEAD. A longer row is a part of its own."""
+    The cost of a part is its tokens including padding, plus OVERHEAD × max_tokens. A longer row gets its own part."""
     count = len(lengths)
     overhead = max(1, int(max_tokens * OVERHEAD))
     best = np.zeros(count + 1, np.int64)  # least cost of the first `end` rows
@@ -194,10 +194,10 @@ def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
 
 
 def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
-    """Return each rank's window: costs balanced, lengths equal up to one, never empty.
+    """Return each rank's window. Costs are balanced, window lengths differ by at most one, and no window is empty.
 
-    The costliest micro-batch goes to the least loaded rank that has room (longest processing time first). A rank
-    without one gets a dummy batch of weight zero, because every rank must take part in the reduction.
+    Micro-batches, most expensive first, go to the least loaded rank that has room (longest processing time first). A
+    rank without a micro-batch gets a dummy batch of weight zero, because every rank must take part in the reduction.
     """
     room = -(-len(micro_batches) // world_size)
     windows = [[] for _ in range(world_size)]
@@ -213,7 +213,7 @@ def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[li
 
 
 def training_order(config: PlanConfig, rank: int, world_size: int, start: int, stop: int) -> Iterator[MicroBatch]:
-    """Yield one rank's micro-batches of the run's optimizer steps start … stop−1; starting at any step is O(1)."""
+    """Yield one rank's micro-batches of optimizer steps start … stop−1. Starting at any step is O(1)."""
     for step in range(start, stop):
         epoch, within = divmod(step, config.steps_per_epoch)
         yield from assign_to_ranks(plan(config, epoch, within), world_size)[rank]
@@ -233,7 +233,7 @@ LOW = np.uint64(0xFFFFFFFF)
 
 
 def hash_ids(ids: np.ndarray) -> tuple[float, float]:
-    """Return two sums over hashes of `ids`. Added over ranks, they are the same for any split and any order of the ids.
+    """Return two sums over hashes of `ids`. Summed over ranks, they are the same for any split and order of the ids.
 
     Each hash has 32 bits, so a float64 holds the sum of two million of them exactly."""
     hashed = splitmix64(np.asarray(ids).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))

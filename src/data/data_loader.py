@@ -1,4 +1,4 @@
-"""Batches of the plan or a stream, read by loader processes ahead of time.
+"""Batches of the batch plan or a stream, read ahead by dataloader workers.
 
 Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
 """
@@ -32,8 +32,8 @@ def train_batches(
 ) -> Iterator[tuple[Window, float]]:
     """Yield (this rank's window, seconds waited for it) of each optimizer step from `state.step` to `num_steps`.
 
-    Which examples a step holds depends on seed and step only, so starting at any step is O(1). A stream has no last
-    step: when its windows are empty on all ranks, call `train_set.next_pass()`; that was no step."""
+    The examples of a step depend only on seed and step, so starting at any step is O(1). A stream never ends: if a
+    window has no rows on any rank, it is not a step; call `train_set.next_pass()`."""
     rank, world = strategy.data_rank, strategy.data_world_size
     pin_memory = strategy.accelerator.device.type == "cuda"
     if cfg.streaming:
@@ -69,7 +69,7 @@ def seed_everything(seed: int) -> None:
     if kind is None or kind.type == "cuda":
         # torch.manual_seed formats a stack trace for each kind of device that is absent: 0.4 ms.
         torch.default_generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # not in a loader process, which does not use the device
+        if torch.cuda.is_initialized():  # not in a dataloader worker, which does not use the device
             torch.cuda.manual_seed(seed)
     else:
         torch.manual_seed(seed)
@@ -78,21 +78,21 @@ def seed_everything(seed: int) -> None:
 
 
 def collate(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
-    """Return a micro-batch and its batch; its randomness is the same in any process, and an error names its ids."""
+    """Return (micro-batch, its collated batch): the same in any process, by its seed. Log the row ids of an error."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
         return micro, task.collate(rows)
     except Exception:
-        text = f"micro-batch {micro.index} of step {micro.step + 1} could not be collated, of rows {micro.ids.tolist()}"
+        text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
         logging.getLogger("run").error("%s", text)
         print(f"\nrank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
         raise
 
 
 class BatchReader(torch.utils.data.Dataset):
-    """Turns a micro-batch of the plan into a batch.
+    """Dataset that reads and collates the rows of a micro-batch.
 
-    In a loader process, row `worker id` of `now_reading` holds (step, index) of what that process reads, or −1."""
+    In a dataloader worker, row `worker id` of `now_reading` holds (step, index) of its current micro-batch, or −1."""
 
     def __init__(self, split, task: Task, now_reading: torch.Tensor | None = None):
         self.split, self.task, self.now_reading = split, task, now_reading
@@ -109,9 +109,9 @@ class BatchReader(torch.utils.data.Dataset):
 
 
 def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool) -> Iterator[Item]:
-    """Yield the batches of `order`, in order, read ahead by loader processes (without workers: read when asked for)."""
+    """Yield the batches of `order`, in order. Dataloader workers read ahead; without workers, read on demand."""
     workers = cfg.dataloader_num_workers
-    if not workers and not pin_memory:  # a DataLoader would only add a tenth of a millisecond
+    if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
         return map(BatchReader(split, task).__getitem__, order)
     now_reading = torch.full((workers, 2), -1).share_memory_() if workers else None
     in_flight: dict[tuple, list] = {}  # (step, index) of a micro-batch that is being read -> its ids
@@ -126,7 +126,7 @@ def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig,
 
 
 def read_ahead(windows: torch.utils.data.IterableDataset, cfg: RunConfig, pin_memory: bool) -> Iterator:
-    """Yield the items of `windows`, read ahead by one loader process if the run has any."""
+    """Yield the items of `windows`, read ahead by one dataloader worker if dataloader_num_workers is not 0."""
     workers = min(1, cfg.dataloader_num_workers)
     if not workers and not pin_memory:
         return iter(windows)
@@ -148,9 +148,9 @@ def _worker_options(cfg: RunConfig, workers: int) -> dict:
 
 
 def _init_worker(*_) -> None:
-    """Make a loader process ignore stop signals, die with its rank, and use one thread, as there may be one per core."""
+    """Make a dataloader worker ignore stop signals, die with its rank, and use one thread."""
     ignore_signals()
-    with suppress(OSError, AttributeError):  # Linux only. A hanging process that ignores signals ends with its rank
+    with suppress(OSError, AttributeError):  # Linux only: a hanging worker that ignores signals ends with its rank
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     threads = ("OMP", "OPENBLAS", "MKL", "RAYON", "NUMEXPR")
     os.environ |= {f"{name}_NUM_THREADS": "1" for name in threads}  # for libraries that are imported later
@@ -166,7 +166,7 @@ def _init_worker(*_) -> None:
 def _explain_worker_failures(
     items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int
 ) -> Iterator:
-    """Yield `items`; RuntimeError names the rows that a loader process was reading when it died or did not answer."""
+    """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with the rows that it was reading."""
     while True:
         try:
             item = next(items, None)
@@ -182,24 +182,24 @@ def _explain_worker_failures(
 
 
 def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int) -> str:
-    """Return what happened to the loader processes and what they were reading."""
+    """Return the error message for dead or hanging dataloader workers: exit codes and the rows they were reading."""
     processes = private_apis.loader_processes(items)
     dead = [number for number, process in enumerate(processes) if not process.is_alive()]
     what = f"did not answer for {timeout} s (dataloader_timeout)"
     if dead:
         codes = ", ".join(str(processes[number].exitcode) for number in dead)
-        what = f"died (exit code {codes}; −9: killed, perhaps for memory)"
+        what = f"died (exit code {codes}; −9: killed, perhaps out of memory)"
     found = []
     for number in dead or range(len(processes)):
         key = tuple(now_reading[number].tolist()) if now_reading is not None else ()
         if key in in_flight:
-            found.append(f"micro-batch {key[1]} of step {key[0] + 1}, of rows {in_flight[key]}")
+            found.append(f"rows {in_flight[key]} (micro-batch {key[1]} of step {key[0] + 1})")
     reading = "; ".join(found) or "unknown rows"
-    return f"a loader process {what} while it was reading {reading}"
+    return f"a dataloader worker {what} while it was reading {reading}"
 
 
 class _RecordedOrder(torch.utils.data.Sampler):
-    """The order of the plan; records the micro-batches that it handed out in `in_flight`."""
+    """Sampler over `order` that records each micro-batch it hands out in `in_flight`."""
 
     def __init__(self, order: Iterator[MicroBatch], in_flight: dict):
         self.order, self.in_flight = order, in_flight

@@ -38,7 +38,9 @@ def data_notes(splits: dict) -> list[str]:
             continue
         if stats["rows_cut"]:
             share = stats["tokens_cut"] / (stats["tokens"] + stats["tokens_cut"])
-            text = f"{stats['rows_cut']:,} rows were longer than max_length and truncated: {share:.1%} of the tokens removed"
+            text = (
+                f"{stats['rows_cut']:,} rows were longer than max_length: truncation removed {share:.1%} of all tokens"
+            )
             found.append(f"{name} data: {text}")
         if stats["without_target"]:
             text = f"{stats['without_target']:,} of {stats['examples']:,} rows have no target and are not trained on"

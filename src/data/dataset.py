@@ -155,7 +155,7 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
 
 
 def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
-    """Raise UsageError on all ranks if a rank has other rows than rank 0, for example because its node has other files."""
+    """Raise UsageError on all ranks if a rank has other rows than rank 0, such as a node with other files."""
     if accelerator.num_processes == 1:
         return
     from accelerate.utils import gather_object

@@ -20,21 +20,21 @@ def encode_fingerprint(task) -> str:
     It does not find code called in other ways, such as through a dict of functions: add that to the task's
     `fingerprint`."""
     kind = type(task)
-    waiting = [getattr(kind, name) for name in ROOTS]
+    pending = [getattr(kind, name) for name in ROOTS]
     found: dict[str, str] = {}
-    while waiting:
-        item = inspect.unwrap(waiting.pop())
+    while pending:
+        item = inspect.unwrap(pending.pop())
         key = f"{item.__module__}.{item.__qualname__}"
         if key in found:
             continue
         found[key] = _source(item)
         for function in _functions(item):
             methods = [getattr(kind, name, None) for name in _names(function.__code__)]
-            waiting += [method for method in methods if isinstance(method, FunctionType)]
+            pending += [method for method in methods if isinstance(method, FunctionType)]
             for name, value in _globals(function):
                 if isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__"):
                     if _ours(value.__module__):
-                        waiting.append(value)
+                        pending.append(value)
                 elif isinstance(value, int | float | str | bytes | tuple | frozenset):
                     found[f"{function.__module__}:{name}"] = repr(value)
     return "\n".join(f"{name} {text}" for name, text in sorted(found.items()))

@@ -1,4 +1,4 @@
-"""What is wrong with a data file that cannot be read, and in which line.
+"""Error messages for data files that cannot be read: the line and the reason.
 
 Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
 """
@@ -17,10 +17,10 @@ JSON = (".jsonl", ".json")
 
 
 def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
-    """Return one sentence about why `datasets` could not read `files`: the file, and the line where there is one."""
+    """Return the error message for `files` that `datasets` could not read: file, line if known, and reason."""
     name = source.display_names(files) or str(source)
     while error.__cause__ is not None:
-        # To explain an error behind a URL, datasets opens it again, with an argument that fsspec refuses.
+        # After an error at a URL, datasets reopens it with an argument that fsspec rejects. Skip that second error.
         hidden = isinstance(error.__cause__, TypeError) and error.__context__ is not None
         error = error.__context__ if hidden and error.__context__ else error.__cause__
     for file in files or source.files:
@@ -30,21 +30,21 @@ def explain_read_error(source: Source, error: BaseException, files: Sequence[str
     if isinstance(error, UsageError):
         return str(error)
     if absent := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
-        return f"{source.field}: {name}: there is no column `{absent[1]}`, as in other files"
+        return f"{source.field}: {name}: there is no column `{absent[1]}`, which other files have"
     reason = " ".join(str(error).split())[:400] or type(error).__name__
     if "corresponds to no data" in reason:
-        return f"{source.field}: {name} holds no rows: give data with at least one"
+        return f"{source.field}: {name} holds no rows: give data with at least one row"
     hint = "" if source.builder else not_found_locally(str(source.name))
     return f"{source.field}: {name} could not be read: {hint}{reason}"
 
 
 def describe_file_error(file: str) -> str | None:
-    """Return what is wrong with a text file, and in which line, or None where nothing is found."""
+    """Return a message with the first error in a text file and its line, or None without an error."""
     kind = Path(file).suffix
     if not os.path.isfile(file) or kind not in (*JSON, ".csv", ".txt"):
         return None
     if where := _not_utf8(file):
-        return f"{file}, {where}: not UTF-8 text: a {kind} file was expected"
+        return f"{file}, {where}: not UTF-8 text: a {kind} file must be UTF-8"
     return _json_error(file) if kind in JSON else None
 
 
@@ -59,7 +59,7 @@ def _not_utf8(file: str) -> str | None:
 
 
 def _json_error(file: str) -> str | None:
-    """Return the first error in a file of JSON objects, and its line, or None."""
+    """Return a message with the first error in a JSON file and its line, or None without an error."""
     kinds: dict[str, str] = {}
     where = ""
     try:
@@ -70,7 +70,7 @@ def _json_error(file: str) -> str | None:
                 return f"{file}, {where}: {mismatch}"
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return f"{file}, {where}: half of a surrogate pair, which UTF-8 text cannot hold"
+        return f"{file}, {where}: a lone surrogate (half of a surrogate pair), which UTF-8 cannot encode"
     except json.JSONDecodeError as error:
         text = error.doc.split("\n")[error.lineno - 1].strip()
         return f"{file}, line {getattr(error, 'line', error.lineno)}: not valid JSON ({error.msg}, column {error.colno}): {text[:60]}"
@@ -82,9 +82,9 @@ def _json_error(file: str) -> str | None:
 
 
 def json_values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield (its line or row, a value) of a file of JSON values: an array, one value a line, or several lines each.
+    """Yield ('line N' or 'row N', value) for each value of a JSON file.
 
-    An error has the attribute `line`."""
+    The file holds an array, one value per line, or values over several lines. An error has the attribute `line`."""
     with open(file, "rb") as lines:
         first = next(filter(bytes.strip, lines), b"").removeprefix(b"\xef\xbb\xbf").strip()
     if file.endswith(".json") and first.startswith(b"["):
@@ -105,7 +105,7 @@ def _is_json(text: bytes) -> bool:
 
 
 def _begins_with_json(file: str) -> bool:
-    """Return whether the first value of a file is valid, wherever its lines end."""
+    """Return True if the first value of a file is valid JSON, even over several lines."""
     try:
         next(_values_over_lines(file), None)
     except ValueError:
@@ -145,13 +145,13 @@ def _read_text(file: str) -> str:
 
 
 class _DuplicateKey(ValueError):
-    """An object has the same key twice."""
+    """A JSON object has the same key twice."""
 
     line = 1
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict:
-    """Return a JSON object; _DuplicateKey where it has a key twice."""
+    """Return a JSON object as a dict. Raise _DuplicateKey if a key occurs twice."""
     found = {}
     for key, value in pairs:
         if key in found:
@@ -169,13 +169,13 @@ def _kind(value) -> str:
     inside = {_kind(item) for item in value if item is not None}
     if not inside:
         return "a list"
-    return f"a list of {inside.pop() if len(inside) == 1 else 'several kinds'}"
+    return f"a list of {inside.pop() if len(inside) == 1 else 'several types'}"
 
 
 def _other_kind(kinds: dict[str, str], row: dict) -> str | None:
-    """Return which field of a row is of another kind than in the rows before; add the kinds of the row to `kinds`."""
+    """Return a message for a field whose type differs from earlier rows, or None. Add new fields to `kinds`."""
     for name, value in row.items():
         kind = None if value is None or value == [] else _kind(value)
         if kind and kinds.setdefault(name, kind) != kind:
-            return f"`{name}` is {kind}, and {kinds[name]} in the rows before: {json.dumps(value)[:60]}"
+            return f"`{name}` is {kind}, but {kinds[name]} in earlier rows: {json.dumps(value)[:60]}"
     return None

@@ -1,8 +1,8 @@
-"""Strict readers of CSV and text files, for `datasets`.
+"""Strict CSV and text readers, which replace those of `datasets`.
 
-pandas treats a surplus field in every row as an index and so shifts the columns, fills short rows, and renames a second
-column of the same name. `datasets` keeps a byte order mark in the first line of a text. Here all of it is refused, with
-file and line, for local files, folders, Hub datasets and streams.
+pandas takes an extra field in every row as an index (which shifts the columns), fills short rows, and renames duplicate
+columns. The readers here raise UsageError with file and line instead. They also remove a byte order mark, which
+`datasets` keeps in the first line of a text. They apply to local files, folders, Hub datasets and streams.
 Tests: tests/data/test_file_readers.py, which also notices if `datasets` changes.
 """
 
@@ -16,16 +16,16 @@ from itertools import islice
 from src.config.errors import UsageError
 from src.runtime import private_apis
 
-# Options of pandas with which a CSV file is read by `datasets` itself
+# pandas options: if a dataset changes one of them, `datasets` reads its CSV files with its own reader
 DIALECT = ("header", "names", "index_col", "usecols", "converters", "skipinitialspace", "skiprows", "nrows", "quoting")
 DIALECT += ("escapechar", "comment", "encoding", "skipfooter", "doublequote", "on_bad_lines", "skip_blank_lines")
 DIALECT += ("dialect",)
 
 
 def install() -> None:
-    """Make `datasets` read CSV and text files with the functions below, and refuse reference:// files.
+    """Replace the CSV and text readers of `datasets` by the functions below, and refuse reference:// files.
 
-    References are templates that versions of fsspec run as code, and a README.md of a dataset may name them."""
+    Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files."""
     import fsspec
 
     fsspec.register_implementation("reference", _refusing_file_system(), clobber=True)
@@ -51,16 +51,16 @@ def _refusing_file_system() -> type:
 
 
 def _csv_tables(self, base_files, files_iterables):
-    """Yield (key, table) of CSV files as `Csv._generate_tables` of datasets 5.2 does, of rows that all fit the header."""
+    """Yield (key, table) of CSV files as `Csv._generate_tables` of datasets 5.2 does. All rows must fit the header."""
     import pyarrow as pa
     from datasets.builder import Key
     from datasets.packaged_modules.csv import csv as module
 
     config, default = self.config, module.CsvConfig()
     if len(config.sep) != 1 or any(getattr(config, name) != getattr(default, name) for name in DIALECT):
-        yield from self.lenient_tables(base_files, files_iterables)  # somebody described another dialect
+        yield from self.lenient_tables(base_files, files_iterables)  # the dataset sets another CSV dialect
         return
-    open_file = getattr(module, "open", open)  # theirs reads URLs, too
+    open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
     for shard, files in enumerate(files_iterables):
         for file in files:
             with open_file(file, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
@@ -70,7 +70,7 @@ def _csv_tables(self, base_files, files_iterables):
 
 
 def _csv_frames(file: str, text: Iterable[str], config) -> Iterator:
-    """Yield the rows of a CSV file as pandas reads them, in frames of `chunksize` rows; UsageError names a bad line."""
+    """Yield the rows of a CSV file as pandas frames of `chunksize` rows. Raise UsageError at a bad line."""
     import pandas as pd
 
     records = csv_records(file, text, config.sep, config.quotechar)
@@ -99,18 +99,18 @@ def _column_types(features) -> dict:
 
 
 def _fitting(file: str, columns: int, line: int, fields: list[str], text: str) -> str:
-    """Return the text of a CSV record; UsageError if it has more or fewer fields than the header."""
+    """Return the text of a CSV record. Raise UsageError if it has more or fewer fields than the header."""
     if len(fields) != columns:
-        raise UsageError(f"{file}, line {line}: {len(fields)} fields, where the first line names {columns}")
+        raise UsageError(f"{file}, line {line}: {len(fields)} fields, but the header has {columns}")
     return text
 
 
 def csv_records(
     file: str, text: Iterable[str], delimiter: str = ",", quotechar: str = '"'
 ) -> Iterator[tuple[int, list[str], str]]:
-    """Yield (its first line, fields, text) of each CSV record, the header first; blank lines are skipped.
+    """Yield (number of its first line, fields, text) of each CSV record, the header first. Skip blank lines.
 
-    `text` yields the lines with their ends. UsageError names the line of broken quotes and of NUL characters."""
+    `text` yields lines with their line ends. Raise UsageError at broken quotes and NUL characters."""
     record: list[str] = []  # the lines of the current record
 
     def lines() -> Iterator[str]:
@@ -134,7 +134,9 @@ def csv_records(
 
 
 def _text_tables(self, base_files, files_iterables):
-    """Yield (key, table) of the lines of text files, as `Text._generate_tables` of datasets 5.2 does, without a byte order mark."""
+    """Yield (key, table) of the lines of text files, as `Text._generate_tables` of datasets 5.2 does.
+
+    Remove a byte order mark at the start of a file."""
     import pyarrow as pa
     from datasets.builder import Key
     from datasets.packaged_modules.text import text as module
@@ -157,7 +159,7 @@ def _text_tables(self, base_files, files_iterables):
 
 
 def _text_chunks(file: str, text, size: int) -> Iterator[list[str]]:
-    """Yield the lines of a text file without their ends, about `size` characters at a time."""
+    """Yield lists of lines of a text file, without line ends, about `size` characters per list."""
     first = 1
     while lines := text.readlines(size):
         for number, line in enumerate(lines, first):
@@ -169,5 +171,5 @@ def _text_chunks(file: str, text, size: int) -> Iterator[list[str]]:
 def _refuse_nul(file: str, number: int, line: str) -> None:
     if "\0" in line:
         raise UsageError(
-            f"{file}, line {number}: holds a NUL character: UTF-16, or not a text file? Convert it to UTF-8"
+            f"{file}, line {number}: holds a NUL character, so it is UTF-16 or not text: convert the file to UTF-8"
         )

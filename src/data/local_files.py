@@ -17,7 +17,7 @@ CHUNK = 4096  # bytes per read when checking for a blank file
 
 
 def expand(pattern: str, field: str) -> list[str]:
-    """Return the sorted files of a path or glob, or a URL unchanged. Raise UsageError for missing or unreadable files."""
+    """Return the sorted files of a path or glob, or the URL. Raise UsageError if a file is missing or unreadable."""
     if "://" in pattern:
         return [pattern]
     path = locate(pattern)
@@ -36,7 +36,7 @@ def expand(pattern: str, field: str) -> list[str]:
 
 
 def list_folder(folder: str, field: str) -> list[str]:
-    """Return the files below a folder, except hidden ones. Raise UsageError for files that `datasets` skips silently."""
+    """Return all files below a folder except hidden ones. Raise UsageError for what `datasets` skips silently."""
 
     def refuse_unreadable(error: OSError):
         raise UsageError(f"{field}: {error.filename} cannot be read: {error.strerror}") from error

@@ -1,6 +1,7 @@
-"""Pieces of prepared rows: encode, write, and join their statistics.
+"""Pieces of prepared (tokenized) rows: encode, write, merge statistics.
 
-A piece is three files: Arrow rows, .npz (lengths, hashes) and .json (written last). Tests: tests/data/test_preprocessing.py.
+A piece is three files: .arrow (rows), .npz (lengths and hashes) and .json (statistics, written last).
+Tests: tests/data/test_preprocessing.py.
 """
 
 import json
@@ -26,7 +27,7 @@ SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target")
 
 
 def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path, work: SharedWork) -> None:
-    """Encode the raw rows from `starts` (the first row of each block) and publish them as the piece `target`."""
+    """Encode the raw rows of the range `starts` (its step is the block size) and publish them as piece `target`."""
     schema, digest = features.arrow_schema, xxhash.xxh3_128()
     sums = dict.fromkeys(SUMS, 0)
     blocks, lengths, hashes = [], [], []
@@ -58,7 +59,7 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
 
 @contextmanager
 def _published(final: Path, work: SharedWork) -> Iterator[Path]:
-    """Give a temporary path; afterwards its file is on the disk under its final name, or removed after an error."""
+    """Yield a temporary path. Afterwards fsync the file and rename it to `final`, or remove it after an error."""
     path = temporary_path(final, work)
     try:
         yield path
@@ -83,7 +84,7 @@ def _encode_block(task: Task, raw: RawRows, start: int, stop: int) -> dict[str, 
 
 
 def _contents(rows: dict) -> list[bytes]:
-    """Return the content of each prepared row, or of each document of a packed one, to find equal examples by hash."""
+    """Return the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
     ids = rows.get("input_ids", [])
     if "documents" in rows:
         ends = [np.cumsum([0, *sizes]) for sizes in rows["documents"]]
@@ -93,7 +94,7 @@ def _contents(rows: dict) -> list[bytes]:
 
 
 def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:
-    """Join lengths and hashes of all pieces into one file each, and write the statistics of all rows last."""
+    """Merge the lengths and the hashes of all pieces into one file each. Write the statistics of all rows last."""
     source, folder = raw.source, targets[0].parent
     pieces = [json.loads(target.read_text()) for target in targets]
     stats = {name: sum(piece[name] for piece in pieces) for name in SUMS}
@@ -123,7 +124,7 @@ def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork)
 
 
 def _join(name: str, kind: type, count: int, targets: list[Path], work: SharedWork) -> np.ndarray:
-    """Write the array `name` of all pieces as one file NAME.npy, and return it memory-mapped."""
+    """Concatenate the array `name` of all pieces into the file NAME.npy, and return it memory-mapped."""
     final = targets[0].parent / f"{name}.npy"
     path = temporary_path(final, work)
     whole = np.lib.format.open_memmap(path, "w+", kind, (count,))

@@ -1,4 +1,4 @@
-"""The prepared rows of one split, memory-mapped and read by id.
+"""Prepared rows of one split: memory-mapped, read by row id.
 
 Tests: tests/data/test_dataset.py and tests/data/test_preprocessing.py.
 """
@@ -16,7 +16,7 @@ from src.data.batch_plan import steps_per_epoch
 
 @dataclass
 class Split:
-    """Prepared rows of one split on disk; only the rows that are asked for are read."""
+    """Prepared rows of one split on disk. Only requested rows are read."""
 
     folder: Path
     stats: dict  # facts.json: examples, tokens, targets, truncated rows, hashes of rows and tokenizer, files, pieces
@@ -25,7 +25,7 @@ class Split:
         self._pieces: dict[str, list[pa.RecordBatch]] = {}
         self._readers: dict[int, list] = {}
 
-    quotas = None  # one source: every row once an epoch
+    quotas = None  # one source: every row is drawn once per epoch
 
     def __len__(self) -> int:
         return self.stats["examples"]
@@ -36,36 +36,36 @@ class Split:
             "stats": self.stats,
             "_pieces": {},
             "_readers": {},
-        }  # a loader opens its own files
+        }  # a dataloader worker opens its own files
 
     def epoch_at(self, step: int, batch: int) -> float:
-        """Return how many epochs are over after `step` steps of `batch` examples."""
+        """Return the number of epochs finished after `step` steps of `batch` examples."""
         return step / steps_per_epoch(len(self), batch)
 
     def position(self, step: int, host_group) -> None:
-        """Return nothing to save: where to continue follows from the step."""
+        """Return None: the step alone determines where to resume."""
 
     def segments(self) -> list[tuple[str, int, "Split"]]:
-        """Return (name, first id, rows) of each source."""
+        """Return (source name, id of its first row, its split) of each source."""
         return [("", 0, self)]
 
     def longest(self, count: int) -> np.ndarray:
-        """Return the ids of the longest of the first million rows."""
+        """Return the ids of the `count` longest rows among the first million."""
         return np.argsort(-self.lengths[:1_000_000].astype(np.int64), kind="stable")[:count]
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, by id; memory-mapped."""
+        """Number of tokens of each row, by row id, memory-mapped."""
         return np.load(self.folder / "lengths.npy", mmap_mode="r")
 
     @cached_property
     def _starts(self) -> np.ndarray:
-        """The first row of each block, and the number of rows."""
+        """Id of the first row of each block, and last the number of rows."""
         return np.cumsum([0, *(rows for _, blocks in self.stats["pieces"] for rows in blocks)])
 
     @cached_property
     def _blocks(self) -> list[tuple[str, int]]:
-        """The piece of each block, and the number of the block in it."""
+        """(piece file, number of the block in this piece) of each block."""
         return [(file, i) for file, blocks in self.stats["pieces"] for i in range(len(blocks))]
 
     def features(self):
@@ -75,7 +75,7 @@ class Split:
         return Features.from_arrow_schema(_open(self.folder / self.stats["pieces"][0][0]).schema)
 
     def rows(self, ids: np.ndarray) -> list[dict]:
-        """Return the rows of `ids` in that order: lists and numbers as numpy views, other values as Python objects."""
+        """Return the rows with the given ids, in the order of `ids`; see `column_readers` for the types of values."""
         blocks = np.searchsorted(self._starts, ids, side="right") - 1
         positions = (ids - self._starts[blocks]).tolist()
         found = []
@@ -85,7 +85,7 @@ class Split:
         return found
 
     def _open_block(self, block: int) -> list:
-        """Return (name, function from row number to value) of each column of a block."""
+        """Return (name, function that returns the value of row i) of each column of a block."""
         file, i = self._blocks[block]
         if file not in self._pieces:
             self._pieces[file] = _open(self.folder / file).to_batches()

@@ -1,7 +1,7 @@
-"""Preparation (tokenization) of a split, once per disk, in pieces shared by all processes.
+"""Preprocessing (tokenization) of a split, once per machine or shared disk, in pieces shared by all processes.
 
-The pieces depend on the rows alone, so the bytes are the same for any number of processes; the pieces of a killed start
-are used by the next one. Tests: tests/data/test_preprocessing.py.
+The pieces depend only on the rows, so the bytes are the same for any number of processes. A new start reuses the pieces
+of a killed one. Tests: tests/data/test_preprocessing.py.
 """
 
 import hashlib
@@ -27,20 +27,20 @@ from src.runtime import console
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
 
-PIECE = 4 << 20  # bytes of raw rows in a piece, the unit that a process takes
-PIECES = 4096  # at most: with more rows the pieces grow
-BLOCK = 4 << 20  # bytes of raw rows that are in memory at a time, and packed together
-BLOCK_ROWS = 10_000  # at most
+PIECE = 4 << 20  # bytes of raw rows in a piece; a process works on one piece at a time
+PIECES = 4096  # maximum number of pieces: with more rows each piece is larger
+BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
+BLOCK_ROWS = 10_000  # maximum rows of a block
 WEEK = 7 * 24 * 3600
 CODE = (
     "preprocessing.py",
     "prepared_pieces.py",
     "file_readers.py",
-)  # besides `encode`, what decides the prepared bytes
+)  # files that, besides `encode`, determine the prepared bytes
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
-    """Return the folder of the prepared rows of a source; they are made if its facts.json, written last, is missing."""
+    """Return the folder of a source's prepared rows. Prepare them if facts.json, which is written last, is missing."""
     folder = cache_root(cfg) / "prepared" / _key(task, source)
     if not (folder / STATS).exists():
         _prepare(cfg, task, source, work, folder)
@@ -48,13 +48,13 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
         found = (folder / name).stat().st_size if (folder / name).exists() else "no"
         if found != size:
             raise UsageError(
-                f"{folder / name} has {found} bytes, {size} were written: remove the folder to make it again"
+                f"{folder / name} has {found} bytes instead of {size}: remove the folder {folder} to prepare it again"
             )
     return folder
 
 
 def _key(task: Task, source: Source) -> str:
-    """Return a hash of everything that prepared rows depend on: data, task, code, and the version of `datasets`."""
+    """Return the cache key of prepared rows: a hash of the data, task, code and version of `datasets`."""
     import datasets
 
     code = [(Path(__file__).parent / name).read_text() for name in CODE] + [encode_fingerprint(task)]
@@ -65,7 +65,7 @@ def _key(task: Task, source: Source) -> str:
 def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folder: Path) -> None:
     raw = load_raw_rows(source, cfg, work)
     what = f"{source.split} data"
-    if raw is None:  # a named dataset without such a split
+    if raw is None:  # the dataset has no such split
         work.run_once(folder / STATS, lambda: write_atomic(folder / STATS, '{"examples": 0}'), what)
         return
     count, size = len(raw.rows), raw.rows.data.nbytes
@@ -87,7 +87,7 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
         _run_with_helpers(cfg.preprocessing_num_workers, work, targets, make, f"preparing {what}")
         work.run_once(folder / STATS, lambda: _finish(task, raw, targets, work), what)
     except UsageError:
-        if work.peers.alone:  # pieces of data that must be fixed are of no use; those of a killed start are
+        if work.peers.alone:  # the user must fix the data, so these pieces cannot be reused
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -95,16 +95,16 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
 
 
 def piece_bounds(rows: int, size: int) -> list[int]:
-    """Return the bounds of the pieces of `rows` rows of `size` bytes; nothing else decides them."""
+    """Return the piece bounds for `rows` rows of `size` bytes. They depend on nothing else."""
     pieces = max(1, min(rows, PIECES, -(-size // PIECE)))
     return [rows * i // pieces for i in range(pieces + 1)]
 
 
 def _finish(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:
-    """Write the statistics and remove temporary files, also those of old preparations that were killed."""
+    """Write the statistics. Remove temporary files, and unfinished folders of other data that are older than a week."""
     write_stats(task, raw, targets, work)
     folder = targets[0].parent
-    if work.peers.locks_work:  # else another process may still be reading them
+    if work.peers.locks_work:  # without file locks another process may still read them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
             left.unlink(missing_ok=True)
     for other in folder.parent.iterdir():
@@ -116,7 +116,7 @@ def _finish(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> 
 def _run_with_helpers(
     processes: int, work: SharedWork, targets: list[Path], make: Callable[[int], None], what: str
 ) -> None:
-    """Share the pieces with all processes of the disk, and with `processes` − 1 children of this one."""
+    """Make all pieces, together with all processes on this disk and up to `processes` − 1 children of this one."""
     missing = sum(not target.exists() for target in targets)
     parent = os.getpid()
 
@@ -144,14 +144,14 @@ def _run_with_helpers(
             child.join()
         work.peers.raise_if_failed()
         if failed := [child.exitcode for child in children if child.exitcode]:
-            raise Failure(f"a helper process of {what} ended with exit code {failed[0]} (killed?)")
+            raise Failure(f"{what}: a child process died (exit code {failed[0]}; −9: killed, perhaps out of memory)")
     finally:
         for child in children:
             child.kill()
 
 
 class _ProgressBar:
-    """Shows on one process per machine how many pieces are done."""
+    """Progress bar of finished pieces, shown by one process per machine."""
 
     def __init__(self, what: str, targets: list[Path]):
         self.targets, self.owner = targets, os.getpid()

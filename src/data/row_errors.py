@@ -37,7 +37,7 @@ class RowLocation:
 
 
 def check_decodable(locations: RowLocations, read_row: Callable[[int], object]) -> None:
-    """Raise UsageError for the first row that is not UTF-8. Arrow accepts any bytes as text; `read_row(i)` decodes them."""
+    """Raise UsageError for the first row that `read_row(i)` cannot decode as UTF-8. Arrow accepts any bytes as text."""
     for i in range(len(locations)):
         try:
             read_row(i)

@@ -1,4 +1,4 @@
-"""The source of a split, resolved once: local files, URLs, a folder or a Hub dataset at one commit.
+"""Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
 
 Tests: tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
 """
@@ -28,15 +28,15 @@ SAMPLE = 1 << 14  # bytes
 class Source:
     """Raw rows of one split: files for a builder of `datasets`, or a folder or Hub dataset by name."""
 
-    field: str  # of the run file, for messages
+    field: str  # field of the run file (YAML), for messages
     split: str
-    files: tuple[str, ...] = ()  # of a folder: all that it holds, also of other splits
+    files: tuple[str, ...] = ()  # for a folder: all its files, also those of other splits
     builder: str | None = None
     name: str | None = None
     config_name: str | None = None
-    revision: str | None = None  # of a Hub dataset; its commit once fetched
+    revision: str | None = None  # Hub revision; after `fetch_source`, the commit
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
-    remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # URL that is streamed -> its size and ETag
+    remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # streamed URL -> its size and ETag
 
     def __str__(self) -> str:
         return self.display_names(self.files) or str(self.name)
@@ -47,7 +47,7 @@ class Source:
 
     @property
     def hub(self) -> tuple | None:
-        """Configuration, revision and split of a dataset that is given by name."""
+        """(config name, revision, split) of a dataset given by name, else None."""
         return None if self.builder else (self.config_name, self.revision, self.split)
 
     @property
@@ -56,14 +56,14 @@ class Source:
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
 
-    # ---- which data this is ------------------------------------------------------------------------------------------
+    # ---- identity of the data ----------------------------------------------------------------------------------------
 
     def key(self) -> list:
-        """Return what distinguishes this data from other data on this disk; caches are named by it."""
+        """Return the values that identify this data on this disk, for cache keys."""
         return [self.file_keys(self.files), self.builder, self.name, self.hub]
 
     def file_keys(self, files: Iterable[str]) -> list:
-        """Return path, size and times of local files, the version on the server of downloaded ones, the URL of others."""
+        """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
         return [self._file_key(file) for file in files]
 
     def _file_key(self, file: str) -> list:
@@ -75,9 +75,9 @@ class Source:
         return [file, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
     def versions(self) -> list[tuple]:
-        """Return (path below the common folder, bytes, ETag) of each file, None where unknown.
+        """Return (path below the common folder, bytes, ETag) of each file; unknown values are None.
 
-        It stays the same where files are moved, and on nodes with copies of their own."""
+        The result stays the same if files are moved, and on nodes with their own copies."""
         names = [self.origins.get(file, file) for file in self.files]
         names = [redact(name).split("?")[0] if "://" in name else name for name in names]
         start = len(os.path.commonprefix(names).rpartition("/")[0])  # noqa: RUF071 (URLs, too; cut at a /)
@@ -90,13 +90,13 @@ class Source:
         return known.get("bytes"), known.get("etag")
 
     def sizes(self) -> dict[str, int]:
-        """Return names and sizes of the first 1000 files, so that a run can report which changed."""
+        """Return {name: bytes} of the first 1000 files, so that a run can report which files changed."""
         return {name: size for name, size, _ in self.versions()[:1000]}
 
     def sample(self) -> str | None:
-        """Return a hash of bytes from the start, middle and end of the first 1000 files; None if none is local.
+        """Return a hash of bytes from the start, middle and end of the first 1000 files, or None without local files.
 
-        Small files are read completely; of large ones at most SAMPLE bytes at each of a few offsets."""
+        Small files are read completely. Large files are read at a few offsets, SAMPLE bytes each."""
         files = [file for file in self.files[:1000] if "://" not in file]
         digest = xxhash.xxh3_128()
         count = max(2, min(16, 2000 // max(1, len(files))))
@@ -110,15 +110,15 @@ class Source:
 
 
 def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
-    """Return the source that a run file names; UsageError where local files are missing. Nothing is downloaded yet."""
+    """Return the source that a run file names, without downloading it. Raise UsageError if local files are missing."""
     if spec.files:
         files = tuple(file for pattern in spec.files for file in expand(pattern, spec.field))
         source = drop_empty_files(Source(spec.field, spec.split, files))
         kinds = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
-            raise UsageError(f"{spec.field}: {source}: give files of one kind among {', '.join(BUILDERS)}")
+            raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
         return replace(source, builder=BUILDERS[kinds.pop()])
-    name = str(spec.name)  # without files there is a name
+    name = str(spec.name)  # a spec without files has a name
     folder = sample_datasets.sample_folder(name, cache) or locate(name)
     if os.path.isdir(folder):
         files = tuple(list_folder(folder, spec.field))
@@ -127,7 +127,7 @@ def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
 
 
 def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
-    """Return the source with its URLs on this disk, or with the commit of its Hub repository."""
+    """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
     root = cache_root(cfg)
     if source.builder:
         urls = [file for file in source.files if "://" in file]
@@ -139,12 +139,12 @@ def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
 
 
 def look_up_stream(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
-    """Return the source of a stream with what servers report of its URLs, or with the commit of its Hub repository."""
+    """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     root = cache_root(cfg)
     if source.saved_to_disk:
         raise UsageError(
-            f"{source.field}: {source.name} was written by save_to_disk, which cannot be streamed: remove --streaming (the "
-            "data is memory-mapped, and nothing is converted)"
+            f"{source.field}: {source.name} was written by save_to_disk, which cannot be streamed: remove --streaming (such "
+            "data is memory-mapped without conversion)"
         )
     if not source.builder:
         return source if source.files else _at_commit(source, root, work)
@@ -164,9 +164,9 @@ def _at_commit(source: Source, root: Path, work: SharedWork) -> Source:
 
 
 def drop_empty_files(source: Source) -> Source:
-    """Return the source without files that hold no row (writers of shards leave some), each with a warning.
+    """Return the source without files that hold no rows, with a warning for each. Shard writers leave such files.
 
-    A file behind a URL is empty if it is downloaded and empty, or if its server reports zero bytes."""
+    A URL counts as empty if its downloaded file is empty, or if its server reports zero bytes."""
     empty = {
         file
         for file in source.files

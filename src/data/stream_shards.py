@@ -20,37 +20,37 @@ from src.download import remote_files
 from src.tasks import Task
 from src.text.pretokenized_rows import OPTIONAL_COLUMNS
 
-BLOCK = 512  # raw rows that are encoded, packed and shuffled together, and read again after a resume
+BLOCK = 512  # raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
 Row = tuple[int, dict, int]  # (id, prepared row, its length)
 
 
 class StreamShards:
-    """The shards of a stream and their columns; `dummy_row` is a row with a target, for ranks without rows."""
+    """Shards and columns of a stream. `dummy_row` is a row with a target, for ranks that have no rows left."""
 
     def __init__(self, source: Source, task: Task, seed: int):
         self.source, self.task, self.seed = source, task, seed
-        self.dataset = None if source.builder else _open_dataset(source)  # of a folder or the Hub
+        self.dataset = None if source.builder else _open_dataset(source)  # only for a folder or Hub dataset
         if self.dataset is None:
             self.names = list(source.files)
         else:
             self.names = [f"{source} {i}" for i in range(self.dataset.num_shards)]
         self.columns: list[str] | None = None
-        self.file_keys: dict[str, list] = {}  # local file -> size and times when it was read first
+        self.file_keys: dict[str, list] = {}  # local file -> size and timestamps at the first read
         self._inspect()
 
     def __len__(self) -> int:
         return len(self.names)
 
     def _inspect(self) -> None:
-        """Find columns, schema and dummy row from the first rows; UsageError if no row of all shards has a target."""
+        """Find columns, schema and dummy row in the first rows. Raise UsageError if no row has a target."""
         from datasets import Dataset
 
         try:
             features = self._rows(0).features
         except Exception as error:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
-        if features:  # Parquet names its columns without a row; then only needed columns are transferred
+        if features:  # Parquet names its columns in advance, so only the needed columns are downloaded
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
             self.columns, _ = self.task.inspect_columns(empty, "train", whole=False)
             if self.dataset is not None:
@@ -69,8 +69,8 @@ class StreamShards:
                     self.dummy_row = self.prepare(table, shard, block, 0)[0]
                     return
         raise UsageError(
-            f"train data: {self.source} holds no rows with anything to train on: there are none, every one is too short, or all "
-            "of their labels are masked (-100)"
+            f"train data: {self.source} has no row to train on: it is empty, or every row is too short or has "
+            "only masked labels (-100)"
         )
 
     def _rows(self, shard: int):
@@ -95,22 +95,22 @@ class StreamShards:
             raise UsageError(explain_read_error(self.source, error, [name])) from error
 
     def _check_columns(self, table: pa.Table, name: str) -> None:
-        """Raise UsageError where a shard has other columns than the first one, as far as the task needs them."""
+        """Raise UsageError if the columns of a shard differ from the first shard in a column that the task needs."""
         columns = self.columns or []
         names = table.column_names
         if missing := [column for column in columns if column not in names]:
             there = ", ".join(names)
-            raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, as in shards before it")
+            raise UsageError(f"{name}: there is no column `{missing[0]}` among {there}, but earlier shards have it")
         refuse_mixed_types(table.schema, columns, [name], name)
         if "input_ids" in columns and (new := sorted({*OPTIONAL_COLUMNS} & {*names} - {*columns})):
-            raise UsageError(f"{name}: there is a column `{new[0]}`, unlike in the first shard: give it to all")
+            raise UsageError(f"{name}: there is a column `{new[0]}`, which the first shard lacks: add it to all shards")
 
     def _refuse_changed(self, name: str) -> None:
-        """Raise UsageError where a local shard is no longer the file that was read first."""
+        """Raise UsageError if a local file has changed since its first read."""
         if self.source.builder and "://" not in name:
             [now] = self.source.file_keys([name])
             if self.file_keys.setdefault(name, now) != now:
-                raise UsageError(f"{name} changed while it was trained on")
+                raise UsageError(f"{name} changed during training: restore the file and run again")
 
     def _encode(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
         name, first = self.names[shard], block * BLOCK
@@ -123,7 +123,7 @@ class StreamShards:
         return self.task.encode(batch, locations)
 
     def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
-        """Return the rows that a block becomes, shuffled by seed, shard, block and pass."""
+        """Encode a block and return its rows, in an order that depends on seed, shard, block and epoch."""
         rows = self._encode(table, shard, block)
         batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
         columns, count = column_readers(batch), batch.num_rows
@@ -135,7 +135,7 @@ class StreamShards:
 
 
 def _open_dataset(source: Source, columns: list[str] | None = None):
-    """Return the training split of a folder or Hub dataset; with `columns`, only those of Parquet files are read."""
+    """Return the train split of a folder or Hub dataset. If it is Parquet, read only `columns` (if given)."""
     import datasets
 
     _set_up_datasets()
@@ -154,7 +154,7 @@ def _open_dataset(source: Source, columns: list[str] | None = None):
 
 
 def _open_file(source: Source, file: str, columns: list[str] | None):
-    """Return the raw rows of one file or URL; of Parquet, only `columns` are transferred."""
+    """Return the raw rows of one file or URL. If it is Parquet, read only `columns` (if given)."""
     import datasets
 
     _set_up_datasets()
@@ -171,4 +171,4 @@ def _set_up_datasets() -> None:
     import datasets
 
     file_readers.install()
-    datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20, each of which waits as long as three of ours
+    datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20; one of those waits as long as three of our retries

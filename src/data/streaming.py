@@ -1,8 +1,9 @@
-"""Streaming data: rows read from shards as they come, the same steps on any number of processes.
+"""Streaming data: rows are read from shards during training; steps are the same on any number of processes.
 
-The shards (files) of a pass, in a new order each time, are dealt to `stream_lanes` shard groups. Every global batch takes
-the same number of rows from each group, and every rank reads groups of its own, so what a step holds depends on the
-groups, not on the processes. Rows are shuffled within a block, which is read again after a resume.
+A pass is one time through the data. Each pass deals the shards (files), in a new order, to `stream_lanes` shard groups.
+Every global batch takes the same number of rows from each group, and each rank reads its own groups. So the rows of
+a step depend on the groups, not on the number of processes. Rows are shuffled within a block; a resume reads the block
+again.
 Tests: tests/data/test_streaming.py.
 """
 
@@ -27,24 +28,26 @@ from src.tasks import Task
 if TYPE_CHECKING:
     from src.distributed.host_group import HostGroup
 
-UNEVEN = 2  # times the mean length of the shard groups, above which one of them is too long
-GROUPS = 8  # by default, where there are as many shards and a global batch has eight rows for each
+UNEVEN = 2  # warn if the largest shard group has more than this many times the mean size
+GROUPS = (
+    8  # default number of shard groups, lower with fewer shards or fewer than eight rows per group and global batch
+)
 
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The position of a shard group in a pass: shards done, blocks done of the next, rows taken from the block after."""
+    """Position of a shard group: finished shards, finished blocks of the next shard, rows used of the next block."""
 
     shards: int = 0
     blocks: int = 0
     rows: int = 0
 
 
-Positions = dict[int, StreamPosition]  # by the number of the shard group
+Positions = dict[int, StreamPosition]  # key: number of the shard group
 
 
 class Stream:
-    """Training data that is read as it comes, with the interface of `Split` where a length is not needed."""
+    """Training data that is read during training, with the interface of `Split` except what needs a length."""
 
     quotas = lengths = None
 
@@ -53,12 +56,12 @@ class Stream:
         self.shards = StreamShards(source, task, cfg.seed)
         count = len(self.shards)
         self.shard_groups = cfg.stream_lanes or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
-        if self.shard_groups > count:  # a group without a shard would take its share from every step
+        if self.shard_groups > count:  # a group without a shard would leave its share of every step empty
             raise UsageError(
                 f"stream_lanes is {self.shard_groups}, but there are {count} shards (files): give at most {count}, or more "
                 "files"
             )
-        # By names and sizes: files may be moved, and nodes have copies of their own.
+        # Names and sizes, not paths: files may be moved, and each node may have its own copy.
         content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
         self.stats = {
             "examples": None,
@@ -75,7 +78,7 @@ class Stream:
             self._warn_if_uneven(source.field, [size for _, size, _ in source.versions()])
 
     def _warn_if_uneven(self, field: str, sizes: list[int | None]) -> None:
-        """Warn where one group of the first pass is much longer than the others: when those end, steps are small."""
+        """Warn if one group of the first pass is much larger than the rest: steps shrink when the rest has ended."""
         if None in sizes:
             return
         order = permute(np.arange(len(sizes)), len(sizes), self.cfg.seed, 0)
@@ -83,13 +86,13 @@ class Stream:
         ratio = max(totals) / (sum(totals) / self.shard_groups)
         if ratio > UNEVEN:
             warn(
-                f"{field}: the files are uneven: the longest of {self.shard_groups} shard groups has {ratio:.1f} times the mean, "
-                "and steps are smaller than global_batch_size when the others end: give more even files, or a smaller "
-                "--stream_lanes"
+                f"{field}: the files are uneven: the largest of {self.shard_groups} shard groups has {ratio:.1f} times "
+                "the mean size, so steps are smaller than global_batch_size after the others end: give files of "
+                "similar size, or lower --stream_lanes"
             )
 
     def epoch_at(self, step: int, batch: int) -> float:
-        """Return how many passes are over."""
+        """Return the number of finished passes."""
         return float(self.epoch)
 
     def segments(self) -> list:
@@ -98,14 +101,14 @@ class Stream:
     # ---- windows -----------------------------------------------------------------------------------------------------
 
     def windows(self, rank: int, world: int, state, pin_memory: bool) -> Iterator[tuple[Window, float]]:
-        """Yield (this rank's window of a step, seconds waited for it) from the position in `state`, without end.
+        """Yield (this rank's window, seconds waited for it) for each step, from the position in `state`, without end.
 
-        A rank whose groups have ended gets dummy batches. When no rank has a row, the caller calls `next_pass`: that was
-        no step, and the next pass begins."""
+        A rank whose groups have ended gets dummy batches. If no rank has a row left, the caller must call `next_pass`:
+        that window is not a step, and the next pass begins."""
         if rank == 0 and world > self.shard_groups:
             warn(
-                f"{world} processes share {len(self.shards)} shards in {self.shard_groups} groups, so some have nothing to read: "
-                "give more files, or a larger --stream_lanes (which changes what is trained)"
+                f"{world} processes share {len(self.shards)} shards in {self.shard_groups} groups, so some get only "
+                "dummy batches: give more files, or raise --stream_lanes (which changes the rows of every step)"
             )
         mine, step = range(rank, self.shard_groups, world), state.step
         saved = state.stream or {"epoch": 0, "lanes": [[0, 0, 0]] * self.shard_groups}
@@ -120,7 +123,7 @@ class Stream:
                 try:
                     window, positions = next(items, ([], positions))
                 except UsageError as error:
-                    vars(error)["alone"] = True  # the other ranks read other rows
+                    vars(error)["alone"] = True  # only this rank has the error: the others read other rows
                     raise
                 self.positions = {step: self.positions[step], step + 1: (self.epoch, positions)}
                 yield window or [self._dummy_batch(step)], time.perf_counter() - started
@@ -130,11 +133,11 @@ class Stream:
             self.positions = {step: (self.epoch, positions)}
 
     def next_pass(self) -> None:
-        """Start the next pass with the next window: no rank has a row left in this one."""
+        """Start the next pass with the next window. Call this when no rank has a row left."""
         self.pass_ended = True
 
     def position(self, step: int, host_group: "HostGroup") -> dict:
-        """Return the positions of all shard groups after `step`, the same on every rank."""
+        """Return the positions of all shard groups after `step`, collected from all ranks by an all-reduce."""
         epoch, positions = self.positions[step]
         table = torch.zeros(self.shard_groups, 3, dtype=torch.float64)
         for group, position in positions.items():
@@ -147,7 +150,7 @@ class Stream:
 
 
 class _Pass(torch.utils.data.IterableDataset):
-    """The windows of one rank in the rest of a pass, each with the positions of its shard groups after it."""
+    """Windows of one rank for the rest of a pass, each with the positions of its shard groups after the window."""
 
     def __init__(self, stream: Stream, positions: Positions, epoch: int, step: int):
         self.stream, self.positions, self.epoch, self.step = stream, dict(positions), epoch, step
@@ -169,7 +172,7 @@ class _Pass(torch.utils.data.IterableDataset):
                 step += 1
 
     def _group_rows(self, group: int, start: StreamPosition) -> Iterator[tuple[StreamPosition, Row]]:
-        """Yield (the position after it, row) of the rows of a shard group in this pass, from `start` on."""
+        """Yield (position after the row, row) of a shard group for the rest of this pass, from `start`."""
         shards = self.stream.shards
         order = permute(np.arange(len(shards)), len(shards), self.stream.cfg.seed, self.epoch)
         order = order[group :: self.stream.shard_groups].tolist()
@@ -183,12 +186,12 @@ class _Pass(torch.utils.data.IterableDataset):
                     yield StreamPosition(position, block, i + 1), rows[i]
 
     def _share(self, group: int) -> int:
-        """Return how many rows of a global batch come from a shard group."""
+        """Return the number of rows that a shard group contributes to a global batch."""
         size, groups = self.stream.cfg.global_batch_size, self.stream.shard_groups
         return size // groups + (group < size % groups)
 
     def _take(self, items: Iterator[tuple[StreamPosition, Row]], group: int) -> list[Row]:
-        """Return the next rows of a shard group, at most its share, and move its position."""
+        """Return the next rows of a shard group, at most its share, and advance its position."""
         rows = []
         for position, row in islice(items, self._share(group)):
             self.positions[group] = position
@@ -196,7 +199,7 @@ class _Pass(torch.utils.data.IterableDataset):
         return rows
 
     def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
-        """Return (micro-batch, its rows) of a shard group's part of a global batch."""
+        """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
         cfg, lengths = self.stream.cfg, np.array([length for *_, length in rows], np.int64)
         parts = split_into_micro_batches(
             np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens

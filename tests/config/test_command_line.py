@@ -142,5 +142,5 @@ def test_dry_run_of_a_million_million_steps(plan):
 def test_dry_run_prints_notes(plan):
     output = plan(max_steps=5, num_train_epochs=3, max_length=8)
     assert "num_train_epochs 3 is ignored because max_steps is 5" in output
-    assert "rows were longer than max_length and truncated" in output
+    assert "rows were longer than max_length" in output
     assert row(output, "evaluation data") == "none: no evaluation"

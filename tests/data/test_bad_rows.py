@@ -86,14 +86,14 @@ CASES = {
     # ---- types
     "another type in a late row": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, json.dumps({"text": ODD}), blank="")},
-        "b.jsonl, line {line}: `text` is a number, and text in the rows before",
+        "b.jsonl, line {line}: `text` is a number, but text in earlier rows",
     ),
     "another type in a late row, of a column not needed": Case(
         {
             "a.jsonl": lines(*[row | {"n": 1} for row in GOOD]),
             "b.jsonl": among([r | {"n": 1} for r in GOOD], f'{{"text": "x", "n": "{ODD}"}}', blank=""),
         },
-        "b.jsonl, line {line}: `n` is text, and a number in the rows before",
+        "b.jsonl, line {line}: `n` is text, but a number in earlier rows",
         None,
         code_streamed=0,
     ),
@@ -428,7 +428,7 @@ def test_errors_in_json_over_several_lines(tmp_path):
     rows = [json.dumps(row, indent=1) for row in GOOD]
     file = tmp_path / "a.json"
     for odd, message in (
-        ('{\n "text": 3\n}', "line 16: `text` is a number, and text in the rows before: 3"),
+        ('{\n "text": 3\n}', "line 16: `text` is a number, but text in earlier rows: 3"),
         ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
@@ -471,7 +471,7 @@ def test_long_rows_are_truncated_and_counted(tools, tmp_path):
     assert (stats["rows_cut"], stats["tokens_cut"]) == counted(stats, task)
     assert documents(task, splits["train"]) == [ids[:MAX_LENGTH] for ids in whole]
     share = stats["tokens_cut"] / sum(map(len, whole))
-    expected = f"train data: 2 rows were longer than max_length and truncated: {share:.1%} of the tokens"
+    expected = f"train data: 2 rows were longer than max_length: truncation removed {share:.1%} of all tokens"
     assert data_notes(splits) == [expected]
 
 
@@ -540,7 +540,7 @@ def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypat
     other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
     _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
     assert repeated(splits) == (3, 8)
-    note = "validation data: 3 of 8 examples searched for are also in the training data"
+    note = "validation data: 3 of 8 examples checked are also in the training data"
     assert data_notes(splits) == [note]
     if packing:  # the mutant: whole rows are compared, which never are the same
         monkeypatch.setattr(prepared_pieces, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
@@ -557,8 +557,8 @@ def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, pac
     fields = {"packing": packing, "streaming": streaming, "max_steps": 4, "global_batch_size": 8}
     code, text = outcome(tools, tmp_path, capfd, train_file=file, validation_file=tmp_path / "link.jsonl", **fields)
     assert code == 0, text
-    assert text.count("warning: validation_file: rows.jsonl is training data too") == 1
-    note = f"validation data: {len(GOOD)} of {len(GOOD)} examples searched for are also in the training data"
+    assert text.count("warning: validation_file: rows.jsonl is also training data") == 1
+    note = f"validation data: {len(GOOD)} of {len(GOOD)} examples checked are also in the training data"
     assert (note in text) == (not streaming)  # what a stream will bring is not known
 
 

@@ -73,8 +73,8 @@ def contents(split, ids) -> list[list[int]]:
 
 def named(text: str) -> list[tuple[int, int, list[int]]]:
     """Return (micro-batch, step, ids) of what a message says was being read."""
-    found = re.findall(r"micro-batch (\d+) of step (\d+), of rows \[([\d, ]*)\]", text)
-    return [(int(m), int(s), [int(i) for i in ids.split(", ")]) for m, s, ids in found]
+    found = re.findall(r"rows \[([\d, ]*)\] \(micro-batch (\d+) of step (\d+)\)", text)
+    return [(int(m), int(s), [int(i) for i in ids.split(", ")]) for ids, m, s in found]
 
 
 def failure(data, folder: Path, monkeypatch, fail, workers: int = 2, timeout: int = 30) -> tuple[str, list, float]:
@@ -123,7 +123,7 @@ def check_named(data, message: str, rows: list) -> None:
 def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch, workers):
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     message, rows, seconds = failure(data, tmp_path, monkeypatch, kill, workers)
-    assert "a loader process died (exit code -9; −9: killed, perhaps for memory) while it was reading" in message
+    assert "worker died (exit code -9;" in message
     check_named(data, message, rows)
     assert len(named(message)) == 1  # only what the dead one was at
     assert seconds < 20
@@ -131,7 +131,7 @@ def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeyp
 
 def test_hanging_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch):
     message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(60), 2, 2)
-    assert "a loader process did not answer for 2 s (dataloader_timeout) while it was reading" in message
+    assert "did not answer for 2 s (dataloader_timeout)" in message
     check_named(data, message, rows)
     assert seconds < 20
 
@@ -231,8 +231,8 @@ def collator_error(data, folder: Path, monkeypatch, workers: int, at: int = 9) -
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, workers):
     text, bad = collator_error(data, tmp_path, monkeypatch, workers)
-    assert f"micro-batch {bad.index} of step {bad.step + 1} " in text
-    assert f"of rows {bad.ids.tolist()}" in text
+    assert f"micro-batch {bad.index} of step {bad.step + 1}" in text
+    assert f"rows {bad.ids.tolist()} " in text
 
 
 @pytest.mark.parametrize("workers", [0, 2])

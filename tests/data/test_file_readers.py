@@ -155,7 +155,7 @@ def test_csv_dialect_of_a_dataset_card(tools, tmp_path):
 
 def odd_files(folder) -> dict[str, str]:
     """Make unreadable files, each beside a good one in its own folder; return how a message describes them."""
-    message = {"dangling": "(a symbolic link to", "loop": "(a symbolic link to", "pipe": "is not a regular file"}
+    message = {"dangling": "(a symlink to", "loop": "(a symlink to", "pipe": "is not a regular file"}
     for name in message:
         put(folder / name, "good.jsonl", b'{"text": "ab"}\n')
     (folder / "dangling/a.jsonl").symlink_to(folder / "nowhere.jsonl")
@@ -195,7 +195,7 @@ def test_linked_folders_in_a_dataset_folder_are_refused(tools, tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "data")
     assert texts_of(tools, tmp_path, dataset_name=tmp_path / "link") == ["ab", "cd"]
     (tmp_path / "data/more").symlink_to(tmp_path / "other")  # `datasets` would leave its files out
-    with pytest.raises(UsageError, match="data/more is a symbolic link to a folder"):
+    with pytest.raises(UsageError, match="data/more is a symlink to a folder"):
         texts_of(tools, tmp_path, dataset_name=tmp_path / "data")
 
 

@@ -312,7 +312,7 @@ def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
     before_each_block(monkeypatch, act)
     codes, texts = command(tiny, tmp_path / "here", 2, preprocessing_num_workers=3)
     assert codes == [1, 1], texts
-    assert "a helper process of preparing train data ended with -9" in texts[0]
+    assert "(exit code -9;" in texts[0]
     monkeypatch.undo()
     codes, texts = command(tiny, tmp_path / "here", 2)  # the same command uses the pieces
     assert codes == [0, 0], texts
