@@ -1,4 +1,4 @@
-"""The folder of downloads and prepared data."""
+"""Cache folder for downloads and prepared data."""
 
 import socket
 from pathlib import Path
@@ -7,7 +7,7 @@ from src.config.schema import RunConfig
 
 
 def cache_root(cfg: RunConfig) -> Path:
-    """Return the folder of downloads and prepared data; one per node if `cache_per_node` is set."""
+    """Return the cache folder for downloads and prepared data: one per host if `cache_per_node` is set."""
     import datasets
 
     root = Path(cfg.cache_dir) if cfg.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)

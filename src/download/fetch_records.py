@@ -1,5 +1,6 @@
-"""What this run fetched: looked up once per launch and disk, kept for environment.json.
+"""Records of the fetched versions (commit, or size and ETag), which environment.json lists.
 
+Each version is looked up once per launch and machine (or shared disk).
 Tests: tests/download/test_http_files.py and tests/download/test_hub_downloads.py.
 """
 
@@ -11,7 +12,7 @@ records: dict[str, dict] = {}  # name or URL -> commit, or size and ETag
 
 
 def fetch_once(key: str, fetch: Callable[[], dict], work: SharedWork, what: str) -> dict:
-    """Return the record of `fetch()`, called once by one process of the launch: all ranks use the same version."""
+    """Return the record of `fetch()`. One process of the launch calls it, so all ranks use the same version."""
     if key not in records:
         records[key] = work.compute_once(key, fetch, what)
     return records[key]

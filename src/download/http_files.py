@@ -1,8 +1,8 @@
-"""Files behind URLs, downloaded once per disk: resumed after an interruption, verified, never of two versions.
+"""HTTP and object-store downloads, once per machine or shared disk: resumable, verified, never of mixed versions.
 
-One process of those that see the disk looks up and downloads. A download counts when its record is written, which is last.
-Own code, because `datasets` and `fsspec` begin an interrupted download again, and `huggingface_hub` continues one without a
-look at its version. Tests: tests/download/test_http_files.py.
+One process per machine (or shared disk) looks up the version and downloads. It writes the record last, so a download
+without a record is incomplete. This is own code, because `datasets` and `fsspec` restart an interrupted download, and
+`huggingface_hub` resumes one without checking its version. Tests: tests/download/test_http_files.py.
 """
 
 import gzip
@@ -29,7 +29,7 @@ RECORD, PART, PART_VERSION = "fetched.json", "part", "part.json"
 
 
 def server_version(file: str) -> list | None:
-    """Return what identifies the version of a downloaded file; None for any other file."""
+    """Return the version of a downloaded file: [hash of the URL, size, ETag or time]. Return None for other files."""
     record_file = Path(file).parent / RECORD
     if Path(file).parent.parent.name != "downloads" or not record_file.exists():
         return None
@@ -38,25 +38,25 @@ def server_version(file: str) -> list | None:
 
 
 def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
-    """Return the local copy of the file at `url`, downloaded by one process unless the copy is complete and current."""
+    """Return the path of the local copy of `url`. One process downloads it unless the copy is complete and current."""
     folder = root / "downloads" / hashlib.sha256(url.encode()).hexdigest()[:32]
     what = f"downloading {url}"
 
     def fetch() -> dict:
         folder.mkdir(parents=True, exist_ok=True)
-        with work.exclusive(folder / RECORD, what):  # other launches may download the same file
+        with work.exclusive(folder / RECORD, what):  # another launch may download the same file
             return _fetch(url, field, folder, work)
 
     return str(folder / fetch_once(url, fetch, work, what)["file"])
 
 
 def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
-    """Return the record of a complete copy in `folder`, current unless the server does not answer."""
+    """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
     record = _read_record(folder)
     if is_offline():
         if record is None:
             raise UsageError(
-                f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: run once without it (make data)"
+                f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: unset it and run once (make data)"
             )
         return record
     try:
@@ -64,7 +64,7 @@ def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
         if record and remote_version.is_unchanged(record, version):
             return record
         return _download(url, field, version, folder, work)
-    except OSError as error:  # as those of requests and fsspec are
+    except OSError as error:  # includes the errors of requests and fsspec
         reason = _one_line(error)
     if record:
         warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", any_rank=True)
@@ -73,7 +73,7 @@ def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
 
 
 def _read_record(folder: Path) -> dict | None:
-    """Return the record of the complete download in `folder`, None if there is none or its file was truncated."""
+    """Return the record of the download in `folder`. Return None without a record, or if the file has another size."""
     if not (folder / RECORD).exists():
         return None
     record = json.loads((folder / RECORD).read_text())
@@ -82,9 +82,9 @@ def _read_record(folder: Path) -> dict | None:
 
 
 def _download(url: str, field: str, version: dict, folder: Path, work: SharedWork) -> dict:
-    """Download a file, in several attempts if need be; return its record.
+    """Download a file, with retries, and return its record.
 
-    A server that resumes may interrupt any number of times; TRIES attempts without progress are the end.
+    Only attempts that gain no bytes count as failures. Raise OSError after TRIES failures in a row.
     """
     part = folder / PART
     failures = farthest = 0
@@ -111,17 +111,17 @@ def _download(url: str, field: str, version: dict, folder: Path, work: SharedWor
 
 
 def _drop_unless_resumable(part: Path, version: dict) -> None:
-    """Remove a part of another version, or of a file with unknown version or length; write the version for the next part."""
-    about = part.with_name(PART_VERSION)
-    same = part.exists() and about.exists() and json.loads(about.read_text()) == version
+    """Delete a partial download that cannot be resumed: its version or length differs or is unknown."""
+    version_file = part.with_name(PART_VERSION)
+    same = part.exists() and version_file.exists() and json.loads(version_file.read_text()) == version
     known = version["bytes"] is not None and (version["etag"] or version["modified"])
     if not (same and known and part.stat().st_size <= version["bytes"]):
         part.unlink(missing_ok=True)
-        write_atomic(about, json.dumps(version))
+        write_atomic(version_file, json.dumps(version))
 
 
 def _transfer(url: str, field: str, version: dict, part: Path, work: SharedWork) -> None:
-    """Leave in `part` all bytes of the file; OSError if they end early, FileChanged if they are of another version."""
+    """Download the whole file to `part`. Raise OSError if it ends early, FileChanged if its version differs."""
     if not url.startswith("http"):
         import fsspec
 
@@ -142,26 +142,24 @@ def _transfer_http(url: str, field: str, version: dict, part: Path, work: Shared
         remote_version.check_answer(url, version, answer.status_code, answer.headers, begun)
         remote_version.require_data(answer)
         if answer.status_code != 206:
-            begun = 0  # the whole file, because the server cannot resume
+            begun = 0  # the server cannot resume, so it sends the whole file
         bar = console.bar(f"downloading {_file_name(url)}", version["bytes"], "B", begun, scale=True, delay=1)
         with closing(bar), open(part, "ab" if begun else "wb") as file:
             for chunk in _chunks(answer):
                 if file.tell() == 0:
                     _refuse_web_page(url, field, answer, chunk)
                 file.write(chunk)
-                file.flush()  # what has arrived need not be sent again if this process is killed
+                file.flush()  # if this process is killed, the next one resumes here
                 bar.update(len(chunk))
                 work.peers.raise_if_failed()
         if not remote_version.is_plain(answer.headers):
             _decompress(part, answer.headers["Content-Encoding"])
         if "Content-Length" not in answer.headers and "chunked" not in answer.headers.get("Transfer-Encoding", ""):
-            warn(
-                f"{url}: the server does not send the length, so an incomplete file would not be noticed", any_rank=True
-            )
+            warn(f"{url}: the server does not send the length, so a truncated file would not be noticed", any_rank=True)
 
 
 def _chunks(answer) -> Iterator[bytes]:
-    """Yield the bytes of an answer as they are sent. urllib3 compares their number with the length in the header."""
+    """Yield the raw bytes of a response. urllib3 raises if there are fewer than its Content-Length."""
     from urllib3.exceptions import HTTPError
 
     try:
@@ -171,18 +169,19 @@ def _chunks(answer) -> Iterator[bytes]:
 
 
 def _refuse_web_page(url: str, field: str, answer, start: bytes) -> None:
-    """Raise UsageError for a web page instead of data, as a server sends that wants a login first."""
+    """Raise UsageError if the server sends a web page instead of data, such as a login page."""
     kind = answer.headers.get("Content-Type", "")
     if "html" in kind and start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
         raise UsageError(
-            f"{field}: {url}: the server answers with a web page ({kind}), not with data: does it need a login, or another URL?"
+            f"{field}: {url}: the server sent a web page ({kind}) instead of data: check the URL, or whether it needs "
+            "a login"
         )
 
 
 def _decompress(part: Path, encoding: str) -> None:
-    """Replace a file that came compressed; OSError if it ends early, even though the connection did not."""
+    """Decompress `part` in place. Raise OSError if the compressed data is truncated."""
     if encoding not in ("gzip", "x-gzip"):
-        raise OSError(f"the server sends Content-Encoding: {encoding}, which was not asked for")
+        raise OSError(f"the server sends Content-Encoding: {encoding}, but only gzip can be decompressed")
     plain = part.with_name(f"{PART}.plain")
     try:
         with gzip.open(part) as source, open(plain, "wb") as target:
@@ -193,7 +192,7 @@ def _decompress(part: Path, encoding: str) -> None:
 
 
 def _publish(url: str, version: dict, folder: Path) -> dict:
-    """Give the complete part its name, then write the record; return it."""
+    """Rename the complete part to its final name, then write and return its record."""
     name, part = _file_name(url), folder / PART
     atomic_folder.fsync(part)
     part.replace(folder / name)

@@ -1,7 +1,7 @@
-"""Hub repositories: the commit of a dataset, the snapshot of a model, looked up and fetched once per disk.
+"""Hub repositories: dataset commits and model snapshots, fetched once per machine or shared disk.
 
-`huggingface_hub` downloads and caches; added here are one commit for all ranks, and a record of the last complete fetch,
-used with HF_HUB_OFFLINE=1 or where the Hub does not answer. Tests: tests/download/test_hub_downloads.py.
+`huggingface_hub` downloads and caches. This file gives all ranks the same commit, and records the last complete fetch.
+The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer. Tests: tests/download/test_hub_downloads.py.
 """
 
 import hashlib
@@ -14,8 +14,8 @@ from src.config.paths import locate, not_found_locally
 from src.download.fetch_records import fetch_once, is_offline, records
 from src.storage.shared_work import SharedWork, write_atomic
 
-TIMEOUT = 30  # seconds to wait for an answer of the Hub
-WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # the first one that a repository has is downloaded
+TIMEOUT = 30  # seconds to wait for a response of the Hub
+WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has
 UNUSED = (
     "*.h5",
     "*.msgpack",
@@ -31,7 +31,7 @@ UNUSED = (
 
 
 def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:
-    """Return the commit that a branch, tag or commit of a Hub dataset stands for: the same one on all ranks."""
+    """Return the commit hash of a Hub dataset at `revision` (branch, tag or commit): the same one on all ranks."""
 
     def ask() -> dict:
         from huggingface_hub import HfApi
@@ -46,9 +46,10 @@ def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
-    """Return the folder of a model or tokenizer: a local one, or the snapshot of a Hub repository.
+    """Return the folder of a model or tokenizer: a local folder, or the snapshot of a Hub repository.
 
-    Without `weights`, only configuration and tokenizer; with `code`, also the Python files that trust_remote_code runs.
+    Without `weights`, download only configuration and tokenizer. With `code`, also download the Python files that
+    trust_remote_code runs.
     """
     folder = locate(name)
     if Path(folder).is_dir():
@@ -83,7 +84,7 @@ def _download_snapshot(name: str, revision: str, weights: bool, code: bool) -> d
 
 
 def _cached_snapshot(name: str, revision: str) -> dict | None:
-    """Return what other programs have put into the cache of the Hub."""
+    """Return the snapshot that another program downloaded to the Hub cache; None if there is none."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -96,7 +97,7 @@ def _cached_snapshot(name: str, revision: str) -> dict | None:
 def _ask_or_reuse(
     name: str, where: str, last: Path, ask: Callable[[], dict], reuse: Callable[[], dict | None], fix: str = ""
 ) -> dict:
-    """Return `ask()`, or `reuse()` where the Hub does not answer; UsageError without either, or if the Hub refuses."""
+    """Return `ask()`, or `reuse()` if the Hub does not answer. Raise UsageError if both fail, or if the Hub refuses."""
     try:
         if is_offline():
             raise OSError("HF_HUB_OFFLINE is set")
@@ -107,7 +108,7 @@ def _ask_or_reuse(
         if record is None:
             raise UsageError(f"{where}: {not_found_locally(name)}{reason}{fix}") from error
         if not is_offline():
-            warn(f"the Hub does not answer for {name} ({reason}): using what was fetched before", any_rank=True)
+            warn(f"the Hub does not answer for {name} ({reason}): using the version fetched earlier", any_rank=True)
         return record
     last.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(last, json.dumps(record))
@@ -119,13 +120,13 @@ def _last_fetch(root: Path, key: str) -> Path:
 
 
 def _read_record(last: Path) -> dict | None:
-    """Return the record of the last complete fetch; None if there is none, or its folder was removed."""
+    """Return the record of the last complete fetch. Return None if there is none, or its folder was deleted."""
     record = json.loads(last.read_text()) if last.exists() else None
     return record if record and Path(record.get("folder", "/")).is_dir() else None
 
 
 def _is_refused(error: Exception) -> bool:
-    """Return whether the Hub has no such repository or revision, or none that this user may read."""
+    """Return True if the Hub has no such repository or revision, or this user may not read it."""
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     return isinstance(error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError)

@@ -1,4 +1,4 @@
-"""Files that a stream reads where they are: looked up before training, retried, refused once they change.
+"""Remote files read by a stream: version lookup before training, retries, an error if a file changes.
 
 Tests: tests/download/test_remote_files.py and tests/download/test_hub_downloads.py.
 """
@@ -18,13 +18,13 @@ from src.storage.shared_work import SharedWork
 if TYPE_CHECKING:
     from aiohttp import ClientTimeout
 
-PATIENCE = 120.0  # seconds without a new row, after which a server is given up
-PAUSE = 10.0  # seconds between two attempts, at most
-AT_ONCE = 16  # files looked up at a time
+PATIENCE = 120.0  # seconds without a new row before giving up on a server
+PAUSE = 10.0  # maximum seconds between two attempts
+AT_ONCE = 16  # files looked up in parallel
 
 
 def client_timeout() -> "ClientTimeout":
-    """Return the seconds to wait for one answer: datasets would wait 5 minutes, 20 times."""
+    """Return the timeouts of one request. By default, datasets would wait 5 minutes, 20 times."""
     from aiohttp import ClientTimeout
 
     connect, read = remote_version.TIMEOUT
@@ -35,9 +35,9 @@ def client_timeout() -> "ClientTimeout":
 
 
 def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, dict]:
-    """Return size and ETag of each file, None where its server does not say, looked up by one process.
+    """Return {url: version} with the size and ETag of each file, None if unknown. One process looks them up.
 
-    UsageError names a file that is missing.
+    Raise UsageError if a file is missing.
     """
 
     def look_up_all() -> dict:
@@ -48,7 +48,7 @@ def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, di
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    # The key is hashed and the values are redacted: a URL may hold a password.
+    # A URL may hold a password, so the key is hashed and the values are redacted.
     found = work.compute_once(json.dumps([field, urls]), look_up_all, f"looking up {len(urls)} files")
     versions = dict(zip(urls, found["files"], strict=True))
     fetch_records.records.update(versions)
@@ -61,22 +61,22 @@ def _look_up(url: str, field: str) -> dict:
     except OSError as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         raise UsageError(f"{field}: {url}: not found: {reason}") from error
-    return {key: version[key] for key in ("url", "bytes", "etag")}  # the time differs between mirrors
+    return {key: version[key] for key in ("url", "bytes", "etag")}  # without the time, which differs between mirrors
 
 
-_looked_up: dict[str, dict] = {}  # URL -> its version
+_looked_up: dict[str, dict] = {}  # URL -> version found before training
 _warned: set[str] = set()
 
 
 def same_version(url: str, version: dict | None) -> dict:
-    """Return options for aiohttp that compare every answer with the version that was looked up."""
+    """Return options that make aiohttp compare every response with `version`."""
     _looked_up[_plain(url)] = version or {}
     return {"trace_configs": [_answer_hook()]}
 
 
 @cache
 def _answer_hook():
-    """Return what makes aiohttp call `_check`; always the same, as fsspec opens a connection for each set of options."""
+    """Return the TraceConfig that calls `_check`. Cached, because fsspec opens a connection for each set of options."""
     from aiohttp import TraceConfig
 
     trace = TraceConfig()
@@ -85,7 +85,7 @@ def _answer_hook():
 
 
 async def _check(session, context, params) -> None:
-    """Raise UsageError for an answer of another version, of another part, or without the file."""
+    """Raise UsageError if a response has another version or another byte range, or does not hold the file."""
     answer = params.response
     url = _plain((answer.history[0] if answer.history else answer).url)
     if answer.status in range(201, 206) and answer.status not in remote_version.WITH_DATA:
@@ -95,7 +95,7 @@ async def _check(session, context, params) -> None:
     remote_version.check_answer(url, _looked_up.get(url, {}), answer.status, answer.headers, first_byte)
     if not remote_version.is_plain(answer.headers) and "Content-Length" not in answer.headers and url not in _warned:
         _warned.add(url)
-        warn(f"{url}: compressed and without a length, so an incomplete file would not be noticed", any_rank=True)
+        warn(f"{url}: compressed and sent without a length, so a truncated file would not be noticed", any_rank=True)
 
 
 def _plain(url) -> str:
@@ -108,10 +108,10 @@ def _plain(url) -> str:
 
 
 def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
-    """Yield the items of `begin()`, which are the same at each call.
+    """Yield the items of `begin()`, which must yield the same items at each call.
 
-    When a server fails, call it again and skip the items that have been yielded, until PATIENCE seconds pass without a new
-    one. The retries of `datasets` do not cover the opening of a file, nor one that is read in one request.
+    If the server fails, call `begin` again and skip the items already yielded. Give up after PATIENCE seconds without a
+    new item. The retries of `datasets` cover neither opening a file nor reading a file in one request.
     """
     done, last, pause = 0, time.monotonic(), 0.5
     while True:
@@ -122,7 +122,7 @@ def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
                     done, last, pause = done + 1, time.monotonic(), 0.5
             return
         except Exception as error:
-            # fsspec may report a failing server as a missing file; but the file was there when it was looked up.
+            # fsspec may report a failing server as a missing file. The file existed when it was looked up.
             lost = "://" in name and isinstance(error, FileNotFoundError) and error.__cause__ is None
             if not (lost or is_transient(error)) or time.monotonic() + pause - last > PATIENCE:
                 raise
@@ -133,14 +133,14 @@ def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether an error comes from a connection or a busy server, and may be over soon."""
+    """Return True if an error comes from the connection or a busy server, so that a retry may succeed."""
     from aiohttp import ClientError
 
     while error is not None:
         status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
         if isinstance(status, int):
             return status >= 500 or status in (408, 429)
-        # By name: the client of huggingface_hub has changed its HTTP library more than once.
+        # Compare names, because huggingface_hub has changed its HTTP library more than once.
         names = {kind.__name__ for kind in type(error).__mro__}
         if isinstance(error, ClientError | ConnectionError | TimeoutError):
             return True

@@ -1,6 +1,6 @@
-"""Two sample datasets made from Python's standard library, so that every machine can train without a network.
+"""Two sample datasets built from Python's standard library, so that training needs no network.
 
-A fork deletes this file when it has data of its own. Tests: tests/download/test_sample_datasets.py.
+Delete this file and its uses when you have your own data. Tests: tests/download/test_sample_datasets.py.
 """
 
 import ast
@@ -17,7 +17,7 @@ from filelock import FileLock
 
 SAMPLES = ("stdlib_code", "stdlib_functions")
 VOCABULARY = 2048
-VERSION = "1"  # raise it when the rows below change
+VERSION = "1"  # increase it if the code below makes other rows
 # fmt: off
 SKIPPED_FOLDERS = {
     "encodings", "site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__",
@@ -32,10 +32,10 @@ PACKAGES = [
 
 
 def sample_folder(name: str, cache: Path) -> str | None:
-    """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
+    """Return the folder of the sample `name` in `cache`, built on first use; None if there is no such sample.
 
-    One process makes it, the others wait for a file lock; the marker is written last. The folder is named after the
-    version, so two checkouts that share a cache do not remove each other's rows.
+    One process builds it while the others wait for a file lock. The DONE marker is written last. The folder name holds
+    the version, so two checkouts that share a cache do not delete each other's rows.
     """
     if name not in SAMPLES:
         return None
@@ -47,7 +47,7 @@ def sample_folder(name: str, cache: Path) -> str | None:
             if not marker.exists():
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
-                print(f"making the sample {name} from Python's standard library in {target}", flush=True)
+                print(f"building the sample dataset {name} from Python's standard library in {target}", flush=True)
                 _make(name, target)
                 marker.touch()
     return str(target)
@@ -59,7 +59,7 @@ def sample_tokenizer(name: str, cache: Path) -> str | None:
 
 
 def stdlib_sources() -> list[tuple[str, str]]:
-    """Return (path inside the standard library, source) of every module in UTF-8, sorted by path."""
+    """Return (path in the standard library, source) of every module that is valid UTF-8, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py")):
@@ -74,7 +74,7 @@ def stdlib_sources() -> list[tuple[str, str]]:
 
 
 def _make(name: str, target: Path) -> None:
-    """Write the two splits as jsonl, and a tokenizer trained on the training texts."""
+    """Write train.jsonl and validation.jsonl, and a tokenizer trained on the training texts."""
     rows = _code_rows() if name == "stdlib_code" else _function_rows()
     for split, examples in rows.items():
         (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples), encoding="utf-8")
@@ -82,7 +82,7 @@ def _make(name: str, target: Path) -> None:
 
 
 def _code_rows() -> dict[str, list[dict]]:
-    """Return whole modules; about every twentieth is held out, except copies of training modules."""
+    """Return one row per module: about 1 in 20 for validation, without copies of training modules."""
     rows = [{"path": path, "text": text} for path, text in stdlib_sources() if text.strip()]
     train = [row for row in rows if not _is_held_out(row["path"], 20)]
     known = {row["text"] for row in train}
@@ -91,7 +91,7 @@ def _code_rows() -> dict[str, list[dict]]:
 
 
 def _function_rows() -> dict[str, list[dict]]:
-    """Return functions labeled with their package; about every tenth is held out."""
+    """Return one row per function, labeled with its package: about 1 in 10 for validation."""
     rows = {"train": [], "validation": []}
     for path, text in stdlib_sources():
         package = path.split("/")[0]
