@@ -226,9 +226,8 @@ def _concatenate(source: Source, parts: list[tuple[Sequence[str], "Dataset"]]) -
     try:
         return datasets.concatenate_datasets([rows for _, rows in parts]) if parts else datasets.Dataset.from_dict({})
     except Exception as error:
-        for (first, rows), (second, other) in combinations(
-            parts, 2
-        ):  # all pairs: a third file may match the first but not the second
+        # Try all pairs: a third file may match the first but not the second.
+        for (first, rows), (second, other) in combinations(parts, 2):
             try:
                 datasets.concatenate_datasets([rows, other])
             except Exception:

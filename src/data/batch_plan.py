@@ -43,7 +43,7 @@ class MicroBatch:
     seed: int
     step: int = 0  # optimizer step since the start of the run
     index: int = 0  # position in the step's plan
-    cost: int = 0  # tokens including padding, or rows where lengths are unknown
+    cost: int = 0  # tokens including padding, or rows if lengths are unknown
     last: bool = True  # last micro-batch of the rank's window: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
 

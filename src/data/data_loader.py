@@ -78,7 +78,7 @@ def seed_everything(seed: int) -> None:
 
 
 def collate(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
-    """Return (micro-batch, its collated batch): the same in any process, by its seed. Log the row ids of an error."""
+    """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
         return micro, task.collate(rows)

@@ -31,12 +31,8 @@ class Split:
         return self.stats["examples"]
 
     def __getstate__(self) -> dict:
-        return {
-            "folder": self.folder,
-            "stats": self.stats,
-            "_pieces": {},
-            "_readers": {},
-        }  # a dataloader worker opens its own files
+        # A dataloader worker opens its own files.
+        return {"folder": self.folder, "stats": self.stats, "_pieces": {}, "_readers": {}}
 
     def epoch_at(self, step: int, batch: int) -> float:
         """Return the number of epochs finished after `step` steps of `batch` examples."""

@@ -32,11 +32,8 @@ PIECES = 4096  # maximum number of pieces: with more rows each piece is larger
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
 WEEK = 7 * 24 * 3600
-CODE = (
-    "preprocessing.py",
-    "prepared_pieces.py",
-    "file_readers.py",
-)  # files that, besides `encode`, determine the prepared bytes
+# Files that, besides `encode`, determine the prepared bytes
+CODE = ("preprocessing.py", "prepared_pieces.py", "file_readers.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:

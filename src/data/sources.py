@@ -34,7 +34,7 @@ class Source:
     builder: str | None = None
     name: str | None = None
     config_name: str | None = None
-    revision: str | None = None  # Hub revision; after `fetch_source`, the commit
+    revision: str | None = None  # Hub revision, replaced by its commit when looked up
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
     remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # streamed URL -> its size and ETag
 

@@ -20,7 +20,7 @@ from src.download import remote_files
 from src.tasks import Task
 from src.text.pretokenized_rows import OPTIONAL_COLUMNS
 
-BLOCK = 512  # raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
+BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
 Row = tuple[int, dict, int]  # (id, prepared row, its length)
 

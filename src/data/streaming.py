@@ -29,9 +29,7 @@ if TYPE_CHECKING:
     from src.distributed.host_group import HostGroup
 
 UNEVEN = 2  # warn if the largest shard group has more than this many times the mean size
-GROUPS = (
-    8  # default number of shard groups, lower with fewer shards or fewer than eight rows per group and global batch
-)
+GROUPS = 8  # default number of shard groups; lower with few shards or a small global batch
 
 
 @dataclass(frozen=True)
@@ -71,9 +69,8 @@ class Stream:
             "sample": source.sample(),
         }
         self.epoch, self.pass_ended = 0, False
-        self.positions: dict[
-            int, tuple[int, Positions]
-        ] = {}  # step -> (pass, positions of this rank's groups after it)
+        # step -> (pass, positions of this rank's groups after it)
+        self.positions: dict[int, tuple[int, Positions]] = {}
         if source.builder:
             self._warn_if_uneven(source.field, [size for _, size, _ in source.versions()])
 
