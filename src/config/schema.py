@@ -84,7 +84,7 @@ class RunConfig:
     )
     mixture: dict | None = option(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
-        "have a validation_file; weight is its share of the examples (by default its size); each is also evaluated alone",
+        "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
         may_change_on_resume=True,
         from_checkpoint=plain_data,
     )

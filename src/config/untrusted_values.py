@@ -3,18 +3,7 @@
 Tests: tests/config/test_foreign_code.py.
 """
 
-STORES = (
-    "http",
-    "https",
-    "s3",
-    "gs",
-    "gcs",
-    "hf",
-    "az",
-    "abfs",
-    "abfss",
-    "adl",
-)  # other schemes of fsspec may run code
+STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # other schemes may run code
 
 
 def plain_data(value) -> bool:

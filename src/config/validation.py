@@ -49,7 +49,7 @@ def trained_model(cfg: RunConfig) -> Iterator[str]:
     if cfg.model_config:
         yield (
             f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
-            f"{cfg.output_dir} without --config (it contains its own config); for other models give --model_name_or_path"
+            f"{cfg.output_dir} without --config (it has its own config); for other models give --model_name_or_path"
         )
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"

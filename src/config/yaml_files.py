@@ -31,9 +31,7 @@ def read_yaml(path: str | Path) -> dict:
     except FileNotFoundError:
         near = [str(file) for file in Path(path).parent.glob("*.yaml")]
         known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
-        raise UsageError(
-            f"{path}: no such file in this folder or in {REPOSITORY}{did_you_mean(str(path), known)}"
-        ) from None
+        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{did_you_mean(str(path), known)}") from None
     except IsADirectoryError:
         raise UsageError(f"{path}: this is a folder; expected a YAML or JSON file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -1,6 +1,6 @@
 """Atomic folders: write beside the target, fsync, hash, rename, verify.
 
-Tests: tests/storage/test_atomic_folder.py. Knows nothing about the contents of the files.
+Tests: tests/storage/test_atomic_folder.py. This file does not depend on the contents of the files.
 """
 
 import json
@@ -21,17 +21,17 @@ CHUNK = 1 << 22
 
 
 def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> None:
-    """Leave in `folder` what `write(temporary folder)` wrote and a manifest of it, or leave it as it was.
+    """Publish in `folder` what `write(temporary folder)` writes, and a manifest; on an error leave `folder` unchanged.
 
     `write` may return manifest entries of files that other processes have written, flushed and hashed.
 
-    The temporary folder stands beside the target, so one rename makes it visible. All files are on the disk before that,
-    the manifest last. OSError leaves nothing behind; a kill leaves a folder whose name begins with a dot, which is never
-    read and which the next call removes."""
+    The temporary folder is beside the target, so one rename publishes it. All files are fsynced before the rename,
+    the manifest last. An OSError leaves nothing behind. A kill leaves a folder whose name begins with a dot. Nothing
+    reads such a folder, and the next call removes it."""
     temporary, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))
     check_held(folder)
     if old.exists() and not folder.exists():
-        old.rename(folder)  # a kill came between the two renames below
+        old.rename(folder)  # an earlier call was killed between the two renames below
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
     new_folders = [path for path in (folder.parent, *folder.parent.parents) if not path.exists()]
@@ -53,7 +53,7 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
 
 
 def _write_manifest(folder: Path, known: dict[str, dict], metadata: dict) -> None:
-    """Hash the files that are not `known`, write the manifest, and wait until the disk has all of it."""
+    """Hash the files that are not in `known`, write the manifest, and fsync everything."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     _follow_umask(list(files.values()), folder)
     entries = {name: known.get(name) or hash_file(path) for name, path in files.items()}
@@ -67,20 +67,20 @@ def _write_manifest(folder: Path, known: dict[str, dict], metadata: dict) -> Non
 
 
 def _follow_umask(files: list[Path], folder: Path) -> None:
-    """Give `files` the permissions of any new file; safetensors creates its own with 0600.
+    """Give `files` the permissions that the umask gives new files: safetensors creates its files with mode 0600.
 
-    The mode of the new `folder` shows the umask, which cannot be read without changing it for all threads."""
+    Read the umask from the mode of the new `folder`: os.umask would change it for all threads."""
     mode = folder.stat().st_mode & 0o666
     for path in files:
         if path.stat().st_mode & 0o777 != mode:
-            with suppress(PermissionError):  # a file system without modes
+            with suppress(PermissionError):  # the file system has no permissions
                 path.chmod(mode)
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Restore the folder that a kill moved away between the two renames of `publish`, and remove unfinished folders.
+    """Undo a `publish` that was killed between its two renames, and remove unfinished folders.
 
-    Only for the process that has locked the run: nothing is being published in `parent`."""
+    Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
     for old in parent.glob(".*.old"):
         folder = parent / old.name[1:].removesuffix(".old")
         if folder.exists():
@@ -92,17 +92,17 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def rewrite(path: Path, text: str) -> None:
-    """Replace a file's contents in one step: a reader, or a kill, finds the old text or the new one."""
+    """Replace a file atomically: at any moment, also after a kill, it holds the old text or the new one."""
     check_held(path)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.unlink(missing_ok=True)  # a symlink there would lead elsewhere
+    temporary.unlink(missing_ok=True)  # a symlink there would redirect the write
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.replace(path)
 
 
 def fsync(path: Path) -> None:
-    """Return when the disk has what was written to a file or folder."""
+    """Wait until everything written to a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -114,21 +114,21 @@ def fsync(path: Path) -> None:
 
 
 def verify(folder: Path) -> list[str]:
-    """Return what in `folder` is not as `publish` wrote it, one sentence a file; reads every byte.
+    """Return one error for each file in `folder` that differs from its manifest. Read every byte.
 
-    Files that the manifest does not list are allowed, except safetensors, which might be read instead of the listed ones."""
+    Allow files that the manifest does not list, except safetensors, which might be read instead of listed ones."""
     try:
         body = json.loads((folder / MANIFEST).read_bytes())
         stated = body.pop("manifest")
         if stated != _digest(body):
-            return [f"{MANIFEST}: its hash is not the one that was written"]
+            return [f"{MANIFEST}: its hash is not the recorded one"]
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
     errors = [_file_error(folder, name, entry) for name, entry in body["files"].items()]
     extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
-    return [error for error in errors if error] + [f"{name} does not belong to it: remove it" for name in extra]
+    return [error for error in errors if error] + [f"{name} is not listed in {MANIFEST}: remove it" for name in extra]
 
 
 def _file_error(folder: Path, name: str, entry: dict) -> str | None:
@@ -139,7 +139,7 @@ def _file_error(folder: Path, name: str, entry: dict) -> str | None:
         size = path.stat().st_size
         if size != entry["size"]:
             return f"{name} has {size:,} bytes, {entry['size']:,} were written"
-        return None if hash_file(path) == entry else f"{name}: its hash is not the one that was written"
+        return None if hash_file(path) == entry else f"{name}: its hash is not the one in {MANIFEST}"
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
@@ -147,7 +147,7 @@ def _file_error(folder: Path, name: str, entry: dict) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict:
-    """Return the manifest of a folder, not verified; an empty one if there is none."""
+    """Return the manifest of a folder without verifying it, or {} if there is no readable manifest."""
     try:
         body = json.loads((folder / MANIFEST).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -156,12 +156,12 @@ def read_manifest(folder: Path) -> dict:
 
 
 def read_metadata(folder: Path) -> dict:
-    """Return the metadata that `publish` was given for a folder; nothing if there is no manifest."""
+    """Return the metadata that `publish` recorded in the manifest of a folder, or {} if there is none."""
     return read_manifest(folder).get("about", {})
 
 
 def hash_file(path: Path) -> dict:
-    """Return the manifest entry of a file: size and hash. Not cryptographic: it finds damage, not malice."""
+    """Return the manifest entry of a file: size and hash. The hash detects damage, not tampering."""
     digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
         while count := file.readinto(buffer):

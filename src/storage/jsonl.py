@@ -1,4 +1,4 @@
-"""Strict JSON lines: append whole lines, read intact ones, truncate after a step.
+"""Strict JSON Lines files: append whole lines, read intact lines, truncate after a step.
 
 Tests: tests/storage/test_jsonl.py.
 """
@@ -15,7 +15,7 @@ from src.storage.lost_run_folder import check_held, lost_folder
 
 
 def strict_json(value):
-    """Return `value` as strict JSON allows it: non-finite numbers become None."""
+    """Return `value` with None in place of NaN and infinity, which strict JSON does not allow."""
     if isinstance(value, dict):
         return {key: strict_json(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -24,18 +24,18 @@ def strict_json(value):
 
 
 class JsonlWriter:
-    """Appends whole lines to a file; lines that the disk did not take are kept and written with the next ones."""
+    """Appends whole lines to a file. Keeps lines that could not be written for the next flush."""
 
     def __init__(self, path: Path):
         self.path = path
         self.waiting: list[str] = []
 
     def add(self, line: dict) -> None:
-        """Queue a line for the next flush; ValueError if it is not strict JSON."""
+        """Queue a line for the next flush. Raise ValueError if it is not strict JSON."""
         self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
 
     def flush(self) -> None:
-        """Write all queued lines, or raise OSError and write none."""
+        """Write all queued lines. If that fails, write none and raise OSError."""
         if not self.waiting:
             return
         check_held(self.path)
@@ -63,7 +63,7 @@ class JsonlWriter:
 
 
 def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
-    """Return the readable objects with a step and the required keys; an unreadable line is skipped."""
+    """Return the JSON objects that have a `step` and all required keys; skip unreadable lines."""
     found = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
@@ -76,9 +76,9 @@ def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
-    """Drop the last lines of a file of JSON objects, up to the last whole one that `keeps` accepts.
+    """Truncate a JSON Lines file after the last whole line for which `keeps` returns True.
 
-    Truncates in place, which is one operation of the file system; parses only the lines that it drops."""
+    Truncate in place, in one file-system operation. Parse from the end, so only the dropped lines and one more."""
     if not path.exists():
         return
     data = path.read_bytes()
@@ -89,7 +89,7 @@ def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
             if data[end - 1 : end] == b"\n" and keeps(json.loads(data[start:end])):
                 break
         except (ValueError, KeyError, TypeError):
-            pass  # half a line, as a kill leaves it
+            pass  # an incomplete line, left by a kill
         end = start
     if end < len(data):
         os.truncate(path, end)

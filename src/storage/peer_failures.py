@@ -1,6 +1,6 @@
-"""Failures and deaths among the processes of one launch, reported through files.
+"""Reports of errors and dead processes between the ranks of one launch, through files.
 
-Works before a process group exists and without one. Reports of an earlier launch with the same name do not count.
+This works without a process group. Reports of an earlier launch with the same name are ignored.
 Tests: tests/storage/test_shared_work.py.
 """
 
@@ -20,14 +20,15 @@ from src.config.errors import Failure, UsageError
 from src.config.redact import redact
 
 STARTED = time.time()
-START_SPREAD = 20.0  # seconds between the starts of a launch's processes on one host, at most
+START_SPREAD = 20.0  # seconds within which all processes of a launch start on one host
 DAY = 24 * 3600
 
 
 class LaunchPeers:
-    """The processes of this launch that see the folder `root`: which are there, which failed, and why.
+    """The processes of this launch that share the folder `root`: which are alive, which failed, and with which error.
 
-    Each has the files HOST_LAUNCHER_RANK.lock (held while it lives), .here (removed at its normal end) and .failed.
+    Each process has files HOST_LAUNCHER_RANK with the endings .lock (locked while the process lives), .here (removed by
+    the process when it ends; a killed process leaves it) and .failed (its error).
     """
 
     def __init__(self, root: Path):
@@ -37,14 +38,14 @@ class LaunchPeers:
         self.host = socket.gethostname().replace(".", "-")
         self.launcher = os.getppid()
         self.folder = root / "crews" / (f"alone_{os.getpid()}" if self.alone else _launch_name())
-        self.locks_work = True  # whether this file system keeps locks; `joined` finds out
+        self.locks_work = True  # False if `joined` finds that file locks have no effect on this file system
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Within, an error or the death of this process stops the other processes of the launch, with the reason."""
+        """Stop the other processes of the launch, with the reason, if this one fails or dies in this context."""
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._own_file(".lock"))
-        with suppress(Timeout):  # another process has this rank: a launcher that starts independent replicas
+        with suppress(Timeout):  # the launcher starts independent replicas: another process has this rank
             lock.acquire(timeout=0)
             self.locks_work = not is_unlocked(self._own_file(".lock"))
         self._own_file(".failed").unlink(missing_ok=True)
@@ -55,15 +56,15 @@ class LaunchPeers:
             self.report_failure(error)
             raise
         finally:
-            self._own_file(".here").unlink(missing_ok=True)  # before the lock: this file without a lock means a death
+            self._own_file(".here").unlink(missing_ok=True)  # before the lock: .here without a held lock means a death
             lock.release()
             if self.alone or self.rank == "0":
                 self._remove_old_folders()
 
     def report_failure(self, error: BaseException) -> None:
-        """Write the error for the other processes of the launch, unless it came from one of them.
+        """Write `error` to a file for the other processes of the launch, unless one of them reported it.
 
-        Sets `already_reported` on the error if this process is to print it, `reported_elsewhere` if another one does.
+        Set `already_reported` on the error if this process must print it, `reported_elsewhere` if another process does.
         """
         known = getattr(error, "reported_elsewhere", False) or getattr(error, "already_reported", False)
         if known or isinstance(error, KeyboardInterrupt):
@@ -72,20 +73,20 @@ class LaunchPeers:
         is_first = self._is_first_to_report(text)
         vars(error).update(already_reported=is_first, reported_elsewhere=not is_first)
         report = {"kind": type(error).__name__, "text": text, "time": time.time()}
-        with suppress(OSError):  # a full disk: the launcher stops the others
+        with suppress(OSError):  # on a full disk only the launcher stops the other processes
             temporary = self._own_file(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(report))
             temporary.replace(self._own_file(".failed"))
 
     def raise_if_failed(self) -> None:
-        """Raise the error of another process of this launch, or Failure if one on this host died."""
+        """Raise the error that another process of this launch reported, or Failure if a process of this host died."""
         with suppress(FileNotFoundError):  # the folder does not exist yet, or a process ends and removes its file
             for path in list(self.folder.iterdir()):
                 if path.suffix in (".failed", ".here"):
                     self._raise_report(path)
 
     def _raise_report(self, path: Path) -> None:
-        """Raise the error in a `.failed` file; Failure for the `.here` file of a dead process."""
+        """Raise the error in a `.failed` file, or Failure if the process of a `.here` file is dead."""
         host, launcher, rank = path.stem.rsplit("_", 2)
         same_host = host == self.host
         if same_host and int(launcher) != self.launcher:
@@ -94,19 +95,19 @@ class LaunchPeers:
         if report is None or not self.is_recent(report["time"], same_host):
             return
         if path.suffix == ".failed":
-            raise _reported_error(report, rank, printed_elsewhere=rank != self.rank)  # same rank: a helper process
+            raise _reported_error(report, rank, printed_elsewhere=rank != self.rank)  # same rank: its worker
         if same_host and rank != self.rank and _is_dead(path, report["pid"]):
-            raise Failure(f"rank {rank} ended without an error message while data was prepared (killed?)")
+            raise Failure(f"rank {rank} ended without an error message during data preparation (was it killed?)")
 
     def is_recent(self, moment: float, same_host: bool = True) -> bool:
-        """Return whether a report of this time can be of this launch; an earlier one may have had the same name and port.
+        """Return True if a report of this time can be from this launch, not from an earlier one with the same name.
 
-        Clocks of other hosts differ, so their reports count only from the start of this process on.
+        Clocks of other hosts differ, so a report from another host must be newer than the start of this process.
         """
         return moment > STARTED - START_SPREAD * same_host
 
     def remove_if_old(self, path: Path) -> None:
-        """Remove a file that an earlier launch of the same name left in `folder`."""
+        """Remove a file in `folder` if an earlier launch with the same name left it there."""
         with suppress(OSError):
             if not self.is_recent(path.stat().st_mtime):
                 path.unlink()
@@ -115,16 +116,16 @@ class LaunchPeers:
         return self.folder / f"{self.host}_{self.launcher}_{self.rank}{ending}"
 
     def _is_first_to_report(self, text: str) -> bool:
-        """Return whether this rank is the first of the launch to fail with this message: only it prints the message."""
+        """Return True if this rank is the first of the launch to fail with this message. Only that rank prints it."""
         claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.reported"
         self.remove_if_old(claim)
         with suppress(OSError), open(claim, "x") as file:
             file.write(self.rank)
-        # On a full disk there is no file, or an empty one. The own rank is there if a helper process was first.
+        # On a full disk the file is missing or empty. It names this rank if a worker process of this rank was first.
         return not claim.exists() or claim.read_text() in ("", self.rank)
 
     def _remove_old_folders(self) -> None:
-        """Remove the folder of this launch if no other process uses it, and those of launches before yesterday."""
+        """Remove the folder of this launch if it has only this process, and folders of launches over a day old."""
         for folder in self.folder.parent.iterdir():
             with suppress(OSError):
                 if (self.alone and folder == self.folder) or STARTED - folder.stat().st_mtime > DAY:
@@ -133,7 +134,7 @@ class LaunchPeers:
 
 @contextmanager
 def try_lock(target: Path) -> Iterator[bool]:
-    """Hold the lock of `target` if it is free; yield whether it was."""
+    """Take the lock of `target` if it is free, and hold it in this context. Yield True if it was free."""
     lock = FileLock(f"{target}.lock")
     try:
         lock.acquire(timeout=0)
@@ -147,19 +148,19 @@ def try_lock(target: Path) -> Iterator[bool]:
 
 
 def is_unlocked(lock: Path) -> bool:
-    """Return whether no process holds a lock file."""
+    """Return True if no process holds this lock file."""
     with try_lock(lock.with_suffix("")) as free:
         return free
 
 
 def _launch_name() -> str:
-    """Return a name that all processes of a launch have in common, on all nodes."""
+    """Return the name of this launch, which is the same in all its processes on all nodes."""
     names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
     return "_".join(os.environ.get(name, "") for name in names).replace("/", "_")
 
 
 def _reported_error(report: dict, rank: str, printed_elsewhere: bool) -> Exception:
-    """Return the error that a rank reported, to be raised in other processes."""
+    """Return the exception for an error that another process reported."""
     usage = report["kind"] == "UsageError"
     error = UsageError(report["text"]) if usage else Failure(f"rank {rank}: {report['text']}")
     vars(error).update(reported_elsewhere=printed_elsewhere)
@@ -167,12 +168,12 @@ def _reported_error(report: dict, rank: str, printed_elsewhere: bool) -> Excepti
 
 
 def _is_dead(here: Path, pid: int) -> bool:
-    """Return whether a process of this host has ended and left its `.here` file."""
+    """Return True if a process of this host has died: it is gone, but its `.here` file is still there."""
     return is_unlocked(here.with_suffix(".lock")) and not _is_alive(pid) and here.exists()
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether a process of this host is running. A free lock alone proves nothing where locks do not work."""
+    """Return True if a process of this host is running. A free lock is no proof if the file system ignores locks."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,8 +1,9 @@
-"""Work that all processes on a disk share: each task runs once, and its outcome, a file or an error, reaches everyone.
+"""Tasks that run once per machine or shared disk: one process works, all others get the file or raise the error.
 
-Processes find each other through files and file locks only, never through a collective. So this works before a process
-group exists, between launches that start together, and on nodes with a common disk or one disk each. A result is published
-by a rename and has the same bytes in every process: a file system without working locks costs repeated work, never data.
+Processes coordinate through files and file locks only, never through a collective. So this works before a process
+group exists, between launches that start together, and on nodes with a shared disk or local disks. A result is published
+by an atomic rename, and every process would write the same bytes. So a file system that ignores locks only costs
+repeated work.
 
 Tests: tests/storage/test_shared_work.py.
 """
@@ -20,15 +21,15 @@ from pathlib import Path
 from src.storage.atomic_folder import fsync
 from src.storage.peer_failures import LaunchPeers, try_lock
 
-POLL = 0.1  # seconds between two looks at work that another process does
-NOTICE_EVERY = 10.0  # seconds between two lines about waiting
+POLL = 0.1  # seconds between two checks if another process has finished
+NOTICE_EVERY = 10.0  # seconds between two messages about waiting
 
 
 class SharedWork:
-    """Tasks of all processes that see the folder `root`.
+    """Runner of tasks for all processes that share the folder `root`.
 
-    A task is known by the file that it publishes. One process runs it, the others wait for the outcome. If the task fails,
-    all processes of the launch raise its error; if its process dies, they raise Failure.
+    A task is identified by the file that it publishes. One process runs the task; the others wait. If the task fails,
+    all processes of the launch raise its error. If its process dies, they raise Failure.
     """
 
     def __init__(self, root: str | Path):
@@ -36,43 +37,43 @@ class SharedWork:
         self.peers = LaunchPeers(self.root)
 
     def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
-        """Return when `target` exists, made by `make()` in one process."""
+        """Call `make()`, which creates `target`, in one process. Return when `target` exists."""
         self.run_all([target], lambda _: make(), what)
 
     def run_all(self, targets: Sequence[Path], make: Callable[[int], None], what: str) -> None:
-        """Return when all targets exist, each made by `make(index)` in one process.
+        """Call `make(index)`, which creates a target, in one process for each target. Return when all targets exist.
 
-        `make` publishes its target complete or not at all. Other launches take part. What one of their processes leaves
-        unfinished when it dies is made by another process: its lock is free then.
+        `make` must publish a target atomically. Processes of other launches take part. If one of them dies, its lock is
+        released, and another process makes its unfinished target.
         """
         for folder in {target.parent for target in targets}:
             folder.mkdir(parents=True, exist_ok=True)
-        first = int(self.peers.rank) * len(targets) // self.peers.world_size  # ranks begin at different targets
+        first = int(self.peers.rank) * len(targets) // self.peers.world_size  # each rank begins at another target
         order = [*range(first, len(targets)), *range(first)]
         notice = _WaitNotice(what)
         while missing := [i for i in order if not targets[i].exists()]:
             if not self._make_unlocked(missing, targets, make):
-                notice.sleep(f", {len(missing)} of {len(targets)} pieces to go" if len(targets) > 1 else "")
+                notice.sleep(f", {len(missing)} of {len(targets)} pieces left" if len(targets) > 1 else "")
 
     def _make_unlocked(self, missing: list[int], targets: Sequence[Path], make: Callable[[int], None]) -> bool:
-        """Make the missing targets that no other process is making; return whether there was one."""
+        """Make each missing target that no other process is making. Return True if there was any."""
         made = False
         for i in missing:
             self.peers.raise_if_failed()
             with try_lock(targets[i]) as locked:
                 if not locked or targets[i].exists():
                     continue
-                self.peers.raise_if_failed()  # again: the lock may be free because its holder has failed
+                self.peers.raise_if_failed()  # check again: the lock may be free because its holder has failed
                 try:
                     make(i)
                 except BaseException as error:
-                    self.peers.report_failure(error)  # before the lock is free, or the next process would try the same
+                    self.peers.report_failure(error)  # with the lock held, or the next process would try the same
                     raise
                 made = True
         return made
 
     def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
-        """Return what `compute()` returns, a JSON object; one process of this launch calls it."""
+        """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
         result = self.peers.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
         self.peers.remove_if_old(result)
         self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
@@ -80,7 +81,7 @@ class SharedWork:
 
     @contextmanager
     def exclusive(self, target: Path, what: str) -> Iterator[None]:
-        """Within, no other process of any launch works at `target`, which may exist already."""
+        """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
         notice = _WaitNotice(what)
         while True:
             with try_lock(target) as locked:
@@ -92,7 +93,7 @@ class SharedWork:
 
 
 def write_atomic(target: Path, text: str) -> None:
-    """Write a file all at once, even if another process writes the same one: some file systems do not keep locks."""
+    """Write a file atomically, even if another process writes it, too: some file systems ignore locks."""
     temporary = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
@@ -100,7 +101,7 @@ def write_atomic(target: Path, text: str) -> None:
 
 
 class _WaitNotice:
-    """Prints now and then, on one rank of a host, what its processes wait for."""
+    """Prints every NOTICE_EVERY seconds, on local rank 0, which task this process waits for."""
 
     def __init__(self, what: str):
         self.what = what
