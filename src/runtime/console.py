@@ -1,6 +1,6 @@
 """Console output: progress bars on a terminal, complete lines in a file, and the log file of each rank.
 
-A fork changes the lines here. Tests: tests/runtime/test_console.py.
+Edit the printed lines here. Tests: tests/runtime/test_console.py.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from src.config.redact import redact
 
-LINE_SECONDS = 10.0  # between two progress lines about the same work, if there is no terminal
+LINE_SECONDS = 10.0  # between two progress lines of the same work, if the output is not a terminal
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 KIND_NAMES = {"eval": "evaluation"}
 PLURALS = {"B": "B", "batch": "batches"}
@@ -22,7 +22,7 @@ log = logging.getLogger("run")
 
 
 def is_terminal() -> bool:
-    """Return whether a person watches: bars belong neither into a file nor into a pipe."""
+    """Return True if stdout and stderr are a terminal. Files and pipes get no progress bars."""
     return sys.stdout.isatty() and sys.stderr.isatty()
 
 
@@ -30,7 +30,7 @@ def is_terminal() -> bool:
 
 
 def prepare() -> None:
-    """Keep bars and log messages of libraries off the console; messages are held for the log file."""
+    """Keep progress bars and log messages of libraries off the console. Buffer the messages for the log file."""
     if not is_terminal():
         os.environ.update(dict.fromkeys(PROGRESS_BAR_VARIABLES, "1"))
     logging.getLogger().handlers[:] = [MemoryHandler(1000, flushLevel=sys.maxsize, flushOnClose=False)]
@@ -39,7 +39,7 @@ def prepare() -> None:
 
 
 def reroute() -> None:
-    """Send log messages of libraries to the log file only; call it after their import, which may add console handlers."""
+    """Send log messages of libraries to the log file only; call this after imports, which may add console handlers."""
     for name, logger in list(logging.root.manager.loggerDict.items()):
         if not isinstance(logger, logging.Logger) or (name.startswith("torch") and "TORCH_LOGS" in os.environ):
             continue
@@ -55,15 +55,15 @@ class _RedactingFormatter(logging.Formatter):
 
 
 def _held_records() -> list[logging.LogRecord]:
-    """Return the messages that no log file has received yet."""
+    """Return the buffered messages, which no log file has received yet."""
     handlers = logging.getLogger().handlers
     return [record for handler in handlers if isinstance(handler, MemoryHandler) for record in handler.buffer]
 
 
 def log_to(file: Path) -> None:
-    """Write the log of this process to `file` from now on, beginning with the messages held so far."""
+    """Write the log of this process to `file` from now on, starting with the buffered messages."""
     handler = logging.FileHandler(file)
-    handler.handleError = lambda record: None  # a full disk: what matters was printed, too
+    handler.handleError = lambda record: None  # ignore a full disk: the important messages are printed, too
     handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     held = _held_records()
     logging.getLogger().handlers[:] = [handler]
@@ -73,7 +73,7 @@ def log_to(file: Path) -> None:
 
 
 def unwritten() -> str:
-    """Return the warnings of libraries that no log file has received, for a process that fails before it has one."""
+    """Return the buffered warnings of libraries, for a process that fails before it has a log file."""
     records = [r for r in _held_records() if r.levelno >= logging.WARNING and r.name != log.name]
     return "".join(f"{record.name}: {record.getMessage().strip()}\n" for record in records)
 
@@ -82,22 +82,22 @@ def unwritten() -> str:
 
 
 def say(text: str) -> None:
-    """Print complete lines, above a bar if there is one, and log them; only one thread may call it at a time."""
+    """Print complete lines, above a progress bar if there is one, and log them. Not thread-safe."""
     log.info("%s", text)
     if is_terminal() and "tqdm" in sys.modules:
         sys.modules["tqdm"].tqdm.write(text, file=sys.stdout)
         sys.stdout.flush()
-    else:  # one write, since other threads print, too; a model or a file may have put any character into the text
+    else:  # one write, because other threads print, too; text from a model or file may contain \r
         print(text.replace("\r", "") + "\n", end="", flush=True)
 
 
 def stamped(text: str) -> None:
-    """Print an event; in a file, with the time."""
+    """Print an event; if the output is not a terminal, with the time."""
     say(text if is_terminal() else f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
 
 
 class _ProgressLines:
-    """Replaces a bar if there is no terminal: prints a line every LINE_SECONDS, the first one after that time."""
+    """Replaces a progress bar if there is no terminal: prints a line every LINE_SECONDS."""
 
     def __init__(self, what: str, total: int | None, unit: str, n: int, scale: bool, shown: bool):
         self.what, self.total, self.unit, self.scale, self.shown = what, total, unit, scale, shown
@@ -128,7 +128,7 @@ class _ProgressLines:
 
 
 def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool = True, scale: bool = False, **options):
-    """Return a progress bar of tqdm, or an object with its `n`, `update` and `close` that prints lines or nothing."""
+    """Return a tqdm progress bar, or an object with the same `n`, `update` and `close` that prints lines or nothing."""
     if not shown or not is_terminal():
         return _ProgressLines(what, total, PLURALS.get(unit, f"{unit}s"), initial, scale, shown)
     from tqdm import tqdm
@@ -145,7 +145,7 @@ class Console:
         self.bar = None
 
     def begin(self, step: int) -> None:
-        """Show the training bar from `step` on."""
+        """Show the progress bar of training, starting at `step`."""
         self.first_step, self.start = step, time.monotonic()
         if self.shown and is_terminal():
             self.bar = bar("training", self.total, "step", step, leave=True)
@@ -155,7 +155,7 @@ class Console:
             self.bar.update()
 
     def line(self, line: dict) -> None:
-        """Show a line of metrics.jsonl."""
+        """Print one line of metrics.jsonl in readable form."""
         if line["kind"] == "train":
             self._train_line(line)
             return
@@ -189,7 +189,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with as many digits as a person reads."""
+    """Format a number with few digits, for the console."""
     if value is None:
         return "none"
     if isinstance(value, int) or float(value).is_integer():
@@ -198,11 +198,11 @@ def number(value: float | None) -> str:
 
 
 def exact(value) -> str:
-    """Return a number with all digits."""
+    """Format a number with all its digits."""
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def table(rows: dict) -> str:
-    """Return two aligned columns."""
+    """Format (name, value) pairs as two aligned text columns."""
     width = max(len(name) for name in rows)
     return "\n".join(f"  {name.replace('_', ' '):<{width}}  {value}" for name, value in rows.items())

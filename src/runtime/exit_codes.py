@@ -1,7 +1,7 @@
-"""How a process ends: exit code, final message, status.json, hooks that close trackers.
+"""The end of a process: exit code, final message, status.json, hooks that close trackers.
 
-Exit codes: 0 complete · 1 failed · 2 the user can fix it · 75 stopped and saved (EX_TEMPFAIL of sysexits.h: run the same
-command to resume) · 128 + N ended at once by signal N. Tests: tests/distributed/test_rank_failure.py.
+Exit codes: 0 complete · 1 failed · 2 the user can fix the error · 75 stopped and saved (EX_TEMPFAIL of sysexits.h):
+run the same command to resume · 128 + N ended at once by signal N. Tests: tests/distributed/test_rank_failure.py.
 """
 
 import json
@@ -21,10 +21,10 @@ from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
-CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of broken collectives
+CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
 MEMORY_WORDS = ("out of memory", "can't allocate memory")
 ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
-LAUNCHER_WAIT = 2.0  # seconds after which the launcher has noticed the rank that ended first, and quotes that one
+LAUNCHER_WAIT = 2.0  # seconds until the launcher has noticed the rank that ended first, so that it quotes its error
 
 log = logging.getLogger("run")
 _run_folder: Path | None = None
@@ -33,7 +33,7 @@ _exiting = False
 
 
 def record_exit_in(folder: str | Path) -> None:
-    """Write the outcome of this process to status.json of this run folder from now on."""
+    """Choose the run folder where the outcome of this process is written to status.json."""
     global _run_folder
     _run_folder = Path(folder)
 
@@ -42,28 +42,29 @@ def record_exit_in(folder: str | Path) -> None:
 
 
 def on_exit(close: Callable[[float | None], bool]) -> None:
-    """Call `close(seconds)` before this process ends, however it ends.
+    """Register `close(seconds)`, which is called before this process exits.
 
-    `close` returns within that time (None: a limit of its own) whether it is done. Any thread may call it, repeatedly."""
+    `close` must return within that time (None: its own limit), and return True if it has finished. Any thread may call
+    it, more than once."""
     if close not in _hooks:
         _hooks.append(close)
 
 
 def run_exit_hooks(seconds: float | None = None) -> bool:
-    """Return whether every hook is done."""
+    """Call all exit hooks. Return True if every hook has finished."""
     global _exiting
     _exiting = bool(_hooks)
-    done = [close(seconds) for close in _hooks]  # call each, even if one is not done
+    done = [close(seconds) for close in _hooks]  # a list: call every hook, even if one has not finished
     return all(done)
 
 
 def is_exiting() -> bool:
-    """Return whether this process has finished its work and only waits for its hooks."""
+    """Return True if this process has finished its work and only waits for its exit hooks."""
     return _exiting
 
 
 def exit_process(code: int, seconds: float | None = None) -> NoReturn:
-    """Run the hooks and end at once, without destructors: those of a process group could wait for other ranks."""
+    """Run the exit hooks, then exit without destructors: those of a process group could wait for other ranks."""
     run_exit_hooks(seconds)
     sys.stdout.flush()
     os._exit(code)
@@ -73,11 +74,11 @@ def exit_process(code: int, seconds: float | None = None) -> NoReturn:
 
 
 def run_main(work: Callable[[list[str]], None]) -> None:
-    """Run `work(argv)`; on any error print it last and end this process at once, so that no other rank waits for it."""
+    """Run `work(argv)`. On any error, print it and exit at once, so that no other rank waits for this one."""
     argv = _prepare()
     try:
         work(argv)
-        if not run_exit_hooks():  # a hook that hangs could also hang the interpreter's own exit
+        if not run_exit_hooks():  # what blocks this hook could also block the normal exit of Python
             exit_process(0)
     except SystemExit as error:
         if _run_folder is None:  # --help
@@ -98,7 +99,7 @@ def run_main(work: Callable[[list[str]], None]) -> None:
 
 
 def _prepare() -> list[str]:
-    """Set up console and redaction; return the arguments. `sys.argv`, which trackers upload, keeps no credentials."""
+    """Set up console and redaction; return the arguments. Redact `sys.argv`, because trackers upload it."""
     console.prepare()
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     for stream in streams:
@@ -110,15 +111,15 @@ def _prepare() -> list[str]:
     sys.argv[1:] = redact_all(argv)
     if argv != sys.argv[1:]:
         warn(
-            "there are credentials on the command line, which `ps` shows to all users of this machine, and which accelerate launch "
-            "prints if this process fails (unless it is given --quiet): put them into the run file"
+            "the command line contains credentials: `ps` shows them to all users of this machine, and accelerate launch "
+            "without --quiet prints them if this process fails. Put them into the run file (YAML)"
         )
     return argv
 
 
 def _redact_stream(stream: Any) -> None:
-    """Redact everything that is printed, also by libraries. Ignore what cannot be printed: a closed pipe or a log on a full
-    disk must not end a run."""
+    """Redact everything written to `stream`, also by libraries. Ignore OSError: a closed pipe or a full disk must not
+    end a run."""
 
     def wrap(original):
         def call(*args):
@@ -133,23 +134,23 @@ def _redact_stream(stream: Any) -> None:
 
 
 def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> NoReturn:
-    """End this rank with an outcome that all ranks share; one rank prints the message.
+    """End this rank with an outcome that all ranks share. Only one rank prints the message.
 
-    An error that carries `already_reported` or `reported_elsewhere` says itself whether this rank prints it."""
+    The attributes `already_reported` and `reported_elsewhere` of an error, if set, decide whether this rank prints."""
     _log(message)
-    # Only the main process knows the step of a stop, so it prints for all nodes. Errors are printed once per node.
+    # Only rank 0 prints a stop, because only it knows the step. An error is printed once per node.
     rank = os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0")
     prints = getattr(error, "already_reported", rank == "0") and not getattr(error, "reported_elsewhere", False)
     if prints:
         _record(code, message)
         _print_error(prefix + message)
     else:
-        time.sleep(1)  # the rank that prints ends first, and the launcher quotes it
+        time.sleep(1)  # let the rank that prints end first, because the launcher quotes the first
     exit_process(code)
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End this rank because of an error of its own; print it unless another rank failed before."""
+    """End this rank because of its own error. Print the error unless another rank failed before."""
     rank = int(os.environ.get("RANK", 0))
     text = console.unwritten() + _describe(error, rank)
     _log(text)
@@ -160,8 +161,8 @@ def _fail(error: BaseException) -> NoReturn:
             time.sleep(LAUNCHER_WAIT)
             exit_process(EXIT_FAILED)
         if connection_lost:
-            text += f"\nrank {rank} lost the connection to another rank, which ended without a report (killed?)"
-    elif connection_lost:  # no folder yet in which ranks report to each other
+            text += f"\nrank {rank} lost the connection to another rank, which ended without a report (was it killed?)"
+    elif connection_lost:  # there is no run folder yet, so ranks cannot report to each other
         time.sleep(LAUNCHER_WAIT)
         text = f"the connection to another rank was lost before the first step; see the error of that rank ({error})"
     _record(EXIT_FAILED, text)
@@ -170,7 +171,7 @@ def _fail(error: BaseException) -> NoReturn:
 
 
 def _describe(error: BaseException, rank: int) -> str:
-    """Return the traceback, or the message of a UsageError, and what to do about memory."""
+    """Return the traceback, or the message of a UsageError; if memory ran out, also what to do."""
     text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
     if _has_word(error, MEMORY_WORDS):
         text += (
@@ -186,7 +187,7 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
 
 
 def _other_rank_failed(folder: Path, rank: int, seconds: float) -> bool:
-    """Return whether another rank has reported a failure; wait this long for its report."""
+    """Return True if another rank has reported a failure; wait up to `seconds` for its report."""
     deadline = time.monotonic() + seconds
     while not (found := run_status.failed_rank(folder, rank)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -194,7 +195,7 @@ def _other_rank_failed(folder: Path, rank: int, seconds: float) -> bool:
 
 
 def _record(code: int, message: str) -> None:
-    """Write the outcome to status.json, and to the file from which torchrun quotes the first error."""
+    """Write the outcome to status.json, and to torchrun's error file, from which it quotes the first error."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
     if _run_folder is None:
@@ -207,7 +208,7 @@ def _record(code: int, message: str) -> None:
 
 
 def _log(message: str) -> None:
-    """Write to the log file of this rank, if it has one yet."""
+    """Write to the log file of this rank, if it exists already."""
     if log.hasHandlers():
         log.error("%s", message)
 

@@ -1,7 +1,7 @@
 """Private and undocumented APIs of libraries: every use in src/ is a function here, with version, reason and test.
 
-After an upgrade run the tests named here; each of them fails if its API has changed. tests/runtime/test_private_apis.py
-keeps the rest of src/ free of private names.
+After an upgrade run the tests named here; each test fails if its API has changed. tests/runtime/test_private_apis.py
+checks that no other file of src/ uses private names.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,19 +15,19 @@ if TYPE_CHECKING:  # torch is slow to import
 
 # ---- torch 2.13 ----------------------------------------------------------------------------------------------------------
 
-# Inserted into parameter names by activation checkpointing of FSDP2. Test: tests/checkpointing/test_sharded.py.
+# Activation checkpointing of FSDP2 inserts this into parameter names. Test: tests/checkpointing/test_sharded.py.
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
 def skip_update_on_device(optimizer: "torch.optim.Optimizer", skip: "torch.Tensor") -> None:
-    """Let a fused optimizer skip its next update if `skip` is true; otherwise the host would have to wait for the device.
+    """Make a fused optimizer skip its next update if `skip` is true, so that the host need not wait for the device.
 
-    The gradient scaler passes the decision to fused kernels in this attribute. Test: tests/training/test_step.py."""
+    GradScaler passes its decision to fused kernels in this attribute. Test: tests/training/test_step.py."""
     optimizer.found_inf = skip.float()
 
 
 def multiply_all_(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None:
-    """Multiply all tensors in place by one kernel; the public functions take no shards of several meshes together.
+    """Multiply all tensors in place in one kernel. Public functions do not take DTensors of different meshes.
 
     Test: tests/distributed/test_tensor_parallel.py."""
     import torch
@@ -36,7 +36,7 @@ def multiply_all_(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None
 
 
 def local_slices(sharded: "torch.Tensor") -> tuple[slice, ...]:
-    """Return which part of a DTensor this rank holds, so that it reads only that from a file.
+    """Return the slices of a DTensor that this rank holds, so that it reads only these from a file.
 
     Test: tests/distributed/test_fsdp2.py."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -46,12 +46,12 @@ def local_slices(sharded: "torch.Tensor") -> tuple[slice, ...]:
 
 
 def loader_processes(batches: Iterator) -> "list[BaseProcess]":
-    """Return the processes of a DataLoader's iterator, to report which one died. Test: tests/data/test_data_loader.py."""
+    """Return the workers of a DataLoader iterator, to report a dead one. Test: tests/data/test_data_loader.py."""
     return getattr(batches, "_workers", [])
 
 
 def compiled_graphs() -> tuple[int, int]:
-    """Return how many graphs torch.compile has made so far, and after how many of one function it gives up.
+    """Return (number of graphs that torch.compile has compiled, its limit for one function).
 
     Test: tests/models/test_compile_and_recompute.py."""
     from torch._dynamo import config, utils
@@ -67,7 +67,7 @@ def fake_tensors():
 
 
 def storage_id(tensor: "torch.Tensor") -> int:
-    """Return the identity of a tensor's memory, also of a fake one, whose address is 0.
+    """Return an id of a tensor's memory. It also works for fake tensors, whose address is 0.
 
     Test: tests/models/test_memory_estimate.py."""
     return tensor.untyped_storage()._cdata
@@ -77,26 +77,26 @@ def storage_id(tensor: "torch.Tensor") -> int:
 
 
 def layer_class_names(model: "torch.nn.Module") -> set[str]:
-    """Return the class names of the layers that a model repeats: units to shard, compile and count.
+    """Return the class names of a model's repeated layers: the units to shard, compile and count.
 
     Tests: tests/distributed/test_fsdp2.py and tests/models/test_compile_and_recompute.py."""
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def copy_layer_class_names(model: "torch.nn.Module", wrapper: "torch.nn.Module") -> None:
-    """Give a wrapper the layer names of its model, which accelerate shards by. Test: tests/distributed/test_fsdp2.py."""
+    """Give a wrapper the layer class names by which accelerate shards. Test: tests/distributed/test_fsdp2.py."""
     wrapper._no_split_modules = getattr(model, "_no_split_modules", None)
 
 
 def has_model_class(auto_class: type, config: Any) -> bool:
-    """Return whether an auto class such as AutoModelForCausalLM has a model for this configuration.
+    """Return True if an auto class such as AutoModelForCausalLM has a model class for this config.
 
     Test: tests/models/test_loading.py."""
     return type(config) in auto_class._model_mapping
 
 
 def save_on_every_rank(model: "torch.nn.Module") -> None:
-    """Let `save_pretrained` write on every rank, not on rank 0 only. Test: tests/distributed/test_fsdp2.py."""
+    """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2.py."""
     model.should_save_on_this_rank = lambda is_main_process: True
 
 
@@ -104,8 +104,8 @@ def save_on_every_rank(model: "torch.nn.Module") -> None:
 def known_masks(packed: bool) -> Iterator[None]:
     """Tell transformers whether rows are packed or padded, so that it does not read this from the device.
 
-    It asks `mask.all()` in every forward pass, and the host waits for all queued work. In a version without these functions
-    only the wait remains. Tests: tests/training/test_step.py and tests/tasks/test_causal_lm.py."""
+    Otherwise it calls `mask.all()` in every forward pass, and the host waits for all queued work. If a version lacks
+    these functions, only this wait comes back. Tests: tests/training/test_step.py and tests/tasks/test_causal_lm.py."""
     import torch
     from transformers import masking_utils
 
@@ -133,14 +133,14 @@ def known_masks(packed: bool) -> Iterator[None]:
 
 
 def set_process_group_arguments(settings: Any, arguments: dict) -> None:
-    """Let accelerate pass these arguments to init_process_group: InitProcessGroupKwargs has no field for a store.
+    """Make accelerate pass `arguments` to init_process_group: InitProcessGroupKwargs has no field for a store.
 
     Test: tests/distributed/test_stop_signals.py (torchrun with restarts)."""
     settings.to_kwargs = lambda: arguments
 
 
 def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
-    """Let `prepare` leave a model with sharded layers as it is: accelerate imports a class that transformers 5.1 removed.
+    """Make `prepare` keep a tensor-parallel model unchanged: accelerate imports a class that transformers 5.1 removed.
 
     Test: tests/distributed/test_tensor_parallel.py."""
     import torch
@@ -158,7 +158,7 @@ def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
 
 
 def replace_table_reader(builder: type, read_tables: Callable) -> None:
-    """Let a builder of `datasets` read its files with `read_tables`; its own reader stays available as `lenient_tables`.
+    """Make a builder of `datasets` read files with `read_tables`. Keep its own reader as `lenient_tables`.
 
     Test: tests/data/test_file_readers.py."""
     if not hasattr(builder, "lenient_tables"):
@@ -166,7 +166,7 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
 
 
 def cast_table(builder: Any, table: Any) -> Any:
-    """Return a table with the features that the builder was asked for. Test: tests/data/test_file_readers.py."""
+    """Cast a table to the requested features of its builder. Test: tests/data/test_file_readers.py."""
     return builder._cast_table(table)
 
 
@@ -174,21 +174,21 @@ def cast_table(builder: Any, table: Any) -> Any:
 
 
 def flat_weights(zero_optimizer: Any) -> "list[torch.Tensor]":
-    """Return the flat float32 tensors that the base optimizer updates."""
+    """Return the flat float32 weights that the base optimizer updates."""
     return (
         getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
     )
 
 
 def link_moments(zero_optimizer: Any) -> None:
-    """Connect parameters with their moments: ZeRO-1 and 2 do so after the first group's first step, when others have none."""
+    """Link parameters to their optimizer state again: ZeRO-1 and 2 do this when only the first group has a state."""
     if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
         zero_optimizer._hp_optimizer_states_linked = False
         zero_optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def set_shard(parameter: "torch.nn.Parameter", full: "torch.Tensor", key: str | None = None) -> None:
-    """Copy this rank's shard of a full weight, or of its moment `key`, into the optimizer."""
+    """Copy this rank's shard of a full weight, or of its optimizer moment `key`, into the optimizer."""
     import torch
 
     if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2

@@ -1,4 +1,4 @@
-"""The lock of a run folder: one process trains in it, and notices when the folder is no longer its own.
+"""The lock of a run folder: only one process trains in it, and it notices when it loses the folder.
 
 Tests: tests/runtime/test_run_status.py.
 """
@@ -14,14 +14,14 @@ from src.config.errors import UsageError, warn
 from src.runtime.run_status import read_status
 from src.storage import lost_run_folder
 
-SETTLING = 0.5  # seconds after which a folder that is being deleted should be gone
-SAVING = 120  # seconds that a run may take to save after its launcher has ended
+SETTLING = 0.5  # seconds to wait for the end of a deletion of the folder
+SAVING = 120  # seconds that a run may take to save after the end of its launcher
 
 _lock: list[IO] = []  # the lock file, held open until the process ends
 
 
 def lock_run_folder(folder: Path, patience: float = 60) -> None:
-    """Lock the run folder for this process; UsageError if another one trains in it and does not end in `patience` seconds.
+    """Lock the run folder for this process. Raise UsageError if another process holds it for `patience` seconds.
 
     The operating system releases the lock when the process ends, however it ends."""
     if _lock:
@@ -41,7 +41,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
         except OSError as error:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
             return lost_run_folder.hold(folder)
-    if not _is_in_place(file, folder):  # deleted while this process waited for the lock
+    if not _is_in_place(file, folder):  # the lock file was deleted while this process waited
         file.close()
         return lock_run_folder(folder, patience)
     _lock.append(file)
@@ -49,32 +49,32 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
 
 
 def _wait(folder: Path, waited: float, patience: float) -> None:
-    """Wait half a second for the process that holds the lock; UsageError after `patience` seconds."""
+    """Wait half a second for the process that holds the lock. Raise UsageError after `patience` seconds."""
     if waited > patience:
         raise UsageError(f"output_dir: another process trains in {folder}: end it, or give another --output_dir")
     if waited < 0.5:
-        warn(f"another process trains in {folder}: waiting {patience:g} s for its end")
+        warn(f"another process trains in {folder}: waiting up to {patience:g} s for its end")
     time.sleep(0.5)
 
 
 def check_links(folder: Path) -> None:
-    """Raise UsageError for a file that a run appends to or truncates if it is a link, which may lead to any file."""
+    """Raise UsageError if a file that a run appends to or truncates is a symlink, which may lead to any file."""
     for file in (folder / "metrics.jsonl", folder / "ledger.jsonl", *sorted((folder / "logs").glob("*.log"))):
         if file.is_symlink():
             raise UsageError(
-                f"output_dir: {file} is a symbolic link to {os.readlink(file)}, which this run would write to: put the file "
-                "itself there, or give another --output_dir"
+                f"output_dir: {file} is a symbolic link to {os.readlink(file)}, which this run would "
+                "write to: replace the link by the file, or give another --output_dir"
             )
 
 
 def lost(folder: Path) -> str:
-    """Return why the run folder is no longer this process's, or an empty string.
+    """Return the reason why this process has lost the run folder, or an empty string.
 
-    It may be deleted, moved or replaced, or locked by another process after its lock file was deleted. A lock file that
-    was only deleted is created and locked again."""
+    The folder may be deleted, moved or replaced, or another process may have locked it after its lock file was deleted.
+    If only the lock file was deleted, create and lock it again."""
     if (reason := lost_run_folder.lost_folder()) or not _lock or _is_in_place(_lock[0], folder):
         return reason
-    time.sleep(SETTLING)  # the whole folder may be in the middle of its deletion
+    time.sleep(SETTLING)  # the deletion of the whole folder may be in progress
     if reason := lost_run_folder.lost_folder():
         return reason
     try:
@@ -84,7 +84,7 @@ def lost(folder: Path) -> str:
         return f"another process has locked {folder}"
     except FileNotFoundError:
         return f"{_lock_file(folder).parent} was deleted"
-    except OSError:  # checked again later
+    except OSError:  # the next call checks again
         return ""
     _lock.append(file)
     _lock.pop(0).close()
@@ -97,7 +97,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 def _is_in_place(file: IO, folder: Path) -> bool:
-    """Return whether an open lock file is still the one in the folder; True if the file system does not answer."""
+    """Return True if an open lock file is still the one in the folder, or if the file system does not answer."""
     try:
         return os.path.samestat(os.stat(_lock_file(folder)), os.fstat(file.fileno()))
     except (FileNotFoundError, NotADirectoryError):
@@ -107,13 +107,13 @@ def _is_in_place(file: IO, folder: Path) -> bool:
 
 
 def unlock_run_folder() -> None:
-    """Release the lock in this process, a forked child; its parent keeps it."""
+    """Close the lock file in a forked child process; the parent keeps the lock."""
     while _lock:
         _lock.pop().close()
 
 
 def wait_for_end(folder: Path) -> None:
-    """Return when no process trains in `folder`: a launcher may end before its child has saved."""
+    """Wait up to SAVING seconds until no process trains in `folder`: a launcher may end before its child has saved."""
     if read_status(folder).get("status") == "running":
         with suppress(UsageError):
             lock_run_folder(folder, patience=SAVING)

@@ -1,10 +1,10 @@
-"""RUN/status.json, its exit code, the newest run, and the mark of the first failed rank.
+"""RUN/status.json with its exit code, lookup of the newest run, and the report of the first failed rank.
 
-    python -m src.runtime.run_status RUN [CODE]           print the run's own exit code; a launcher knows only 0 and 1
+    python -m src.runtime.run_status RUN [CODE]           print the run's exit code (a launcher returns only 0 or 1)
     python -m src.runtime.run_status --newest             print the folder in runs/ that a run wrote to last
 
-Tests: tests/runtime/test_run_status.py. Exit codes: 0 complete · 1 failed · 2 the user can fix it · 75 stopped and
-saved, run the same command again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
+Tests: tests/runtime/test_run_status.py. Exit codes: 0 complete · 1 failed · 2 the user can fix the error · 75 stopped
+and saved, run the same command again (EX_TEMPFAIL of sysexits.h) · 128 + N ended at once by a second signal N.
 """
 
 import json
@@ -18,14 +18,14 @@ from src.config.redact import redact
 from src.storage import atomic_folder, lost_run_folder
 
 EXIT_STOPPED = 75
-ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # files that show when a run was last active
+ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
 FAILED = "logs/failed.json"
 
 
 def write_status(
     folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
 ) -> None:
-    """Write status.json; `status` is running, complete, stopped or failed, `more` is added to it."""
+    """Write status.json. `status` is running, complete, stopped or failed; `more` holds further keys."""
     value = {
         "status": status,
         "step": step,
@@ -37,7 +37,7 @@ def write_status(
 
 
 def read_status(folder: Path) -> dict:
-    """Return the contents of status.json; empty if it is missing or unreadable."""
+    """Return the contents of status.json, or {} if the file is missing or unreadable."""
     try:
         return json.loads((folder / "status.json").read_text())
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def read_status(folder: Path) -> dict:
 
 
 def newest_run(parent: Path, weights: bool = True) -> Path | None:
-    """Return the run in `parent` that was active last (with `weights`: of those that saved some), or None."""
+    """Return the run in `parent` that was active last, or None. With `weights`, skip runs without saved weights."""
     times: dict[Path, float] = {}
     for folder in parent.iterdir() if parent.is_dir() else []:
         has_weights = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*"))
@@ -56,17 +56,17 @@ def newest_run(parent: Path, weights: bool = True) -> Path | None:
 
 
 def report_failure(folder: Path, rank: int, message: str) -> bool:
-    """Return whether this rank is the first of its run to fail; if so, write its message to logs/ for the others."""
+    """Return True if this rank is the first of its run to fail, after writing its message to logs/failed.json."""
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
     try:
         lost_run_folder.check_held(file)
         temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
-        os.link(temporary, file)  # fails if there is one, and is never seen half-written
+        os.link(temporary, file)  # fails if the file exists; no reader sees it half-written
     except FileExistsError:
         return False
     except OSError:
-        return True  # if the folder cannot be written, each rank reports
+        return True  # if the folder is not writable, every rank prints its error
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -74,7 +74,7 @@ def report_failure(folder: Path, rank: int, message: str) -> bool:
 
 
 def failed_rank(folder: Path, rank: int) -> str | None:
-    """Return the rank that failed first, or None if there is none or it is `rank`."""
+    """Return the rank that failed first, or None if no rank failed or this rank (`rank`) was first."""
     try:
         first = json.loads((folder / FAILED).read_text())["rank"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -83,12 +83,12 @@ def failed_rank(folder: Path, rank: int) -> str | None:
 
 
 def clear_failure(folder: Path) -> None:
-    """Remove the mark of a failed rank that an earlier start has left."""
+    """Remove the report of a failed rank that an earlier launch has left."""
     (folder / FAILED).unlink(missing_ok=True)
 
 
 def main(argv: list[str]) -> int:
-    """Print the state of a run to stderr and its exit code to stdout; with --newest, the folder of the newest run."""
+    """Print the status of a run to stderr and its exit code to stdout; with --newest, print the newest run folder."""
     if argv == ["--newest"]:
         print(newest_run(Path("runs"), weights=False) or "")
         return 0

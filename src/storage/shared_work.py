@@ -1,8 +1,8 @@
 """Tasks that run once per machine or shared disk: one process works, all others get the file or raise the error.
 
 Processes coordinate through files and file locks only, never through a collective. So this works before a process
-group exists, between launches that start together, and on nodes with a shared disk or local disks. A result is published
-by an atomic rename, and every process would write the same bytes. So a file system that ignores locks only costs
+group exists, between launches that start together, and on nodes with a shared disk or local disks. An atomic rename
+publishes each result, and every process would write the same bytes. So a file system that ignores locks only costs
 repeated work.
 
 Tests: tests/storage/test_shared_work.py.
