@@ -1,6 +1,6 @@
 """Evaluate a run, a checkpoint or a Hub model: accelerate launch eval.py [--checkpoint runs/stdlib_lm]
 
-The loss of a run is the number that train.py reported, to the last digit, on any number of processes.
+The loss equals the one that train.py reported, to the last digit, on any number of processes.
 """
 
 import json
@@ -28,9 +28,9 @@ from src.training.step import ModelWithLoss
 def main(argv: list[str]) -> None:
     argv, base, step = locate_weights.evaluation_args(
         or_newest_run(argv)
-    )  # --checkpoint brings the run's config; flags win over it
+    )  # base: the checkpoint's config, which flags override
     cfg, options = parsing.parse(
-        argv, OPTIONS, base, {"checkpoint": "run, checkpoint or final model to evaluate, as it was trained"}
+        argv, OPTIONS, base, {"checkpoint": "run, checkpoint or final model; its configuration applies"}
     )
     validation.check(cfg, options, training=False)
     check_environment()
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
 
 
 def or_newest_run(argv: list[str]) -> list[str]:
-    """Return `argv` with the newest run of runs/ as checkpoint, if it names neither checkpoint nor model."""
+    """Return `argv`; add the newest run in runs/ as --checkpoint if `argv` names neither checkpoint nor model."""
     if (
         parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"}
         or "-h" in argv
@@ -55,15 +55,15 @@ def or_newest_run(argv: list[str]) -> list[str]:
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")
-    if (cfg := run_status.newest_run(Path("runs"))) is None:
+    if (newest := run_status.newest_run(Path("runs"))) is None:
         raise UsageError("checkpoint: there is no run in runs/ yet: train one first, or give --checkpoint FOLDER")
     if os.environ.get("RANK", "0") == "0":
-        print(f"No checkpoint or model is given: evaluating the newest run, {cfg}", flush=True)
-    return ["--checkpoint", str(cfg), *argv]
+        print(f"No checkpoint or model is given: evaluating the newest run, {newest}", flush=True)
+    return ["--checkpoint", str(newest), *argv]
 
 
 def same_weights(accelerator, name: str | None) -> None:
-    """Raise UsageError on all ranks if they found different weights: a run that is still training saved in between."""
+    """Raise UsageError on all ranks if they found different weights, because a running training saved meanwhile."""
     from accelerate.utils import gather_object
 
     if len(found := sorted(map(str, set(gather_object([name]))))) > 1:
@@ -71,6 +71,7 @@ def same_weights(accelerator, name: str | None) -> None:
 
 
 def score(cfg: parsing.RunConfig, task, split, strategy: Strategy, step: int | None) -> None:
+    """Evaluate the model on `split`; print the metrics and write eval.json."""
     accelerator = strategy.accelerator
     host_group = HostGroup(accelerator, cfg.ddp_timeout)
     module = strategy.prepare_for_evaluation(ModelWithLoss(strategy.build_model(task, None), task))

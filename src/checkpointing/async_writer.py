@@ -1,8 +1,8 @@
-"""Write checkpoints and the final model in a thread beside training: copy, hash, publish, delete old ones.
+"""Background writer of checkpoints and the final model: write, hash, publish, delete old ones.
 
-Tests: tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2.py. Of a replicated model only the main
-process writes, and no other rank waits for its disk. Of a sharded model each process writes its share of the files, and
-the main process publishes the folder. Nothing here is a collective: checkpointer.py decides together with all ranks.
+Tests: tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2.py. If the model is replicated, only the
+main process writes, and no other rank waits for its disk. If the model is sharded, each rank writes its share of the
+tensors, and the main process publishes the folder. The background thread never calls a collective.
 """
 
 import logging
@@ -30,11 +30,11 @@ from src.training.train_state import TrainState
 
 Tensors = dict[str, torch.Tensor]  # by name
 log = logging.getLogger("run")
-SHARD_TIMEOUT = 600.0  # seconds that the main process's thread waits for the files of other ranks; training continues
+SHARD_TIMEOUT = 600.0  # seconds that the main process's background thread waits for the files of other ranks
 
 
 class CheckpointWriter:
-    """The thread that writes the folders of one run, one at a time, and what became of them."""
+    """The background thread that writes a run's checkpoints one at a time, and the results of its writes."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class CheckpointWriter:
         files: list[JsonlWriter],
         stop_signals: StopSignals,
     ):
-        """A checkpoint is never ahead of `files`: they are flushed before it is written."""
+        """`files` are flushed before each checkpoint, so that they hold every step that the checkpoint knows."""
         self.cfg, self.model, self.files, self.stop_signals = cfg, model, files, stop_signals
         self.folder, self.is_main = Path(cfg.output_dir), strategy.accelerator.is_main_process
         self.precision = strategy.accelerator.mixed_precision
         self.is_sharded = strategy.is_sharded
         self.all_ranks_write = self.is_sharded and strategy.accelerator.num_processes > 1
-        self.rank, self.world = 0, 1  # of the ranks that write
+        self.rank, self.world = 0, 1  # among the ranks that write
         if self.all_ranks_write:
             self.rank, self.world = strategy.accelerator.process_index, strategy.accelerator.num_processes
         self.writes = self.is_main or self.all_ranks_write
@@ -58,16 +58,16 @@ class CheckpointWriter:
         self.folders_started = 0  # the same number on all ranks that write
         self.memory = host_copy.HostCopy()
         self.thread: threading.Thread | None = None
-        self.error: BaseException | None = None  # of the last write, not raised yet
+        self.error: BaseException | None = None  # exception of the last write, which failed() raises
         self.failures, self.reason = 0, ""  # failed checkpoints in a row, and why the last one failed
         self.saved: tuple[int | None, int | None] = (None, None)  # (step, last evaluation) of the newest checkpoint
         self.final_step: int | None = None  # step of the weights in final/
-        self.pauses: list[float] = []  # seconds that training stood still for each checkpoint
+        self.pauses: list[float] = []  # seconds that each checkpoint paused training
 
     # ---- called by the main thread -----------------------------------------------------------------------------------
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Return whether nothing is being written any more, after waiting at most `seconds` for it."""
+        """Wait at most `seconds` for the write in progress; return True if none is in progress any more."""
         if self.thread is not None:
             self.thread.join(seconds)
             if self.thread.is_alive():
@@ -76,24 +76,24 @@ class CheckpointWriter:
         return True
 
     def failed(self) -> float:
-        """Return 1 if the run is to end because `max_failed_saves` checkpoints in a row failed, else 0.
+        """Return 1 if the run must end because `max_failed_saves` checkpoints in a row failed, else 0.
 
-        Raise an error of the last write that is not the disk's."""
+        Raise the stored exception of the last write. A disk error of a checkpoint is not stored, only counted."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error
         return float(self.failures >= self.cfg.max_failed_saves)
 
     def disk_error(self, tensors: dict[str, Tensors]) -> OSError | None:
-        """Flush the run's files, and return why the disk does not take another checkpoint, if it does not."""
+        """Flush the run's files. Return an OSError if the disk cannot take another checkpoint, else None."""
         try:
-            for file in self.files:  # a checkpoint never knows more steps than the lines beside it
+            for file in self.files:  # a checkpoint must not be ahead of metrics.jsonl
                 file.flush()
             # The old checkpoints stay until the new one is complete.
             needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
             lost_run_folder.check_held(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            checkpoints = self.folder / "checkpoints"  # which may be another disk
+            checkpoints = self.folder / "checkpoints"  # may be on another disk
             free = shutil.disk_usage(checkpoints if checkpoints.exists() else self.folder).free
             if free < needed:
                 return OSError(28, f"{needed / 1e6:,.1f} MB are needed, {free / 1e6:,.1f} MB are free")
@@ -110,7 +110,7 @@ class CheckpointWriter:
         return self.memory.take(tensors, {key for key, rank in rank_of.items() if rank == self.rank})
 
     def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
-        """Start writing a checkpoint from host memory; training has waited `paused` seconds, `copying` of them to copy."""
+        """Start writing a checkpoint. Training was paused for `paused` seconds, including `copying` for the copy."""
         self.pauses.append(paused)
         self._start(self._write_checkpoint, tensors, state, copying)
 
@@ -125,7 +125,7 @@ class CheckpointWriter:
         self._start(self._write_final, lambda: self._publish(self.folder / "final", write, state.step))
 
     def copy_final(self, candidates: list[Path | None], state: TrainState, config: dict) -> None:
-        """Start making final/ a copy of the model in the first intact checkpoint of `candidates`."""
+        """Start copying the model of the first intact checkpoint of `candidates` to final/."""
         folder = self.folder / "final"
 
         def card(temporary: Path, step: int) -> None:
@@ -138,18 +138,18 @@ class CheckpointWriter:
         self._start(self._write_final, copy)
 
     def save_failed(self, step: int, error: Exception) -> None:
-        """Count and report a checkpoint that the disk did not take."""
+        """Count and report a checkpoint that could not be written."""
         if lost_run_folder.lost_folder(self.folder):
-            return  # StopSignals ends this process at its next look, and says why
+            return  # StopSignals notices this at its next check, ends the process and reports the reason
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
         warn(
-            f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. The ones before it are untouched, training "
-            f"continues; failure {self.failures} of {self.cfg.max_failed_saves} in a row, after which the run ends"
+            f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; training "
+            f"continues (failure {self.failures} of {self.cfg.max_failed_saves} in a row; max_failed_saves ends the run)"
         )
 
     def summary(self) -> str:
-        """Return how often training was paused for a checkpoint and for how long, or that the last one failed."""
+        """Format the number of checkpoints and the median pause of training, or a warning if the last save failed."""
         if self.failures:
             return f"warning: the last checkpoint could not be saved ({self.reason}); the final model is complete"
         if not self.pauses:
@@ -174,7 +174,7 @@ class CheckpointWriter:
 
         try:
             for file in self.files:
-                if file.path.exists():  # not before its first line
+                if file.path.exists():  # it does not exist before its first line
                     atomic_folder.fsync(file.path)
             self._publish(folder, write, step)
             self.failures = 0
@@ -195,12 +195,12 @@ class CheckpointWriter:
         try:
             work()
         except (OSError, SafetensorError) as error:
-            self.error = Failure(f"{self.folder / 'final'} could not be written: {error}; the same command tries again")
+            self.error = Failure(f"{self.folder / 'final'} could not be written: {error}; run the same command again")
         except BaseException as error:
             self.error = error
 
     def _publish(self, folder: Path, write: Callable[[Path], None], step: int) -> None:
-        """Publish what all ranks write, on the main process; on other ranks hand over this rank's files."""
+        """Write and publish `folder` on the main process; on other ranks write this rank's shard for it."""
         lost_run_folder.check_held(folder)
         if not self.all_ranks_write:
             atomic_folder.publish(folder, write, step=step, mixed_precision=self.precision)
@@ -224,9 +224,9 @@ class CheckpointWriter:
         pause = self.pauses[-1]
         log.info(
             f"step {step} saved: training paused {pause:.3f} s, {copying:.3f} s of it to copy {size / 1e6:,.1f} MB to the host; "
-            f"written, hashed and published beside training in {seconds:.3f} s"
+            f"written, hashed and published in the background in {seconds:.3f} s"
         )
-        if not run_status.failed_rank(self.folder, -1):  # a failed rank's traceback is to stay the last thing printed
+        if not run_status.failed_rank(self.folder, -1):  # keep a failed rank's traceback the last thing printed
             console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")
 
     def _delete_old(self, best_step: int) -> None:
@@ -239,4 +239,4 @@ class CheckpointWriter:
 
 
 def _is_disk_error(error: Exception) -> bool:
-    return isinstance(error, OSError) or "os error" in str(error)  # safetensors wraps those of the system
+    return isinstance(error, OSError) or "os error" in str(error)  # safetensors wraps an OSError in a SafetensorError

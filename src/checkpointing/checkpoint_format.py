@@ -1,4 +1,4 @@
-"""The contents of a checkpoint: model, optimizer and state as safetensors and JSON, no pickle.
+"""Checkpoint contents: model, optimizer and training state as safetensors and JSON, without pickle.
 
 Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_async_writer.py.
 """
@@ -26,9 +26,9 @@ Tensors = dict[str, torch.Tensor]
 def collect_tensors(
     strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict
 ) -> tuple[dict[str, Tensors], dict[str, dict]]:
-    """Return (tensors, other values) of the model and of `parts`, each by part and canonical name.
+    """Return ({part: {name: tensor}}, {part: {name: other value}}) of the model and of `parts`.
 
-    A part is the optimizer, or has a flat `state_dict` of tensors, numbers and strings (averaged weights, for example)."""
+    A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
     model = model_with_loss.model
     tensors, numbers = {"model": strategy.named_weights(model)}, {}
     for part, holder in parts.items():
@@ -50,9 +50,9 @@ def write_checkpoint(
     rank: int = 0,
     world: int = 1,
 ) -> None:
-    """Write the files of a checkpoint, or with `world` > 1 those of one rank.
+    """Write all files of a checkpoint, or only those of one rank if `world` > 1.
 
-    Reads no tensor of the model itself, so it may run beside training."""
+    Reads `tensors` instead of the model's parameters, so training may continue in the meantime."""
     write_model(model_with_loss, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
         if part != "model" and (named or world == 1):
@@ -62,7 +62,7 @@ def write_checkpoint(
 
 
 def _without_sharing(named: Tensors) -> Tensors:
-    """Return the tensors, tied ones copied: safetensors refuses two names for the same memory."""
+    """Return the tensors with tied weights cloned, because safetensors refuses two names for the same memory."""
     result, seen = {}, set()
     for name, value in named.items():
         result[name] = value.clone() if value.data_ptr() in seen else value
@@ -76,7 +76,7 @@ def _without_sharing(named: Tensors) -> Tensors:
 def load_checkpoint(
     checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter
 ) -> TrainState:
-    """Restore every part, the gradient scaler and the meter; return the state. The weights are read with the model."""
+    """Restore `parts`, gradient scaler and meter; return the TrainState. The model already has its weights."""
     state = read_state(checkpoint)
     for part, holder in parts.items():
         if part not in state["numbers"]:

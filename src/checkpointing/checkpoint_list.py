@@ -1,4 +1,4 @@
-"""The checkpoints of a run: list them, read their state, find the newest intact one, delete old ones.
+"""Checkpoint folders of a run: list them, read state.json, find the newest intact one, delete old ones.
 
 Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
 """
@@ -19,7 +19,7 @@ def list_checkpoints(output_dir: str | Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int | None:
-    """Return the step of a checkpoint folder, which a user may have renamed; None for other folders."""
+    """Return the step of a checkpoint folder, even if a user renamed it; None for any other folder."""
     if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
         return int(match[1])
     if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
@@ -36,12 +36,12 @@ def checkpoint_of_step(output_dir: str | Path, step: int) -> Path | None:
 
 
 def is_inside(checkpoint: Path, output_dir: Path) -> bool:
-    """Return whether a checkpoint lies in the checkpoints folder of the run in `output_dir`."""
+    """Return True if a checkpoint lies in the checkpoints folder of the run in `output_dir`."""
     return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
 
 
 def newest_intact(output_dir: str | Path) -> Path | None:
-    """Return the newest intact checkpoint of a run, or None. Reads every byte of the ones it checks."""
+    """Return the newest intact checkpoint of a run, or None. Reads every byte of each checkpoint it verifies."""
     return next((path for path in reversed(list_checkpoints(output_dir)) if not atomic_folder.verify(path)), None)
 
 
@@ -51,8 +51,8 @@ def read_state(checkpoint: Path) -> dict:
 
 
 def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
-    """Return all checkpoints but the last `save_total_limit`, every `save_keep_every`-th, and the best one if
-    `metric_for_best_model` is set. Checkpoints that a user renamed or linked are never deleted."""
+    """Return all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, and the
+    best one if `metric_for_best_model` is set. Checkpoints that a user renamed and symlinks are never deleted."""
     found = [
         path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_") and not path.is_symlink()
     ]
@@ -65,6 +65,6 @@ def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
 
 
 def prune(cfg: RunConfig, best_step: int = 0) -> None:
-    """Delete the checkpoints that the run no longer keeps."""
+    """Delete the checkpoints that checkpoints_to_delete() returns."""
     for path in checkpoints_to_delete(cfg, best_step):
         shutil.rmtree(path)

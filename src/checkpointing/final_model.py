@@ -1,4 +1,4 @@
-"""final/: the best or last model, its model card, and a sample of it.
+"""The folder final/: the best or last model, its model card, and a sample from it.
 
 Tests: tests/checkpointing/test_best_model.py.
 """
@@ -15,11 +15,11 @@ from src.training.train_state import TrainState
 
 
 def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
-    """Return a sentence on the best evaluation and the step `held` in final/; empty without metric_for_best_model."""
+    """Return a sentence about the best step and `held`, the step in final/; empty without metric_for_best_model."""
     if not cfg.metric_for_best_model or held is None:
         return ""
     if not progress.best_step:
-        return f"no evaluation by {progress.best_metric} is known: final/ holds the last step, {progress.step:,}"
+        return f"no best step by {progress.best_metric} is known, so final/ holds the last step, {progress.step:,}"
     holds = "final/ holds it"
     if held != progress.best_step:
         holds = f"its checkpoint is gone or damaged, so final/ holds step {held:,}"
@@ -27,7 +27,7 @@ def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
 
 
 def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int) -> None:
-    """Add the step of the weights to the model card."""
+    """Append the sentence of best() to the model card."""
     card, text = folder / "README.md", best(cfg, progress, held)
     if card.exists() and text:
         card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
@@ -36,15 +36,15 @@ def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int)
 def publish_copy(
     folder: Path, candidates: list[Path | None], write_card: Callable[[Path, int], None], mixed_precision: str
 ) -> int:
-    """Publish the model of the first intact checkpoint in `folder`, without training state; return its step.
+    """Copy the model of the first intact candidate to `folder`, without training state; return its step.
 
-    `write_card(folder, step)` adds the files that a checkpoint does not have."""
+    `write_card(folder, step)` adds the files that a checkpoint lacks."""
     for checkpoint in filter(None, candidates):
         errors = atomic_folder.verify(checkpoint)
         if not errors:
             return _publish_copy(folder, checkpoint, write_card, mixed_precision)
         warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", any_rank=True)
-    raise OSError(None, "no checkpoint to make it from is intact")
+    raise OSError(None, "no intact checkpoint to copy it from")
 
 
 def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, int], None], mixed_precision: str) -> int:
@@ -63,7 +63,7 @@ def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, in
 
 
 def sample(task, model, folder: Path, device) -> str | None:
-    """Return the task's sample of `model`, or of the model in `folder`; None if samples are switched off."""
+    """Return the task's sample from `model`, else from the model in `folder`; None if sample_prompt is empty."""
     if not getattr(task.options, "sample_prompt", True):
         return None
     return task.sample(model or task.build(str(folder)).to(device))

@@ -1,4 +1,4 @@
-"""A copy of the training state in host memory, which a thread can write while training continues.
+"""Copy of the training state in host memory, which a background thread writes while training continues.
 
 Tests: tests/checkpointing/test_async_writer.py.
 """
@@ -15,11 +15,11 @@ class HostCopy:
         self.memory: dict[tuple[str, str], torch.Tensor] = {}
 
     def take(self, tensors: dict[str, dict[str, torch.Tensor]], mine: set | None = None) -> dict[str, dict]:
-        """Return the same tensors in host memory, tied ones once; waits for the device.
+        """Return copies of the tensors in host memory; tied weights share one copy. Waits for the device.
 
-        Sharded tensors are gathered one at a time, a collective; with `mine`, only the (part, name) in it are kept."""
+        Sharded tensors are gathered one at a time (a collective). With `mine`, keep only its (part, name) keys."""
         copies = {part: {} for part in tensors}
-        copied: dict = {}  # storage -> its copy, or None if another rank keeps it
+        copied: dict = {}  # storage key -> copy, or None if another rank keeps it
         from_device = False
         for part, named in tensors.items():
             for name, value in named.items():
@@ -43,7 +43,7 @@ class HostCopy:
 
 
 def _storage_key(value: torch.Tensor):
-    """Return a key that two names share only if they are the same tensor (tied weights)."""
+    """Return a key that is equal for two names only if they are the same tensor (tied weights)."""
     if is_partial(value) or not value.nbytes:
         return id(value)
     return value.data_ptr(), value.shape, value.stride(), value.dtype

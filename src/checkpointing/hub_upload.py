@@ -1,4 +1,4 @@
-"""Upload final/ to the Hub.
+"""Upload of final/ to the Hub.
 
 Tests: tests/download/test_hub_downloads.py.
 """
@@ -8,18 +8,18 @@ from pathlib import Path
 from src.config.errors import warn
 from src.config.schema import RunConfig
 
-SILENCE = 120  # seconds to wait for the Hub's next byte
+SILENCE = 120  # seconds to wait for the next byte from the Hub
 
 
 def push_to_hub(cfg: RunConfig, main: bool) -> str:
-    """Upload RUN/final to the run's Hub repository, created as a private one if it does not exist; return a sentence on it.
+    """Upload RUN/final to `hub_model_id`, creating a private repository if needed; return a message for the user.
 
-    A failure is a warning with the command to repeat the upload, because the model is on the disk."""
+    A failure is only a warning with the command that repeats the upload, because the model is on the disk."""
     if not main:
         return ""
     from huggingface_hub import HfApi, get_session
 
-    get_session().timeout = SILENCE  # the default is none
+    get_session().timeout = SILENCE  # the default is to wait forever
     folder = Path(cfg.output_dir, "final")
     name = cfg.hub_model_id or folder.resolve().parent.name
     try:
@@ -32,5 +32,5 @@ def push_to_hub(cfg: RunConfig, main: bool) -> str:
         return f"pushed to {address}"
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        warn(f"push_to_hub failed ({reason}); the model is in {folder}: hf upload {name} {folder}")
+        warn(f"push_to_hub failed ({reason}). The model is in {folder}; to upload it, run: hf upload {name} {folder}")
         return "not pushed to the Hub"

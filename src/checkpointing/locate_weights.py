@@ -25,26 +25,26 @@ if TYPE_CHECKING:
 
 
 def init_weights(cfg: RunConfig) -> Path | None:
-    """Return the folder whose weights a new run begins with, from `init_from`; None: the weights of its model."""
+    """Return the weights folder that `init_from` names, or None if it is not set."""
     return locate_weights(cfg.init_from, "init_from") if cfg.init_from else None
 
 
 def locate_weights(name: str, field: str) -> Path:
-    """Return the intact folder with the weights of `name`: a checkpoint, a final model, or a run.
+    """Return the weights folder of `name`, which is a checkpoint, a final model or a run folder.
 
-    A run stands for its final model, or for its newest intact checkpoint if it has none."""
+    In a run folder, use final/, else the newest intact checkpoint. Raise UsageError if the folder is damaged."""
     if not name:
         raise UsageError(
-            f"{field}: empty: give the folder of a run or a checkpoint; other models: --model_name_or_path"
+            f"{field} is empty: give the folder of a run or a checkpoint; for other models give --model_name_or_path"
         )
     folder = Path(locate(name))
     found = next((f for f in (folder, folder / "final") if (f / "config.json").exists()), None) or newest_intact(folder)
     if found is None:
         checkpoints = list_checkpoints(folder)
-        damaged = f" with an intact one (of {len(checkpoints)})" if checkpoints else ""
+        damaged = f" with an intact checkpoint (0 of {len(checkpoints)} are intact)" if checkpoints else ""
         raise UsageError(
-            f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one; other models: "
-            "--model_name_or_path"
+            f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one; for other models "
+            "give --model_name_or_path"
         )
     ours = (found / atomic_folder.MANIFEST).exists() or (found / "state.json").exists()
     if ours and (errors := atomic_folder.verify(found)):
@@ -53,12 +53,12 @@ def locate_weights(name: str, field: str) -> Path:
 
 
 def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
-    """Warn if a checkpoint or final model is evaluated in another precision than it was trained in."""
+    """Warn if a checkpoint or final model is evaluated in another mixed precision than it was trained in."""
     trained = atomic_folder.read_metadata(Path(locate(cfg.model_name_or_path or ""))).get("mixed_precision")
     if trained and trained != (now := accelerator.mixed_precision):
         warn(
-            f"this model was trained with mixed_precision {trained} and is evaluated with {now}: the numbers differ from those "
-            f"of train.py; launch with mixed_precision {trained} to get the same ones"
+            f"this model was trained with mixed_precision {trained} and is evaluated with {now}: the metrics differ from those "
+            f"of train.py; launch with mixed_precision {trained} to get the same metrics"
         )
 
 
@@ -66,10 +66,10 @@ def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
 
 
 def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None]:
-    """Return (flags without --checkpoint, the values that the checkpoint's configuration adds, the step of its weights).
+    """Return (flags without --checkpoint, values from the checkpoint's configuration, step of its weights).
 
-    A checkpoint is data from anywhere: only its own configuration is read, not that of a folder above it, and only fields
-    that declare it harmless (`from_checkpoint`). The folder of eval.json follows from the path that was typed."""
+    A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
+    use only fields whose `from_checkpoint` allows it. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", nargs="?", const="")
     known, argv = parser.parse_known_args(argv)
@@ -92,7 +92,7 @@ def _step_of_weights(weights: Path) -> int | None:
 
 
 def _read_config(name: str, weights: Path) -> dict:
-    """Return the configuration that a run, a checkpoint or a final model holds itself."""
+    """Return the configuration that is stored in the run, checkpoint or final model `name`."""
     folder = Path(locate(name))
     if folder != weights and (folder / "config.yaml").exists():
         return read_yaml(folder / "config.yaml")
@@ -110,10 +110,10 @@ def _read_config(name: str, weights: Path) -> dict:
 
 
 def _harmless_values(config: dict, given: set[str]) -> dict:
-    """Return the values that an evaluation takes from a checkpoint; warn about the others, with the flag to give them."""
+    """Return the values that an evaluation may take from a checkpoint; for each refused value warn with its flag."""
     task, taken = config.get("task", RunConfig.task), {}
     if not isinstance(task, str) or task not in OPTIONS:
-        raise UsageError(f"checkpoint: task: unknown value {task!r}; there is {', '.join(OPTIONS)}")
+        raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
     for kind, default_rule in ((RunConfig, False), (OPTIONS[task](), ASK)):
         defaults = dataclasses.asdict(kind())
         for field in dataclasses.fields(kind):
@@ -125,7 +125,7 @@ def _harmless_values(config: dict, given: set[str]) -> dict:
             if rule is True or (callable(rule) and rule(value)):
                 taken[field.name] = value
             elif rule is not False:
-                warn(f"{field.name} of the run is not taken from a checkpoint: give --{field.name} {_as_flag(value)}")
+                warn(f"{field.name} is not taken from a checkpoint; to use it, give --{field.name} {_as_flag(value)}")
     return taken
 
 
@@ -135,7 +135,7 @@ def _as_flag(value) -> str:
 
 
 def _without_replaced_data(values: dict, given: set[str]) -> dict:
-    """Return the values without data that the flags replace, and without training data that is not needed."""
+    """Return the values without data that flags replace, and without train_file if there is a validation_file."""
     dropped = set()
     if "dataset_name" in given:
         dropped |= {"train_file", "validation_file"}
@@ -147,7 +147,7 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
 
 
 def _output_dir(name: str) -> Path:
-    """Return the folder of the run by the path that was typed, whatever is in it; else the named folder itself."""
+    """Return the run folder of the typed path, from the path alone; if it is no checkpoint, the folder itself."""
     here = Path(name) if Path(name).exists() else REPOSITORY / name
     folder = Path(os.path.abspath(here))
     if folder.name == "final":

@@ -1,4 +1,4 @@
-"""A Hugging Face model folder: weights, tokenizer, index of the shards, model card, configuration of the run.
+"""Hugging Face model folder: weights, tokenizer, shard index, model card, configuration of the run.
 
 Tests: tests/checkpointing/test_format.py, tests/distributed/test_fsdp2.py, tests/config/test_foreign_code.py.
 """
@@ -27,9 +27,9 @@ def write_model(
     rank: int = 0,
     world: int = 1,
 ) -> None:
-    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; or one rank's shard of them.
+    """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; only one shard if `world` > 1.
 
-    `tensors` are written in place of the weights of the model, and emptied by transformers."""
+    `tensors` are written instead of the model's own weights; transformers empties the dict."""
     dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
     has_tensors = bool(tensors)
     if world == 1:
@@ -45,11 +45,11 @@ def write_model(
 
 
 def _write_shard(model: torch.nn.Module, folder: Path, tensors: dict, rank: int, world: int) -> None:
-    """Write one rank's tensors as model-RANK-of-WORLD.safetensors, and the configuration files on rank 0."""
+    """Write one rank's tensors as model-RANK-of-WORLD.safetensors; rank 0 also writes the configuration files."""
     inner, has_tensors = folder / "model", bool(tensors)
     private_apis.save_on_every_rank(model)
     model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
-    if has_tensors:  # none if there are more ranks than layers
+    if has_tensors:  # a rank has no tensors if there are more ranks than layers
         (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))
     for path in inner.iterdir():
         if rank == 0 or path.suffix == ".safetensors":
@@ -67,7 +67,7 @@ def _set_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
 
 
 def write_index(folder: Path) -> None:
-    """Write model.safetensors.index.json, which `from_pretrained` needs if the weights are in several files."""
+    """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
     paths = sorted(folder.glob("model-*-of-*.safetensors"))
     if not paths:
         return
@@ -86,14 +86,14 @@ def write_final(
     world: int,
     config: dict,
 ) -> None:
-    """Write a final model: weights, tokenizer, model card and the run's `config`; or one rank's shard of it."""
+    """Write weights, tokenizer, model card and the run's `config`; only one rank's shard if `world` > 1."""
     write_model(model_with_loss, folder, tensors, rank, world)
     if rank == 0:
         write_card(folder, cfg, model_with_loss.model, config)
 
 
 def write_card(folder: Path, cfg: RunConfig, model: torch.nn.Module, config: dict) -> None:
-    """Write what is published beside the weights: README.md and, for eval.py, the run's configuration."""
+    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
     from transformers import PreTrainedModel
 
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
@@ -103,14 +103,14 @@ def write_card(folder: Path, cfg: RunConfig, model: torch.nn.Module, config: dic
     start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
     (folder / "README.md").write_text(
         f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
-        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds its configuration.\n"
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n"
     )
     text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
 
 
 def _public_name(source: str) -> str:
-    """Return a Hub name as it is, and only the last part of a URL or a local path."""
+    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
     if "://" in source:
         return Path(urlsplit(source).path).name or "a URL"
     return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source

@@ -1,4 +1,4 @@
-"""Choose the checkpoint to resume from, the same on all ranks, and archive what the resumed run will replace.
+"""Choice of the checkpoint to resume from, the same on all ranks; archiving of outputs that the run replaces.
 
 Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_lineage.py.
 """
@@ -25,13 +25,13 @@ class ResumePoint(NamedTuple):
     """The checkpoint that a run resumes from."""
 
     folder: Path | None  # None: a new run
-    notes: list[str]  # what the user should know about it
+    notes: list[str]  # messages for the user about the choice
 
 
 def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:
-    """Return the main process's choice on every rank, or raise its error on every rank.
+    """Return the main process's ResumePoint on every rank, or raise its error on every rank.
 
-    A micro-batch size of `auto` becomes that of the checkpoint."""
+    Replace `per_device_batch_size: auto` by the value in the checkpoint."""
     from accelerate.utils import broadcast_object_list
 
     outcome: list[Any] = [None, None]
@@ -63,10 +63,10 @@ def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits:
 
 
 def find(cfg: RunConfig, options, known: dict) -> ResumePoint:
-    """Return the newest intact checkpoint that `cfg.resume` allows, if it is of this run, whose identity is `known`.
+    """Return the newest intact checkpoint that `cfg.resume` allows; `known` is the identity of this run.
 
-    Raises UsageError if there are checkpoints but none is intact, if they are of another run, or if `output_dir` holds a
-    run that did not begin from the requested checkpoint. Raises Stopped if the launcher restarts a stopped run."""
+    Raise UsageError if checkpoints exist but none is intact, if they belong to another run, or if `output_dir` holds a
+    run that did not begin from the requested checkpoint. Raise Stopped if the launcher restarts a stopped run."""
     restarted = _is_elastic_restart(Path(cfg.output_dir))
     candidates, notes = _candidates(cfg, restarted)
     for checkpoint in reversed(candidates):
@@ -82,7 +82,7 @@ def find(cfg: RunConfig, options, known: dict) -> ResumePoint:
 
 
 def _is_elastic_restart(output_dir: Path) -> bool:
-    """Return whether torchrun restarts a run that it already started once; raise Stopped if that run was stopped."""
+    """Return True if torchrun restarts this run after a failure; raise Stopped if its status is `stopped`."""
     status = run_status.read_status(output_dir)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     restarted = attempt > 0 and status.get("launcher") == os.getppid()
@@ -92,10 +92,10 @@ def _is_elastic_restart(output_dir: Path) -> bool:
 
 
 def _candidates(cfg: RunConfig, restarted: bool) -> tuple[list[Path], list[str]]:
-    """Return the checkpoints that `cfg.resume` allows, oldest first, and notes for the user."""
+    """Return the checkpoints that `cfg.resume` allows, oldest first, and messages for the user."""
     own = Path(cfg.output_dir)
     checkpoints = list_checkpoints(own)
-    if cfg.resume == "auto" or (restarted and checkpoints):  # the first start has already obeyed --resume
+    if cfg.resume == "auto" or (restarted and checkpoints):  # the first start has already applied --resume
         return checkpoints, []
     if cfg.resume == "never":
         return [], []
@@ -112,16 +112,18 @@ def _candidates(cfg: RunConfig, restarted: bool) -> tuple[list[Path], list[str]]
 
 
 def _checkpoints_at(asked: Path) -> list[Path]:
-    """Return `asked` if it is a checkpoint, else the checkpoints of the run in it; UsageError if there are none."""
+    """Return [`asked`] if it is a checkpoint, else the checkpoints of the run in it; raise UsageError if none."""
     if any((asked / name).exists() for name in ("state.json", atomic_folder.MANIFEST)):
         return [asked]
     if found := list_checkpoints(asked):
         return found
-    raise UsageError(f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or such a folder")
+    raise UsageError(
+        f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
+    )
 
 
 def run_metadata(accelerator: "Accelerator", cfg: RunConfig, resolved: str, splits: dict, start: Path | None) -> dict:
-    """Return what each checkpoint records about its run: configuration, identity of data and model, lineage."""
+    """Return the metadata of the run for its checkpoints: configuration, identity of data and model, lineage."""
     return {
         "config": yaml.safe_load(resolved),
         "identity": identity(accelerator, cfg, splits),
@@ -130,15 +132,16 @@ def run_metadata(accelerator: "Accelerator", cfg: RunConfig, resolved: str, spli
 
 
 def archive_stale_outputs(accelerator: "Accelerator", cfg: RunConfig, start: Path | None, lineage: dict) -> None:
-    """Rename the outputs that the run would contradict: all of them for a new run; for a resumed one the checkpoints after
-    `start` and the final model. Nothing is deleted."""
+    """Rename old outputs that would not fit this run. Nothing is deleted.
+
+    For a new run these are all outputs, for a resumed run the final model and the checkpoints after `start`."""
     if not accelerator.is_main_process:
         return
     folder = Path(cfg.output_dir)
     run_lock.lock_run_folder(folder)
     if start is None and cfg.resume == "auto" and list_checkpoints(folder):
         raise UsageError(
-            f"output_dir: another process has trained in {folder} meanwhile: run the same command again to resume from there"
+            f"output_dir: another process has trained in {folder} since this one started: run the command again"
         )
     own = start is not None and run_lineage.belongs(start, folder)
     for path in filter(Path.exists, _stale_outputs(cfg, folder, start, own)):
@@ -154,16 +157,16 @@ def _stale_outputs(cfg: RunConfig, folder: Path, start: Path | None, own: bool) 
     if start is None:
         stale.append(folder / "checkpoints")
         if cfg.resume == "never":
-            stale.append(folder / "trackers.json")  # a new run for wandb, too
+            stale.append(folder / "trackers.json")  # so that wandb starts a new run, too
         return stale
-    step = read_state(start)["progress"]["step"]  # the folder may have any name
+    step = read_state(start)["progress"]["step"]  # not from the name: a user may have renamed the folder
     return stale + [path for path in list_checkpoints(folder) if _contradicts(path, start, step)]
 
 
 def _contradicts(checkpoint: Path, start: Path, step: int) -> bool:
-    """Return whether the run that resumes from `start` at `step` will write a checkpoint of the same step again.
+    """Return True if the run that resumes from `start` at `step` will write a checkpoint of this step again.
 
-    A link to `start` and a copy of it that a user made stay."""
+    Symlinks to `start` and copies that a user made stay."""
     if step_of(checkpoint) != step:
         return (step_of(checkpoint) or 0) > step
     made_by_user = checkpoint.is_symlink() or not checkpoint.name.startswith("step_")

@@ -1,4 +1,4 @@
-"""What makes two runs the same: configuration, contents of data and model, precision. Refuse to resume another run.
+"""Run identity: configuration, contents of data and model, precision. Refuses to resume a different run.
 
 Tests: tests/checkpointing/test_run_identity.py.
 """
@@ -23,14 +23,14 @@ from src.training.schedules import make_schedule, total_steps
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: the program that wrote it, not the model
+SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "files", "tokenizer", "sample", "labels", "tokenizer_files")
 
 # ---- what a checkpoint records -----------------------------------------------------------------------------------------
 
 
 def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict:
-    """Return what defines a run besides its fields: contents of data and model, precision, number of processes."""
+    """Return a run's identity besides its fields: contents of data and model, precision, number of processes."""
     return {
         "data": data_identity(splits["train"].stats),
         "validation": data_identity(splits["validation"].stats) if "validation" in splits else None,
@@ -40,12 +40,12 @@ def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict:
 
 
 def data_identity(stats: dict) -> dict:
-    """Return the statistics of a split that tell one content from another."""
+    """Return the statistics of a split that identify its contents."""
     return {name: stats[name] for name in DATA if name in stats}
 
 
 def model_identity(cfg: RunConfig) -> dict:
-    """Return the values of the model's configuration; of a pretrained model also its commit, and hashes of code that runs."""
+    """Return the values of the model's configuration; if pretrained, also its commit and hashes of its remote code."""
     if cfg.model_config:
         return {"model": read_yaml(cfg.model_config), "model_commit": None}
     if not cfg.model_name_or_path:
@@ -63,16 +63,16 @@ def model_identity(cfg: RunConfig) -> dict:
 
 @dataclass
 class Changes:
-    """How a run differs from the one that saved a checkpoint, each as "name: old → new"."""
+    """Differences between this run and the run that saved a checkpoint, each as "name: old → new"."""
 
-    refused: list[str] = field(default_factory=list)  # would change the numbers
-    remarks: list[str] = field(default_factory=list)  # harmless, but the user should know
+    refused: list[str] = field(default_factory=list)  # would change the training result
+    remarks: list[str] = field(default_factory=list)  # harmless, but reported to the user
 
 
 def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> list[str]:
-    """Return remarks on harmless changes since the checkpoint; UsageError lists those that would change the numbers.
+    """Return remarks on harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
 
-    `known` is the identity of this run. A change of a field is refused unless it is declared may_change_on_resume."""
+    `known` is the identity of this run. A changed field is refused unless it is declared may_change_on_resume."""
     state, changes = read_state(checkpoint), Changes()
     if missing := known.keys() - state["identity"].keys():
         raise UsageError(
@@ -84,9 +84,9 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
     _compare_schedules(changes, cfg, state, known["data"]["examples"])
     if changes.refused:
         raise UsageError(
-            f"{checkpoint.parent.parent} holds another run ({'; '.join(changes.refused)}): to train beside it, give another "
+            f"{checkpoint.parent.parent} holds another run ({'; '.join(changes.refused)}): to train a new run, give another "
             "--output_dir (and --init_from to begin with its weights); to start over in this folder, give --resume never "
-            "once, which keeps the old run there under other names"
+            "once, which renames the outputs of the old run and deletes nothing"
         )
     _compare_processes(changes, cfg, state["identity"], known)
     return [f"changed since {checkpoint.name}: {text}" for text in changes.remarks]
@@ -106,18 +106,18 @@ def _compare_fields(changes: Changes, state: dict, new: dict, options, known: di
 
 
 def _checked_by_content(state: dict, new: dict, known: dict) -> set[str]:
-    """Return the fields that name the same model in another way; its contents are compared."""
+    """Return the fields about the model's location that may differ, because its contents are compared."""
     names = set()
     if known["model_commit"] and known["model_commit"] == state["identity"]["model_commit"]:
         names.add("model_revision")
     folders = [values.get("model_name_or_path") or "" for values in (state["config"], new)]
     if all(os.path.isabs(folder) for folder in folders) and state["identity"]["model"]:
-        names.add("model_name_or_path")  # a folder that was moved
+        names.add("model_name_or_path")  # the folder may have been moved
     return names
 
 
 def _compare_contents(changes: Changes, old: dict, new: dict) -> None:
-    """Add how data, model and precision differ."""
+    """Add the differences of data, model and precision to `changes`."""
     _compare_rows(changes, "training data", old["data"], new["data"])
     _compare_labels_and_tokenizer(changes, old["data"], new["data"])
     if old["validation"] and new["validation"]:
@@ -144,8 +144,8 @@ def _compare_contents(changes: Changes, old: dict, new: dict) -> None:
 def _compare_rows(changes: Changes, kind: str, old: dict, new: dict) -> None:
     if (old["examples"], old["rows"]) == (new["examples"], new["rows"]):
         samples = {stats["sample"] for stats in (old, new) if stats.get("sample")}
-        if len(samples) > 1:  # of a stream, whose rows are not read in advance
-            changes.refused.append(f"{kind}: files of the same names and sizes have other contents")
+        if len(samples) > 1:  # only streams have samples: their rows are not read in advance
+            changes.refused.append(f"{kind}: files with the same names and sizes have different contents")
         return
     files = [
         f"{name}: {old['files'].get(name, 'absent')} → {new['files'].get(name, 'absent')} bytes"
@@ -155,9 +155,9 @@ def _compare_rows(changes: Changes, kind: str, old: dict, new: dict) -> None:
     if files:
         reason = ", ".join(files[:5])
     elif old["tokenizer"] == new["tokenizer"]:
-        reason = "same sizes, other contents"
+        reason = "same file sizes, different contents"
     else:
-        reason = "another tokenizer or options"
+        reason = "different tokenizer or preprocessing options"
     changes.refused.append(f"{kind}: {_count(old)} → {_count(new)} ({reason})")
 
 
@@ -171,9 +171,7 @@ def _compare_labels_and_tokenizer(changes: Changes, old: dict, new: dict) -> Non
         changes.refused.append(f"labels: {_first_ten(before)} → {_first_ten(after)}")
     before, after = old.get("tokenizer_files"), new.get("tokenizer_files")
     if before and after and before != after:
-        changes.remarks.append(
-            "tokenizer: its files or the chat template have other contents, which make the same rows"
-        )
+        changes.remarks.append("tokenizer: its files or the chat template have changed, but they produce the same rows")
 
 
 def _first_ten(labels: list[str]) -> str:
@@ -182,7 +180,7 @@ def _first_ten(labels: list[str]) -> str:
 
 
 def _compare_schedules(changes: Changes, cfg: RunConfig, state: dict, examples: int) -> None:
-    """Refuse a new length under which the updates so far would have had other learning rates."""
+    """Refuse a new run length that would have changed the learning rates of the updates so far."""
     old = state["config"]
     before = dataclasses.replace(cfg, max_steps=old.get("max_steps"), num_train_epochs=old["num_train_epochs"])
     old_length, new_length = total_steps(before, examples), total_steps(cfg, examples)
@@ -190,11 +188,11 @@ def _compare_schedules(changes: Changes, cfg: RunConfig, state: dict, examples: 
         return
     old_rate, new_rate = make_schedule(before, old_length), make_schedule(cfg, new_length)
     done = state["progress"]["updates"]
-    sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}  # of a long run, its two ends
+    sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}  # of a long run, the first and last 1,000
     if any(old_rate(update) != new_rate(update) for update in sampled):
         changes.refused.append(
-            f"length: {old_length} → {new_length} steps, with which {cfg.lr_scheduler_type} would have had other learning "
-            f"rates in the {done} updates so far (constant, constant_with_warmup, inverse_sqrt can be extended)"
+            f"length: {old_length} → {new_length} steps: with it, {cfg.lr_scheduler_type} would have had other "
+            f"learning rates in the {done} updates so far (constant, constant_with_warmup, inverse_sqrt can be extended)"
         )
 
 
@@ -202,5 +200,5 @@ def _compare_processes(changes: Changes, cfg: RunConfig, old: dict, new: dict) -
     if old["processes"] == new["processes"]:
         return
     depends = [name for name in ("local_sgd_steps", "ddp_comm_hook") if getattr(cfg, name) not in (None, "no")]
-    more = f": with {depends[0]} the numbers depend on it" if depends else ""
+    more = f": with {depends[0]} the training result depends on it" if depends else ""
     changes.remarks.append(f"number of processes: {old['processes']} → {new['processes']}{more}")

@@ -1,4 +1,4 @@
-"""Which run a folder holds: its id, the checkpoint it began from, and whether another run may begin there.
+"""Run lineage: the id of the run in a folder, the checkpoint it began from, and whether a new run may use it.
 
 Tests: tests/checkpointing/test_run_lineage.py.
 """
@@ -17,7 +17,7 @@ from src.storage import atomic_folder
 
 
 def lineage(cfg: RunConfig, start: Path | None) -> dict:
-    """Return the id of the run, which stays the same in its folder, and the checkpoint of another run it began from."""
+    """Return the run's id, which never changes in its folder, and the checkpoint of another run it began from."""
     if start and belongs(start, Path(cfg.output_dir)):
         return read_state(start)["lineage"]
     began = None
@@ -31,7 +31,7 @@ def lineage(cfg: RunConfig, start: Path | None) -> dict:
 
 
 def belongs(path: Path, output_dir: Path) -> bool:
-    """Return whether a checkpoint is of the run in `output_dir`, wherever it is now; or whether it is that folder."""
+    """Return True if `path` is `output_dir`, or a checkpoint that its run saved, even if it was moved since."""
     if path.resolve() == output_dir.resolve() or is_inside(path, output_dir):
         return True
     own = run_id(path)
@@ -39,7 +39,7 @@ def belongs(path: Path, output_dir: Path) -> bool:
 
 
 def began_from(output_dir: Path, asked: Path) -> bool:
-    """Return whether the run in `output_dir` began from the checkpoint (or a checkpoint of the run) `asked`."""
+    """Return True if the run in `output_dir` began from `asked`, which is a checkpoint or the folder of a run."""
     checkpoints = list_checkpoints(output_dir)
     for path in reversed(checkpoints):
         if known := _read_lineage(path).get("began_from"):
@@ -56,18 +56,18 @@ def began_from(output_dir: Path, asked: Path) -> bool:
 
 
 def check_no_other_run(output_dir: Path, asked: Path) -> None:
-    """Raise UsageError if `output_dir` holds a run, which one that begins from `asked` would be mixed with."""
+    """Raise UsageError if `output_dir` already holds a run; a new run from `asked` would mix with it."""
     held = [path.name for path in list_checkpoints(output_dir)]
     held += [name for name in ("metrics.jsonl", "final") if (output_dir / name).exists()]
     if held:
         raise UsageError(
             f"resume: {asked} is a checkpoint of another run than the one in output_dir {output_dir} ({', '.join(held[:3])}): "
-            "give another --output_dir, or remove --resume to resume the run that is there"
+            "give another --output_dir, or remove --resume to resume the run in output_dir"
         )
 
 
 def has_trained(output_dir: Path) -> bool:
-    """Return whether the run in `output_dir`, which began from a checkpoint of another, has saved one after that."""
+    """Return True if the run in `output_dir` has saved a later checkpoint than the one it began from."""
     found = list_checkpoints(output_dir)
     if not found:
         return False
@@ -76,7 +76,7 @@ def has_trained(output_dir: Path) -> bool:
 
 
 def copy_best_checkpoint(start: Path, output_dir: Path, lineage: dict) -> None:
-    """Copy the best checkpoint so far of the run that saved `start` into `output_dir`, as one of the run with `lineage`."""
+    """Copy the best checkpoint of the run that saved `start` to `output_dir`, with `lineage` as its lineage."""
     best_step = read_state(start)["progress"]["best_step"]
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
     found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
@@ -87,7 +87,7 @@ def copy_best_checkpoint(start: Path, output_dir: Path, lineage: dict) -> None:
     def write(temporary: Path) -> None:
         for name in atomic_folder.read_manifest(best)["files"]:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(best / name, temporary / name)  # without modes: the source may be read-only
+            shutil.copyfile(best / name, temporary / name)  # not the file mode: the source may be read-only
         (temporary / "state.json").write_text(json.dumps(read_state(best) | {"lineage": lineage}, indent=1))
 
     folder = output_dir / "checkpoints" / f"step_{best_step:08d}"

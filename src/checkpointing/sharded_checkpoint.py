@@ -1,15 +1,15 @@
-"""Checkpoints of sharded models: files written by many ranks, and tensors read back whole or as shards.
+"""Checkpoints of sharded models: each rank writes some of the tensors; read them back in full or as shards.
 
-Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2.py. The tensors are those that one process would
-write, only distributed over several files.
+Tests: tests/checkpointing/test_sharded.py, tests/distributed/test_fsdp2.py. The files of all ranks together hold the
+full tensors that one process would write.
 """
 
 # Why not torch.distributed.checkpoint or accelerate's save_state (torch 2.13, accelerate 1.15): FileSystemWriter pickles its
-# .metadata and the reader unpickles it (filesystem.py, finish and read_metadata), and accelerate uses these two for FSDP2
-# and torch.save for the rest. HuggingFaceStorageWriter needs no pickle, but each of its files holds a slice of every tensor,
-# without an index (hf_storage.py, finish), until the coordinator has read all of them back and written them again. It skips
-# save_pretrained, which converts the weights that transformers fuses in memory, and it stores neither hashes nor values that
-# are no tensors. Every save also needs collectives, in which the other ranks would wait for a disk that does not answer.
+# .metadata and the reader unpickles it (filesystem.py, finish and read_metadata). accelerate uses both for FSDP2, and
+# torch.save otherwise. HuggingFaceStorageWriter needs no pickle, but each of its files holds a slice of every tensor,
+# without an index (hf_storage.py, finish), until the coordinator reads all files and writes them again. It skips
+# save_pretrained, which converts the weights that transformers fuses in memory. It stores only tensors and no hashes.
+# Every save also needs collectives, so one rank's disk that does not answer would stop all ranks.
 
 import json
 import math
@@ -32,11 +32,11 @@ from src.storage import atomic_folder
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-REOPEN_AFTER = 1 << 26  # bytes read from a mapped file, which count as memory of the process until it is closed
+REOPEN_AFTER = 1 << 26  # bytes read before a memory-mapped file is reopened: until then they count as memory
 
 
 def file_name(part: str, rank: int, world: int) -> str:
-    """Return the name of a rank's file, as transformers names it."""
+    """Return the name of a rank's file in the scheme of transformers: model-00001-of-00002.safetensors."""
     return f"{part}-{rank + 1:05d}-of-{world:05d}.safetensors" if world > 1 else f"{part}.safetensors"
 
 
@@ -44,9 +44,9 @@ def file_name(part: str, rank: int, world: int) -> str:
 
 
 def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
-    """Return which rank writes each (part, name): whole layers with their moments, balanced by size.
+    """Return {(part, name): rank that writes it}, balanced by size; one rank writes a whole layer and its moments.
 
-    transformers stores some models in another form than it computes with, and converts them layer by layer."""
+    Layers stay whole because transformers converts some models layer by layer when it saves them."""
     layer_of: dict[tuple[str, str], str] = {}
     layer_of_tensor: dict[int, str] = {}  # tied weights have several names
     sizes: dict[str, int] = {}
@@ -63,22 +63,22 @@ def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[
 
 
 def _layer(name: str) -> str:
-    """Return the part of a parameter name up to the last number, which is its layer or the index of an expert in it."""
+    """Return a parameter name up to its first number, which is the layer index, or the whole name without one."""
     found = re.match(r".*?\.\d+(?=\.)", name)
     return found[0] if found else name
 
 
 class ShardWriters(NamedTuple):
-    """The processes that write one folder together, on a disk that all of them see."""
+    """One of the ranks that write a folder together on a shared disk."""
 
     rank: int
     world: int
-    patience: float  # seconds that the main process waits for the files of the others
+    patience: float  # seconds that the main process waits for the files of the other ranks
 
     def write_shard(self, parts: Path, write: Callable[[Path], None]) -> None:
-        """Leave in `parts` the files that `write(folder)` wrote on this rank, with hashes, or the reason it failed.
+        """Write this rank's files to PARTS/RANK, and their hashes or the error to PARTS/RANK.json.
 
-        RANK.json is written last: it tells the main process that the files are complete."""
+        RANK.json is written last, so its existence tells the main process that the files are complete."""
         folder, outcome = parts / str(self.rank), parts / f"{self.rank}.json"
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -89,20 +89,23 @@ class ShardWriters(NamedTuple):
             hashes = {path.name: atomic_folder.hash_file(path) for path in files}
         except Exception as error:
             atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
-            is_disk_error = isinstance(error, OSError) or "os error" in str(error)  # the latter from safetensors
+            is_disk_error = isinstance(error, OSError) or "os error" in str(error)  # safetensors wraps an OSError
             if not is_disk_error:
                 raise
         else:
             atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
 
     def collect_shards(self, parts: Path, folder: Path) -> dict[str, dict]:
-        """Move the files of all other ranks into `folder` and return their hashes; OSError if a rank has not written."""
+        """Move all other ranks' files into `folder`; return their hashes. Raise OSError if a rank failed or is late."""
         end, hashes = time.monotonic() + self.patience, {}
         for rank in range(1, self.world):
             outcome = parts / f"{rank}.json"
             while not outcome.exists():
                 if time.monotonic() > end:
-                    raise OSError(None, f"rank {rank} has not written its shard: do all nodes see this folder?")
+                    raise OSError(
+                        None,
+                        f"rank {rank} has not written its shard in {self.patience:g} s: do all nodes see this folder?",
+                    )
                 time.sleep(0.02)
             result = json.loads(outcome.read_text())
             if "error" in result:
@@ -115,18 +118,18 @@ class ShardWriters(NamedTuple):
 
 
 def check_shared_folder(accelerator: "Accelerator", host_group: HostGroup, folder: Path) -> None:
-    """Raise UsageError on every rank unless all of them see the `folder` of the main process."""
+    """Raise UsageError on every rank if any rank does not see the main process's `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     marker = folder / ".seen"
     if accelerator.is_main_process:
         marker.write_text("")
     host_group.sum([0.0])  # a barrier
-    blind = host_group.sum([float(not marker.exists())])[0]
+    missing = host_group.sum([float(not marker.exists())])[0]
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
-    if blind:
+    if missing:
         raise UsageError(
-            f"output_dir: {math.ceil(blind)} processes do not see {folder.resolve()} of the main process, but each writes its "
+            f"output_dir: {math.ceil(missing)} processes do not see {folder.resolve()} of the main process, but each writes its "
             "shard of a checkpoint there: give a folder on a disk that all nodes share"
         )
 
@@ -135,7 +138,7 @@ def check_shared_folder(accelerator: "Accelerator", host_group: HostGroup, folde
 
 
 class TensorReader:
-    """Reads the tensors of one part of a checkpoint by name, whole or as shards, from any number of files."""
+    """Reads the tensors of one part of a checkpoint by name, in full or as shards, from any number of files."""
 
     def __init__(self, checkpoint: Path, part: str):
         alone = checkpoint / file_name(part, 0, 1)
@@ -155,16 +158,16 @@ class TensorReader:
         return tuple(self._slice(name).get_shape())
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a tensor in memory of its own."""
+        """Return the full tensor, copied out of the memory-mapped file."""
         rows = self._slice(name)
         value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
         self.mapped += value.nbytes
         return value
 
     def like(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
-        """Return a tensor sharded as `parameter` is, of which each process reads its own rows only.
+        """Return the tensor sharded like `parameter`; each process reads only its own slice.
 
-        Whole if the parameter is not sharded, or if the tensor has another shape (the step of an optimizer)."""
+        Return the full tensor if `parameter` is not sharded or has another shape (as for the optimizer's step)."""
         from torch.distributed.tensor import DTensor
 
         rows = self._slice(name)

@@ -157,7 +157,9 @@ def test_init_from_an_unfinished_run_takes_its_newest_intact_checkpoint(interrup
     DAMAGE["last bit flipped"](folder / at_step(8) / "model.safetensors")
     assert init_weights(cfg) == folder / at_step(4)
     DAMAGE["removed"](folder / at_step(4) / "config.json")
-    with pytest.raises(UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact one \(of 2\)"):
+    with pytest.raises(
+        UsageError, match=r"init_from: .* neither a checkpoint nor a run with an intact checkpoint \(0 of 2"
+    ):
         init_weights(cfg)
 
 

@@ -114,7 +114,7 @@ def run_of(schedule: str, **length) -> RunConfig:
 def test_length_may_change_if_past_rates_stay_the_same(tmp_path, schedule, steps):
     was, now = run_of(schedule, max_steps=12), run_of(schedule, max_steps=steps)
     if schedule in ("linear", "cosine"):
-        assert f"length: 12 → {steps} steps, with which {schedule} " in refusal(tmp_path, now, was=was)
+        assert f"length: 12 → {steps} steps: with it, {schedule} " in refusal(tmp_path, now, was=was)
     else:
         assert check(tmp_path, now, was=was) == [f"changed since step_00000008: max_steps: 12 → {steps}"]
 
@@ -148,8 +148,8 @@ OTHER_ROWS = DATA | {"rows": "another"}
 SEVEN = DATA | {"examples": 7, "rows": "seven"}
 STREAM = DATA | {"examples": None, "rows": "stream", "sample": "one"}
 REFUSED = {
-    "83 rows → 83 rows (same sizes, other contents)": ({}, {"data": OTHER_ROWS}),
-    "(another tokenizer or options)": ({}, {"data": OTHER_ROWS | {"tokenizer": "other"}}),
+    "83 rows → 83 rows (same file sizes, different contents)": ({}, {"data": OTHER_ROWS}),
+    "(different tokenizer or preprocessing options)": ({}, {"data": OTHER_ROWS | {"tokenizer": "other"}}),
     "83 rows → 7 rows (a.jsonl: 10 → absent bytes, b.jsonl: absent → 3 bytes)": (
         {},
         {"data": SEVEN | {"files": {"b.jsonl": 3}}},
@@ -200,7 +200,7 @@ def test_checkpoint_of_another_version_is_refused(tmp_path):
 def test_processes_matter_with_a_lossy_hook(tmp_path):
     cfg = RunConfig(output_dir="run", max_steps=12, ddp_comm_hook="fp16")
     [remark] = check(tmp_path, cfg, known=KNOWN | {"processes": 3})
-    assert "1 → 3: with ddp_comm_hook the numbers depend on it" in remark
+    assert "1 → 3: with ddp_comm_hook the training result" in remark
 
 
 # ---- contents, as read -------------------------------------------------------------------------------------------------
