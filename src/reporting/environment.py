@@ -1,6 +1,6 @@
 """environment.json: versions, git commit and diff, topology, batch arithmetic.
 
-A fork adds here what its runs should record. Tests: tests/reporting/test_environment.py.
+Record more about a run here. Tests: tests/reporting/test_environment.py.
 """
 
 import platform
@@ -24,7 +24,7 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "toke
 
 
 def environment(strategy: Strategy, cfg: RunConfig) -> dict:
-    """Return versions, git commit, topology and batch arithmetic of this process group."""
+    """Return versions, git commit, topology and batch arithmetic of this run."""
     diff = uncommitted()
     return {
         "python": platform.python_version(),
@@ -41,7 +41,7 @@ def environment(strategy: Strategy, cfg: RunConfig) -> dict:
 def _git(*words: str) -> str | None:
     """Return the output of a git command in this repository, or None if it fails.
 
-    The options keep git from running programs that the repository's configuration names."""
+    The options keep git from running programs that are named in the repository's git configuration."""
     command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
     try:
         done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=False, timeout=60)
@@ -51,15 +51,15 @@ def _git(*words: str) -> str | None:
 
 
 def git_commit() -> str | None:
-    """Return the commit of this code, or None if git does not track it."""
-    if not _git("ls-files", "--error-unmatch", "train.py"):  # the repository may be one of a parent folder
+    """Return the git commit of this code, or None if git does not track train.py."""
+    if not _git("ls-files", "--error-unmatch", "train.py"):  # git may have found another repository in a parent folder
         return None
     commit = _git("rev-parse", "HEAD")
     return commit and commit.strip()
 
 
 def uncommitted() -> str | None:
-    """Return the diff to the commit and the names of new code and YAML files, or None without a commit."""
+    """Return the diff to HEAD and the names of untracked Python and YAML files; None if there is no commit."""
     if git_commit() is None:
         return None
     diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
@@ -68,7 +68,7 @@ def uncommitted() -> str | None:
 
 
 def save_diff(folder: Path) -> None:
-    """Write code.diff to the run folder if the code differs from its commit, else remove it."""
+    """Write code.diff to the run folder if the code differs from its commit; otherwise delete it."""
     file = folder / "code.diff"
     diff = redact(uncommitted() or "")
     if not diff:
@@ -80,7 +80,7 @@ def save_diff(folder: Path) -> None:
 
 
 def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
-    """Return device, precision, strategy and world size, and for training the arithmetic of the global batch."""
+    """Return device, precision, strategy, world size and nodes; for training also the global batch."""
     accelerator, device = strategy.accelerator, strategy.accelerator.device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -102,7 +102,7 @@ def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
 
 
 def arithmetic(cfg: RunConfig, world_size: int) -> str:
-    """Return the global batch as examples = micro-batches = ranks × accumulation."""
+    """Format the global batch as examples = micro-batches = ranks × accumulation steps."""
     batch = cfg.global_batch_size
     ranks = _plural(world_size, "rank")
     if cfg.per_device_batch_tokens:

@@ -1,6 +1,6 @@
 """report.html: the curves and settings of a run.
 
-A fork adds figures here. Tests: tests/reporting/test_html_report.py.
+Add figures to FIGURES. Tests: tests/reporting/test_html_report.py.
 """
 
 import html
@@ -14,7 +14,7 @@ from src.config.redact import redact, redact_all
 from src.storage import jsonl
 from src.storage.atomic_folder import rewrite
 
-FIGURES = [  # title, unit of the left axis, {kind of line: its key}
+FIGURES = [  # title, label of the y-axis, {kind of line in metrics.jsonl: key}
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),
     ("Learning rate", "", {"train": "learning_rate"}),
     ("Gradient norm", "before clipping", {"train": "grad_norm"}),
@@ -34,14 +34,14 @@ def main(argv: list[str]) -> None:
 
 
 def write(folder: Path) -> Path:
-    """Write report.html to the folder of a complete, running or killed run; return its path."""
+    """Write report.html to a run folder and return its path; the run may be complete, running or killed."""
     lines, unreadable = read_metrics(folder)
     by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
     body = [f"<p>{unreadable} unreadable line(s) of metrics.jsonl skipped.</p>"] if unreadable else []
     body += figures(by_kind)
     last = [f"<div><h2>Last {kind} line</h2>{table(found[-1])}</div>" for kind, found in by_kind.items() if found]
     body.append(f"<div class=pair>{''.join(last)}</div>")
-    # Redacted when they were written; again here, because older versions did not do it.
+    # The files are redacted when written. Redact again, because older versions did not.
     body.append(f"<h2>Environment</h2>{table(redact_all(read_environment(folder)))}")
     config = redact(read(folder / "config.yaml")) or "config.yaml is missing"
     body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
@@ -56,7 +56,7 @@ def write(folder: Path) -> Path:
 
 
 def read_metrics(folder: Path) -> tuple[list[dict], int]:
-    """Return the readable lines of metrics.jsonl, and how many are unreadable (a kill can tear the last one)."""
+    """Return (readable lines of metrics.jsonl, number of unreadable ones). A kill can truncate the last line."""
     file = folder / "metrics.jsonl"
     lines = jsonl.read_lines(file)
     if not lines:
@@ -77,7 +77,7 @@ def read(file: Path) -> str:
 
 
 def figures(by_kind: dict[str, list[dict]]) -> list[str]:
-    """Return an inline SVG for each of FIGURES that has a number; a null is a gap in its curve."""
+    """Return an inline SVG for each entry of FIGURES that has values. A null makes a gap in its curve."""
     import matplotlib
 
     matplotlib.rcdefaults()  # ignore a matplotlibrc in the working directory
@@ -95,7 +95,7 @@ def figures(by_kind: dict[str, list[dict]]) -> list[str]:
 
 
 def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:
-    """Return a figure of these curves, {label: [(step, value), …]}, as SVG."""
+    """Draw the curves {label: [(step, value), …]} in one figure; return it as SVG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.2), layout="constrained")
@@ -116,7 +116,7 @@ def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:
 
 
 def table(values: dict) -> str:
-    """Return an HTML table of two columns, with nested values on one line."""
+    """Format (name, value) pairs as an HTML table of two columns; a nested value takes one line."""
     rows = []
     for name, value in values.items():
         if isinstance(value, dict):

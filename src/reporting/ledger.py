@@ -1,4 +1,4 @@
-"""ledger.jsonl: a hash of the example ids of every step, to compare runs with each other or the plan.
+"""ledger.jsonl: a hash of each step's example ids, to compare a run with another run or the batch plan.
 
     python -m src.reporting.ledger RUN          compare every step with the batch plan
     python -m src.reporting.ledger RUN OTHER    compare every step of two runs
@@ -17,16 +17,16 @@ from src.data.batch_plan import LOW, PlanConfig, hash_ids, plan
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
-FLUSH_EVERY = 64  # lines; a write per step would cost a few percent of a 10 ms step
+FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step
 
 
 def hash_text(low: float, high: float) -> str:
-    """Return the two sums of `hash_ids` over a whole global batch as 16 hexadecimal digits."""
+    """Format the two sums of `hash_ids` over a global batch as 16 hexadecimal digits."""
     return f"{int(high) & int(LOW):08x}{int(low) & int(LOW):08x}"
 
 
 class Ledger:
-    """Appends a line per step to ledger.jsonl on the main process; the first line holds what the plan follows from."""
+    """Appends a line per step to ledger.jsonl on the main process. The first line holds the batch plan's inputs."""
 
     def __init__(self, cfg: RunConfig, examples, main: bool):
         self.main = main
@@ -40,7 +40,7 @@ class Ledger:
             self.plan["quotas"] = examples.quotas
 
     def begin(self, step: int) -> None:
-        """Drop the lines after `step`; begin the file if there is none."""
+        """Delete the lines after `step`; write the first line if the file is missing or empty."""
         if not self.main:
             return
         path = self.lines.path
@@ -49,7 +49,7 @@ class Ledger:
             self.lines.add({"step": 0, "after": step, "plan": self.plan})
 
     def add(self, step: int, examples: float, low: float, high: float) -> None:
-        """Add a step; it is written with FLUSH_EVERY others, or when a checkpoint is saved."""
+        """Queue the line of one step. Lines are written every FLUSH_EVERY steps and before each checkpoint."""
         if not self.main:
             return
         self.lines.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
@@ -58,18 +58,18 @@ class Ledger:
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
-    """Return (first line, step -> (examples, hash)) of a run; a torn last line is skipped."""
+    """Return (first line, {step: (examples, hash)}) of a run; skip a truncated last line."""
     lines = jsonl.read_lines(folder / FILE, required=())
     if not lines or "plan" not in lines[0]:
-        raise UsageError(f"{folder} has no {FILE} with a step in it: give a run folder")
+        raise UsageError(f"{folder} has no {FILE} that begins with a plan: give a run folder")
     return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
 
 
 def planned_step(settings: dict, step: int) -> tuple[int, str]:
-    """Return (examples, hash) of a step of the plan."""
+    """Return (examples, hash) of a step according to the batch plan."""
     examples, batch = settings["examples"], settings["global_batch_size"]
     if examples is None:
-        raise UsageError("a stream has no plan to compare with: give another run of the same stream (OTHER)")
+        raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
     config = PlanConfig(examples, batch, batch, settings["seed"], quotas=settings.get("quotas"))
     epoch, step_in_epoch = divmod(step - 1, config.steps_per_epoch)
     ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, epoch, step_in_epoch)])
@@ -77,7 +77,7 @@ def planned_step(settings: dict, step: int) -> tuple[int, str]:
 
 
 def compare(folder: Path, other: Path | None = None) -> str | None:
-    """Return a sentence about the first step that differs from the other run or from the plan, or None."""
+    """Return a sentence about the first step that differs from `other` or the batch plan, or None if none does."""
     first, steps = read(folder)
     for expected, step in enumerate(sorted(steps), start=first["after"] + 1):
         if step != expected:
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
         print(difference)
         return 1
     name = folders[1] if len(folders) == 2 else "the plan"
-    print(f"the same examples in all {len(read(folders[0])[1])} steps as {name}")
+    print(f"the same examples as {name} in all {len(read(folders[0])[1])} steps")
     return 0
 
 

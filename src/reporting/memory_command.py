@@ -1,6 +1,6 @@
-"""`python -m src.reporting.memory_command`: which strategy fits on how many devices.
+"""`python -m src.reporting.memory_command`: the memory that each strategy needs, and the simplest that fits.
 
-It opens no data, and of a Hub model it downloads only configuration and tokenizer.
+It opens no dataset. Of a Hub model it downloads only the configuration and the tokenizer.
 Tests: tests/models/test_memory_estimate.py.
 """
 
@@ -25,48 +25,48 @@ from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, make_task
 
 GIB = 2**30
-FREE = 0.1  # of a device's memory, for its context, the workspaces of libraries and fragmentation
+FREE = 0.1  # fraction of device memory to leave for the device context, library workspaces and fragmentation
 OWN_FLAGS = {
-    "gpus": "GPUs over all nodes (default: those of this machine, else 1)",
-    "gpu_memory": "GiB of each of them (default: that of the first one here, else 80)",
+    "gpus": "number of GPUs on all nodes (default: those of this machine, else 1)",
+    "gpu_memory": "memory of one GPU in GiB (default: that of the first GPU here, else 80)",
 }
 
 
 def main(argv: list[str]) -> None:
-    """Print the memory under each strategy, and the first strategy that fits."""
+    """Print the memory that each strategy needs, and the simplest strategy that fits."""
     argv, gpus, gpu_memory = _devices(argv)
     cfg, options = parsing.parse(argv, OPTIONS, also=OWN_FLAGS)
     if not (cfg.dataset_name or cfg.train_file or cfg.mixture):
-        cfg.train_file = ["-"]  # a run needs data, and here none is opened
+        cfg.train_file = ["-"]  # validation requires data, but nothing opens it here
     validation.check(cfg, options)
     model, length = empty_model(cfg, options)
     size = count_parameters(model)
 
     def needed(strategy: StrategySettings) -> dict[str, float]:
-        """Return GiB of a device by purpose, all of it together, and GiB on the host."""
+        """Return GiB per device by purpose, their total, and GiB on the host."""
         resting = resting_bytes(size, cfg, strategy)
         host = sum(resting.values()) if strategy.offload else 0.0
         device = dict.fromkeys(resting, 0.0) if strategy.offload else resting
-        device["at work"] = working_bytes(size, cfg, strategy)
+        device["working"] = working_bytes(size, cfg, strategy)
         device["activations"] = activations(model, size, length, cfg, strategy) or 0.0
-        device |= {"together": sum(device.values()), "on the host": host}
+        device |= {"total": sum(device.values()), "host": host}
         return {name: value / GIB for name, value in device.items()}
 
-    micro_batch = f"{rows_per_forward(cfg, length):,} × {length:,}"
+    micro_batch = f"{rows_per_forward(cfg, length):,} rows × {length:,}"
     print(
-        f"{size.parameters:,} parameters, {size.trained:,} of them trained, in {cfg.dtype}, {cfg.optim}; "
-        f"a micro-batch is {micro_batch}; {gpus:,} × {gpu_memory:.3g} GiB"
+        f"{size.parameters:,} parameters ({size.trained:,} trainable) in {cfg.dtype}, {cfg.optim}; "
+        f"micro-batch: {micro_batch}; GPUs: {gpus:,} × {gpu_memory:.3g} GiB"
     )
     table = {strategy: needed(strategy) for strategy in strategies(cfg, gpus)}
     print(f"{'GiB per device':<22}" + "".join(f"{name:>13}" for name in next(iter(table.values()))))
     for strategy, row in table.items():
         print(f"{strategy.name:<22}" + "".join(f"{value:>13,.2f}" for value in row.values()))
     if not all(row["activations"] for row in table.values()):
-        print("activations are unknown: this model does not run on token ids alone")
-    fitting = [strategy for strategy, row in table.items() if row["together"] <= (1 - FREE) * gpu_memory]
+        print("activations cannot be estimated: this model needs other inputs than token ids")
+    fitting = [strategy for strategy, row in table.items() if row["total"] <= (1 - FREE) * gpu_memory]
     if fitting:
         file = f"accelerate_configs/{fitting[0].file}.yaml{fitting[0].flags}"
-        print(f"use {file}: the simplest that leaves {FREE:.0%} of the memory free")
+        print(f"use {file}: the simplest strategy that leaves {FREE:.0%} of the memory free")
     else:
         print(
             f"nothing fits: no strategy leaves {FREE:.0%} of the memory free. Try --gradient_checkpointing true, a smaller "
@@ -75,7 +75,7 @@ def main(argv: list[str]) -> None:
 
 
 def strategies(cfg: RunConfig, gpus: int) -> list[StrategySettings]:
-    """Return the ways to use `gpus` devices, the simplest first."""
+    """Return the strategies for `gpus` devices, the simplest first."""
     common = {"low_precision": cfg.dtype == "float32", "recompute": cfg.gradient_checkpointing}
     if gpus == 1:
         return [StrategySettings("one GPU", "gpu", **common)]
@@ -88,7 +88,7 @@ def strategies(cfg: RunConfig, gpus: int) -> list[StrategySettings]:
         fsdp,
     ]
     if gpus >= 4 and gpus % 2 == 0:
-        found.append(replace(fsdp, name="HSDP, 2 copies", file="hsdp", shards=gpus // 2))
+        found.append(replace(fsdp, name="HSDP, 2 replicas", file="hsdp", shards=gpus // 2))
     found += [
         zero2,
         zero3,
@@ -99,7 +99,7 @@ def strategies(cfg: RunConfig, gpus: int) -> list[StrategySettings]:
 
 
 def _devices(argv: list[str]) -> tuple[list[str], int, float]:
-    """Return (the other flags, number of devices, GiB of each)."""
+    """Return (remaining flags, number of devices, GiB per device)."""
     has_gpu = torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -116,14 +116,14 @@ def _devices(argv: list[str]) -> tuple[list[str], int, float]:
 
 
 def empty_model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
-    """Return (the task's model without weights, the length of its rows)."""
+    """Return (the task's model on the meta device, the length of its rows)."""
     from datasets import ClassLabel, Features
 
     if name := cfg.model_name_or_path:
         cfg = replace(cfg, model_name_or_path=model_folder(cfg, name, weights=False))
     task = make_task(cfg, options)
     task.load()
-    task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # only data would tell how many there are
+    task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # the real number of labels is in the data
     with torch.device("meta"):
         return task.build(empty=True).train(), getattr(task, "max_length", 1)
 

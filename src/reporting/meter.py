@@ -1,4 +1,4 @@
-"""Sums since the last train line: loss, weight, tokens, seconds.
+"""Meter: sums of loss, weight, tokens and seconds since the last train line.
 
 Tests: tests/reporting/test_meter.py.
 """
@@ -14,15 +14,15 @@ from src.training.step import StepTotals
 
 
 class Meter:
-    """Adds up steps without waiting for the device; losses stay there until a train line or a checkpoint needs them.
+    """Sums over steps without waiting for the device: losses stay there until a train line or a checkpoint.
 
-    The loss of each step is kept and added in order, so the sum does not depend on when it is read."""
+    The losses of all steps are kept and added in step order, so the sum does not depend on when it is read."""
 
     SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
 
     def __init__(self):
-        self.losses: list[float] = []  # sums over whole global batches, one per step
-        self.pending: list[torch.Tensor] = []  # this rank's part of the losses after those, on the device
+        self.losses: list[float] = []  # loss sums over the global batch, one per step
+        self.pending: list[torch.Tensor] = []  # this rank's loss sums of the steps after those, on the device
         self.weight = self.tokens = self.padded_tokens = self.data_seconds = 0.0
         self.began = time.perf_counter()
 
@@ -37,32 +37,32 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock: evaluating and saving do not count as time of training."""
+        """Pause the clock: evaluation and saving do not count as training time."""
         began = time.perf_counter()
         yield
         self.began += time.perf_counter() - began
 
     def _reduce(self, hosts: HostGroup) -> None:
-        """Sum the pending losses over all ranks: one wait for the device, one small vector."""
+        """Sum the pending losses over all ranks; costs one wait for the device and one small all-reduce."""
         if self.pending:
             self.losses += hosts.sum(torch.stack(self.pending).cpu()).tolist()
             self.pending = []
 
     def state(self, hosts: HostGroup) -> dict:
-        """Return everything as numbers, the same on every rank except the times; a collective."""
+        """Return all sums as plain numbers (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
         sums = {name: getattr(self, name) for name in self.SUMS}
         return sums | {"losses": self.losses.copy(), "seconds": time.perf_counter() - self.began}
 
     def resume(self, state: dict) -> None:
-        """Continue from what `state` returned."""
+        """Restore the sums from a return value of `state`."""
         self.losses = [float("nan") if loss is None else loss for loss in state["losses"]]
         self.began = time.perf_counter() - state["seconds"]
         for name in self.SUMS:
             setattr(self, name, state[name])
 
     def line(self, hosts: HostGroup) -> dict:
-        """Return the numbers of a train line, the same on every rank except the times, and start again from zero."""
+        """Return the values of a train line and reset all sums (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
         seconds = time.perf_counter() - self.began
         values = {

@@ -1,6 +1,6 @@
-"""RunLogger: the lines of a run in metrics.jsonl, ledger.jsonl, the console and the trackers; status.json at its end.
+"""RunLogger: writes metrics to metrics.jsonl, console and trackers; also ledger.jsonl, and status.json at the end.
 
-A fork adds numbers to the lines here. Tests: tests/reporting/test_run_logger.py.
+Add values to the train lines and eval lines here. Tests: tests/reporting/test_run_logger.py.
 """
 
 import json
@@ -38,7 +38,7 @@ log = logging.getLogger("run")
 
 
 class RunLogger:
-    """Counts every step on all ranks; writes and prints on the main process only."""
+    """Counts steps on all ranks; writes files and prints on the main process only."""
 
     def __init__(
         self,
@@ -63,18 +63,18 @@ class RunLogger:
             raise _not_writable(self.folder, error) from error
 
     def files(self) -> list[jsonl.JsonlWriter]:
-        """Return the files that hold lines about steps; a checkpoint must not be ahead of them."""
+        """Return the files with lines about steps, which must be flushed before each checkpoint."""
         return [self.metrics, self.ledger.lines]
 
     def say(self, text: str) -> None:
-        """Print on the main process, above the progress bar."""
+        """Print `text` on the main process, above the progress bar."""
         if self.is_main and text:
             console.say(text)
 
     def begin(
         self, datasets: dict, model: torch.nn.Module, lr_at, due: Intervals, resume_from: Path | None, notes: list[str]
     ) -> None:
-        """Print the plan; unless the run is complete, truncate its files to `due.state` and start the trackers; a collective."""
+        """Print the plan. If steps are left, truncate the files to `due.state` and start the trackers (a collective)."""
         state = due.state
         plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
         self.say(table(plan | topology(self.strategy, self.cfg)))
@@ -85,15 +85,15 @@ class RunLogger:
         record_exit_in(self.folder)
         if self.is_main:
             self._begin_files(state)
-        # All ranks wait for the main process here: a stop from now on is saved on all of them, one before this ends them all.
+        # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
         self.hosts.sum([0.0])
 
     def _begin_files(self, state: TrainState) -> None:
-        """Write what is known before the first step, truncate metrics.jsonl and ledger.jsonl to `state`, start trackers."""
+        """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to `state`, start the trackers."""
         config = to_yaml(self.cfg, self.task.options)
         try:
             self._write_run_files(config, state.step)
-            # What came after the checkpoint is computed again; so is an evaluation that it does not know as finished.
+            # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
             jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
             run_status.write_status(self.folder, "running", state.step)
         except OSError as error:
@@ -104,7 +104,7 @@ class RunLogger:
         self.console.begin(state.step)
 
     def _write_run_files(self, config: str, step: int) -> None:
-        """Write config.yaml, environment.json (with every start of this run) and code.diff."""
+        """Write config.yaml, environment.json (with a list of all starts of this run) and code.diff."""
         starts = []
         with suppress(OSError, ValueError, KeyError):
             starts = json.loads((self.folder / "environment.json").read_text())["starts"] if step else []
@@ -117,17 +117,17 @@ class RunLogger:
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
     def throughput_paused(self) -> AbstractContextManager:
-        """Stop the clock of tokens_per_second."""
+        """Pause the clock of tokens_per_second."""
         return self.meter.paused()
 
     def add_step(self, step: int, losses: torch.Tensor | None, totals: StepTotals, data_seconds: float) -> None:
-        """Count a step; costs no wait for the device."""
+        """Count one step without waiting for the device."""
         self.meter.add(losses, totals, data_seconds)
         self.ledger.add(step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
     def train_line(self, state: TrainState, learning_rate: float | None, grad_norm: torch.Tensor | None) -> None:
-        """Write a train line about the steps since the last one; a collective."""
+        """Write a train line over the steps since the last train line (a collective)."""
         state.finish_update(self.cfg.max_skipped_steps)
         state.logged = state.step
         epoch = self.train_set.epoch_at(state.step, self.cfg.global_batch_size)
@@ -154,7 +154,7 @@ class RunLogger:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
-        """Print how the run ended, the last numbers and the task's sample; write status.json."""
+        """Print the summary, the last metrics and the task's sample; write status.json."""
         self.say(summary)
         self.console.end()
         if not self.is_main:
@@ -174,14 +174,14 @@ class RunLogger:
 
 
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
-    """Print what would be trained (`--dry_run`), without a process group."""
+    """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
     print(table(plan_table(cfg, datasets, task.build(), make_schedule(cfg, num_steps), num_steps)))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 
 
 def _is_before(line: dict, state: TrainState) -> bool:
-    """Return whether a line of metrics.jsonl is about what `state` has done."""
+    """Return True if a line of metrics.jsonl describes work that `state` already includes."""
     done = {"train": state.logged, "eval": state.evaluated}.get(line["kind"], state.step)
     return line["step"] < state.step or (line["step"] == state.step == done)
 

@@ -20,7 +20,7 @@ from src.training.train_state import TrainState
 def plan_table(
     cfg: RunConfig, splits: dict, model: torch.nn.Module, schedule: Callable[[int], float], total: int
 ) -> dict[str, str]:
-    """Return the plan as a table: data, steps, learning rate, parameters, and the memory and disk needed."""
+    """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
     train = splits["train"]
     if isinstance(model, ModelWithLoss):
         model = model.model
@@ -35,8 +35,8 @@ def plan_table(
         rows["evaluation data"] = "none: no evaluation"
     rows |= _length(cfg, train, total)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
-    rows["parameters"] = f"{parameters:,}, {trainable:,} of them trained, in {cfg.dtype}"
-    # Only a dry run counts activations: later the model is wrapped.
+    rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
+    # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
     longest = train.stats.get("longest") if cfg.dry_run else None
     rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, longest)
     disk = _disk_bytes(cfg, parameters, trainable, total)
@@ -45,7 +45,7 @@ def plan_table(
 
 
 def _mixture(train) -> str:
-    """Return how many rows of each source an epoch draws."""
+    """Format the number of rows that an epoch draws from each source."""
     names = [name for name, *_ in train.segments()]
     return "; ".join(
         f"{name}: {draws:,} of {size:,} rows per epoch" for name, (size, draws) in zip(names, train.quotas, strict=True)
@@ -53,39 +53,39 @@ def _mixture(train) -> str:
 
 
 def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
-    """Return the length of the run in steps and tokens."""
+    """Return the length of the run in steps, epochs and tokens."""
     batch = cfg.global_batch_size
     steps = f"{total:,} of {batch} examples"
     if cfg.streaming:
         return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.shard_groups} shard groups"}
     per_epoch = steps_per_epoch(len(train), batch)
-    tail = len(train) - (per_epoch - 1) * batch
+    last_batch = len(train) - (per_epoch - 1) * batch
     steps += f" = {total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
-    if tail != batch:
-        steps += f"; the last of an epoch has {tail}"
+    if last_batch != batch:
+        steps += f"; the last step of an epoch has {last_batch} examples"
     tokens = train.stats["tokens"] * total / per_epoch
     return {"steps": steps, "tokens": f"{tokens:,.0f} in the whole run"}
 
 
 def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int) -> str:
-    """Return the learning rate at the start, the end of warmup, the middle and the end."""
-    corners = {0, warmup_updates(cfg, total), total // 2, total - 1}
-    rates = [f"{schedule(step):.2e} at step {step}" for step in sorted(corners) if step < total]
+    """Format the learning rates at the start, the end of warmup, the middle and the end."""
+    shown_steps = {0, warmup_updates(cfg, total), total // 2, total - 1}
+    rates = [f"{schedule(step):.2e} at step {step}" for step in sorted(shown_steps) if step < total]
     return f"{cfg.lr_scheduler_type}: {', '.join(rates)}"
 
 
 def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int) -> int:
-    """Return the largest size of checkpoints/ and final/ during the run, in bytes."""
+    """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
     width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
     checkpoint = width * (parameters + memory_estimate.optimizer_moments(cfg) * trainable)
-    # Pruning follows the write of the next checkpoint, and the best one is kept besides the newest.
+    # Old checkpoints are deleted after the next one is written, and the best one is kept besides the newest.
     kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
     saved = max(1, total // cfg.save_steps) + 1
     return checkpoint * min(kept, saved) + width * parameters
 
 
 def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainState, complete: bool) -> list[str]:
-    """Return notes about this run: where it resumes, what its data lacks, which fields have no effect."""
+    """Return messages about this run: the step it resumes from, notes on its data, fields without effect."""
     notes = [f"Resuming from step {progress.step:,} ({start})"] if start else []
     if complete:
         notes.append(

@@ -1,4 +1,4 @@
-"""Trackers (wandb, tensorboard, …): one thread each, so that none can delay or end a run.
+"""Trackers (wandb, tensorboard, …), each in a background thread, so that none can delay or end a run.
 
 The trackers are Accelerate's; docs/tracking.md says which project, run name and id they get.
 Tests: tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
 START_TIMEOUT = 10.0  # seconds that the first step waits for trackers to start
-CLOSE_TIMEOUT = 10.0  # seconds that the end of a process waits for them
-MAX_QUEUED = 100_000  # lines; a tracker that is slower than training loses those above
-FILE = "trackers.json"  # in the run folder: the run id, and for each tracker the step up to which it has every line
+CLOSE_TIMEOUT = 10.0  # seconds that a process waits at its end for trackers to close
+MAX_QUEUED = 100_000  # lines per tracker; a tracker that falls further behind loses lines
+FILE = "trackers.json"  # in the run folder: run id, and for each tracker the last step up to which it has all lines
 
 log = logging.getLogger("run")
 _threads: list["_TrackerThread"] = []
-_close_deadlines: list[float] = []  # set by the first close(); later calls wait no longer
+_close_deadlines: list[float] = []  # set by the first close(), kept by later calls
 
 
 class _TrackerThread:
@@ -46,13 +46,13 @@ class _TrackerThread:
 
     def __init__(self, name: str, create: Callable[[], "GeneralTracker"], on_closed: Callable[[str, int], None]):
         self.name, self.create, self.on_closed = name, create, on_closed
-        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step), then None
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step) of each line; None ends the thread
         self.queued = self.sent = 0
-        self.failed: str | None = None  # what failed first, as part of a sentence
-        self.call_began: float | None = time.monotonic()  # None between two calls
+        self.failed: str | None = None  # the first failure, as in "could not start"
+        self.call_began: float | None = time.monotonic()  # start of the current call; None between calls
         self.started = threading.Event()  # also set when the start failed
         self.warned = False
-        self.pid = os.getpid()  # a forked loader process has a copy of this object, but not the thread
+        self.pid = os.getpid()  # a forked dataloader worker has a copy of this object, but not the thread
         self.thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self.thread.start()
 
@@ -65,22 +65,22 @@ class _TrackerThread:
             self.queue.put((values, step))
 
     def _run(self) -> None:
-        started = self._try("does not start", self._start)
+        started = self._try("could not start", self._start)
         self.started.set()
         if not started:
             return
         last_step = 0
         while (line := self.queue.get()) is not None:
             values, last_step = line
-            self.sent += self._try("does not take a line", self.tracker.log, values, step=last_step)
-        if self._try("does not close", self.tracker.finish) and self.sent == self.queued:
+            self.sent += self._try("could not log a line", self.tracker.log, values, step=last_step)
+        if self._try("could not close", self.tracker.finish) and self.sent == self.queued:
             self.on_closed(self.name, last_step)
 
     def _start(self) -> None:
         self.tracker = self.create()
 
     def _try(self, what: str, call: Callable, *args, **kwargs) -> bool:
-        """Return whether the call raised nothing; the first error is a warning, all are in the log file."""
+        """Return True if the call raised nothing. Warn about the first error; all errors go to the log file."""
         self.call_began = time.monotonic()
         try:
             call(*args, **kwargs)
@@ -96,25 +96,25 @@ class _TrackerThread:
             self.call_began = None
 
     def close(self, deadline: float) -> bool:
-        """Return whether the tracker closed before the deadline; warn about lines that it did not take."""
+        """Return True if the tracker closed before the deadline; warn about lines that it did not log."""
         if self.pid != os.getpid():
             return True
-        if began := self.call_began:  # a call that already hangs for long gets no further CLOSE_TIMEOUT
+        if began := self.call_began:  # a call that already hangs gets only the rest of CLOSE_TIMEOUT
             deadline = min(deadline, max(began + CLOSE_TIMEOUT, time.monotonic() + 1))
         self.thread.join(max(0.0, deadline - time.monotonic()))
         alive, missing = self.thread.is_alive(), self.queued - self.sent
-        if not self.warned and (alive or (missing and self.failed != "does not start")):
+        if not self.warned and (alive or (missing and self.failed != "could not start")):
             self.warned = True
-            what = f"has not taken {missing} of {self.queued} lines" if missing else "has not closed"
+            what = f"has not logged {missing} of {self.queued} lines" if missing else "has not closed"
             warn(f"report_to: {self.name} {what}{' in time' if alive else ''}; metrics.jsonl has every line")
         return not alive
 
 
 def start(accelerator: "Accelerator", cfg: RunConfig, config: str, step: int, lines: list[dict]) -> None:
-    """Start the trackers of `report_to` and send the lines of this run that they may lack; main process only.
+    """Start the trackers of `report_to` and send them the lines that they may lack; main process only.
 
-    `config` is the resolved YAML, `step` where the run resumes. Waits until all have started, at most START_TIMEOUT:
-    their packages must be imported before loader processes are forked."""
+    `config` is the resolved YAML, `step` the step that the run resumes from. Wait up to START_TIMEOUT until all have
+    started, because their packages must be imported before dataloader workers are forked."""
     if not accelerator.log_with:
         return
     folder = Path(cfg.output_dir).resolve()
@@ -149,7 +149,7 @@ def start(accelerator: "Accelerator", cfg: RunConfig, config: str, step: int, li
 
 @contextmanager
 def _no_stdin():
-    """Within, a tracker that asks for a password reads an empty file instead of waiting forever."""
+    """Replace stdin with an empty file, so that a tracker that asks for a password does not wait forever."""
     terminal = sys.stdin
     with open(os.devnull) as empty:
         sys.stdin = empty
@@ -160,7 +160,7 @@ def _no_stdin():
 
 
 def _create(accelerator: "Accelerator", cfg: RunConfig, name: str, folder: Path, options: dict) -> "GeneralTracker":
-    """Return a started tracker, made as Accelerator.init_trackers makes it, but alone: none can block another."""
+    """Start and return one tracker as Accelerator.init_trackers does, but separately, so that none blocks another."""
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
@@ -180,9 +180,9 @@ def _create(accelerator: "Accelerator", cfg: RunConfig, name: str, folder: Path,
 
 
 def _run_identity(folder: Path, config: str, step: int) -> dict:
-    """Return the run id and the step up to which each tracker has every line; a new run gets a new id.
+    """Return the run id, and for each tracker the last step up to which it has all lines; a new run gets a new id.
 
-    Started again from step 0, it is the same run if the configuration is the same (a kill before the first checkpoint)."""
+    A run that was killed before its first checkpoint keeps its id if its configuration is unchanged."""
     digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], {}
     with suppress(OSError, ValueError):
         known = json.loads((folder / FILE).read_text())
@@ -202,13 +202,13 @@ def _settings(cfg: RunConfig, folder: Path, run_id: str) -> dict[str, dict]:
     if cfg.run_name or not os.environ.get("WANDB_NAME"):
         wandb["name"] = name
     os.environ.setdefault("WANDB_SILENT", "true")
-    os.environ.setdefault("WANDB_CONSOLE", "off")  # no second copy of our lines
-    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses 1 s of its file, not 15 s
+    os.environ.setdefault("WANDB_CONSOLE", "off")  # do not upload the console output as well
+    os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses the last 1 s, not 15 s
     return {"wandb": wandb, "mlflow": {"run_name": name}}
 
 
 def add(line: dict) -> None:
-    """Send a line of metrics.jsonl to every tracker; return at once."""
+    """Queue a line of metrics.jsonl for every tracker; return at once."""
     for thread in _threads:
         thread.add(*_numbers(line))
 
@@ -220,14 +220,14 @@ def _numbers(line: dict) -> tuple[dict, int]:
 
 
 def close(seconds: float | None = None) -> bool:
-    """Return whether every tracker closed within `seconds` (default CLOSE_TIMEOUT); call it before a process ends.
+    """Close all trackers; return True if all closed within `seconds` (default CLOSE_TIMEOUT). Call it before exit.
 
-    Any thread may call it, more than once; later calls wait no longer than the first."""
+    Any thread may call it, even several times. Later calls keep the deadline of the first call."""
     deadline = time.monotonic() + (CLOSE_TIMEOUT if seconds is None else seconds)
     if _threads and not _close_deadlines:
         _close_deadlines.append(deadline)
     deadline = min([deadline, *_close_deadlines])
     for thread in _threads:
         thread.queue.put(None)
-    closed = [thread.close(deadline) for thread in _threads]  # all of them, even if the first has not closed
+    closed = [thread.close(deadline) for thread in _threads]  # a list, so that all close even if the first one does not
     return all(closed)

@@ -120,13 +120,15 @@ def test_dry_run_prints_the_plan(files, plan):
     assert row(output, "training data").startswith(f"1,003 rows, {tokens:,} tokens")
     assert row(output, "evaluation data").startswith("103 rows")
     # 1003 = 31 × 32 + 11
-    assert row(output, "steps") == "64 of 32 examples = 2.04 epochs of 32 steps; the last of an epoch has 11"
+    assert (
+        row(output, "steps") == "64 of 32 examples = 2.04 epochs of 32 steps; the last step of an epoch has 11 examples"
+    )
     assert row(output, "tokens") == f"{2 * tokens:,} in the whole run"
     corners = re.findall(r"([\d.e+-]+) at step (\d+)", row(output, "learning rate"))
     assert corners == [("0.00e+00", "0"), ("1.00e-03", "4"), ("5.33e-04", "32"), ("1.67e-05", "63")]
     # embeddings and head 2 × 500 × 32; a layer: q, o 32 × 32, k, v 32 × 16, three of 32 × 64, two norms of 32; one norm
     parameters = 2 * 500 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32
-    assert row(output, "parameters") == f"{parameters:,}, {parameters:,} of them trained, in float32"
+    assert row(output, "parameters") == f"{parameters:,} ({parameters:,} trainable) in float32"
     assert row(output, "memory").startswith(
         f"{4 * 4 * parameters / 1024:.3g} KiB per device"
     )  # weights, gradients, 2 moments

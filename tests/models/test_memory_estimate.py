@@ -153,7 +153,7 @@ def test_simplest_file_that_fits_is_named(tmp_path, capsys):
     fields = {"model_config": kit.write_yaml(tmp_path / "gpt2.yaml", {"model_type": "gpt2"}), "gpu_memory": 80}
     for gpus, file in ((1, "gpu"), (8, "ddp")):
         text = printed(capsys, **fields, gpus=gpus)
-        assert "124,439,808 parameters, 124,439,808 of them trained" in text
+        assert "124,439,808 parameters (124,439,808 trainable)" in text
         assert f"use accelerate_configs/{file}.yaml: the simplest" in text
     text = printed(capsys, **fields | {"gpu_memory": 0.5}, gpus=8)
     assert "nothing fits" in text

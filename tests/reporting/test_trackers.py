@@ -149,7 +149,7 @@ def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
     assert lines[-1] == {"finished": True}
     for name in registered:
         assert f"warning: report_to: {name} " in text
-    assert "hangs_in_log has not taken 5 of 5 lines" in text
+    assert "hangs_in_log has not logged 5 of 5 lines" in text
     assert "good" not in text
 
 
