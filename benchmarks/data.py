@@ -1,8 +1,8 @@
-"""What data costs: reading by id, tokenising on several ranks, the second start. See README.md; writes results.json.
+"""Benchmark of data: reading by id, tokenizing on several ranks, the second start. Writes results.json; see README.md.
 
     python benchmarks/data.py [--only read|prepare] [--megabytes 200]
 
-Everything is measured side by side in one run, as ratios; RAYON_NUM_THREADS=1 gives a tokenizer one thread a rank.
+All cases are measured in one run and compared as ratios. RAYON_NUM_THREADS=1 gives the tokenizer one thread per rank.
 """
 
 import argparse
@@ -35,7 +35,7 @@ MODEL |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embe
 
 
 def opened(folder: Path, **fields):
-    """Return (run, task, training split) as train.py has them."""
+    """Return (config, task, training split), made as in train.py."""
     (folder / "model.yaml").write_text(json.dumps(MODEL))
     flags = {"model_config": folder / "model.yaml", "cache_dir": folder / "cache"} | fields
     run, options = parsing.parse([word for name, value in flags.items() for word in (f"--{name}", str(value))], OPTIONS)
@@ -48,7 +48,7 @@ def opened(folder: Path, **fields):
 
 
 def rows_of(folder: Path, lengths: np.ndarray) -> Path:
-    """Write a Parquet file of rows of random ids."""
+    """Write a Parquet file whose rows are random token ids of the given lengths."""
     import pyarrow as pa
     import pyarrow.parquet
 
@@ -59,7 +59,7 @@ def rows_of(folder: Path, lengths: np.ndarray) -> Path:
 
 
 def plain_loader(split, micro: int, form: str | None):
-    """Return a plain DataLoader over the same rows as a `datasets.Dataset`, padded as ours are."""
+    """Return a plain DataLoader over the same rows in a `datasets.Dataset`, with the padding of our loader."""
     import datasets
 
     parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.stats["pieces"]]
@@ -80,7 +80,7 @@ def plain_loader(split, micro: int, form: str | None):
 
 
 def throughput(batches, seconds: float = 4.0) -> float:
-    """Return tokens per second of CPU time; each item ends with its number of tokens."""
+    """Return the tokens per second of CPU time that `batches` delivers."""
     batches, tokens = iter(batches), 0
     for _ in range(5):
         next(batches)
@@ -107,11 +107,13 @@ def reading() -> dict:
                 order = training_order(PlanConfig(len(split), 256, 8, turn, split.lengths), 0, 1, 0, 100_000)
                 ours.append(throughput(read_batches(split, task, order, run, False)))
                 for form in (None, "numpy", "arrow") if turn == 0 else (max(plain, key=plain.get),):
-                    if form != "arrow":  # whose rows are tables
+                    if form != "arrow":  # its rows are tables
                         plain[form] = max(plain.get(form, 0), throughput(plain_loader(split, 8, form)))
             best = max(plain.values())
             found[name] = {"million_tokens_per_second": max(ours) / 1e6, "plain": best / 1e6, "ratio": max(ours) / best}
-            print(f"{name}: {max(ours) / 1e6:.2f} M tokens/s a core, plain {best / 1e6:.2f}: {max(ours) / best:.1f} ×")
+            print(
+                f"{name}: {max(ours) / 1e6:.2f} M tokens/s per core, plain {best / 1e6:.2f}: {max(ours) / best:.1f} ×"
+            )
     return found
 
 
@@ -119,7 +121,7 @@ def reading() -> dict:
 
 
 def texts(folder: Path, megabytes: int) -> Path:
-    """Write source code of the standard library, in another order each time it comes round."""
+    """Write the source files of the standard library to a file, again and again in a new order up to `megabytes`."""
     file, rng = folder / "texts.jsonl", np.random.default_rng(0)
     lines = (
         Path(sample_datasets.sample_folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
@@ -137,10 +139,10 @@ def texts(folder: Path, megabytes: int) -> Path:
 
 
 def child(folder: Path, file: str) -> None:
-    """One rank: prepare, and print seconds, memory and what came out."""
+    """Prepare the data on one rank; print seconds, memory, rows and the share of filled positions."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     times = []
-    for _ in range(2):  # the second time all is imported
+    for _ in range(2):  # in the second pass all modules are imported
         began = time.perf_counter()
         run, task, split = opened(
             folder, train_file=file, tokenizer_name="stdlib_code", max_length=1024, packing="true"
@@ -154,7 +156,7 @@ def child(folder: Path, file: str) -> None:
 
 
 def ranks(world: int, folder: Path, file: Path) -> list[list]:
-    """Prepare on `world` ranks, as a launcher starts them; return what each printed."""
+    """Prepare on `world` ranks with the variables of a launcher; return the values that each rank printed."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -180,7 +182,7 @@ def preparing(megabytes: int) -> dict:
             out[world] = ranks(world, root / str(world), file)
         again = ranks(1, root / "2", file)[0]
     one, two = out[1][0], max(rank[0] for rank in out[2])
-    assert len({rank[4] for world in out.values() for rank in world}) == 1, "other rows on two ranks than on one"
+    assert len({rank[4] for world in out.values() for rank in world}) == 1, "two ranks made different rows than one"
     found = {
         "megabytes": megabytes,
         "seconds_on_one_rank": one[0],

@@ -1,4 +1,4 @@
-"""What the guarantees cost: our loop and our start against a plain hand-written loop (benchmarks/plain.py). See README.md.
+"""Benchmark of loop and start: train.py against a plain hand-written loop (benchmarks/plain.py). See README.md.
 
 python benchmarks/loop.py [--processes 2] [--only loop|start] [--repeats N] [--threads N] [--clock cpu]   (make bench)
 """
@@ -38,7 +38,7 @@ from src.tasks import OPTIONS, make_task
 BARS = {"10 ms": 0.85, "200 ms": 0.97, "start": 1.3}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 LARGE = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
-CASES = {  # name -> (model, longest row, global batch, micro-batch, steps of a block, blocks)
+CASES = {  # name -> (model, longest row, global batch, micro-batch, steps per block, blocks)
     "10 ms": (SMALL, 32, 8, 8, 20, 40),
     "10 ms, 2 micro-batches": (SMALL, 16, 8, 4, 20, 40),
     "200 ms": (LARGE, 128, 8, 8, 2, 20),
@@ -49,7 +49,7 @@ LOSSES = {"labels=": labels_loss, "direct": direct_loss}
 
 
 def make_files(folder: Path, model: dict, longest: int, rows: int = 4000) -> None:
-    """Write ragged rows of ids, and the model's configuration, which holds for both loops."""
+    """Write rows of different lengths and the model's configuration for both loops."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(longest // 2, longest + 1, rows)
     lines = [json.dumps({"input_ids": rng.integers(0, model["vocab_size"], n).tolist()}) for n in lengths]
@@ -65,14 +65,14 @@ def flags(folder: Path, out: str, **more) -> list[str]:
 
 
 class Stop(Exception):
-    """The measurement is complete; what train.train would do after its last step is not measured."""
+    """Raised when the measurement is complete, so that train.train does nothing after its last step."""
 
 
 def measure(case: str, loss: str, folder: Path, clock) -> dict:
-    """Return the medians of step times and of their ratio (plain / ours: steps per second of ours against plain).
+    """Return the median step times and the median of their ratio, plain / ours (above 1: ours is faster).
 
-    Ours is train.py itself. At the end of a block of its steps, the plain loop does the same steps on its own model, on
-    the same micro-batches, which it is given as padded tensors in memory: reading and collating is our cost only.
+    Ours is train.py itself. After each block of steps, the plain loop does the same steps on its own model. It gets the
+    same micro-batches as padded tensors in memory, so only ours pays for reading and collating.
     """
     _, _, size, micro, block, blocks = CASES[case]
     datasets.disable_progress_bars()
@@ -114,14 +114,14 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
             losses["ours"].append(values["loss"])
 
         def say(self, text):
-            """Keep quiet: the table of results is what a person wants to read."""
+            """Print nothing, so that only the table of results is shown."""
 
     train.RunLogger = Interleave
     with suppress(Stop):
         train.main(words)
-    if "RANK" not in os.environ:  # else a rank knows only its own part of the plain loss
+    if "RANK" not in os.environ:  # with several ranks, each knows only its share of the plain loss
         check_same(losses, run.logging_steps)
-    ours, other = times["ours"][1:], times["plain"][1:]  # the first block warms both up
+    ours, other = times["ours"][1:], times["plain"][1:]  # the first block is the warmup of both
     ratios = sorted(b / a for a, b in zip(ours, other, strict=True))
     return {
         "ours_ms": 1e3 * statistics.median(ours),
@@ -133,7 +133,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
 
 
 def make_plain(task, run, accelerator, loss) -> Plain:
-    """Return the opponent, with the weights that ours begins with."""
+    """Return the plain loop, with the initial weights of ours."""
     model = task.build()
     if accelerator.num_processes > 1:
         model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
@@ -141,7 +141,7 @@ def make_plain(task, run, accelerator, loss) -> Plain:
 
 
 def steps_in_memory(run, task, split, accelerator):
-    """Yield (batches, weight) of this rank for every step, as the plan cuts it."""
+    """Yield (batches, weight) of this rank for every step of the batch plan."""
     ranks = accelerator.num_processes
     config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
     every = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
@@ -169,20 +169,20 @@ def _one_step(every: list, rank: int, reader) -> tuple[list[dict], float]:
 
 
 def check_same(losses: dict, every: int) -> None:
-    """Refuse a comparison of two loops that do not train alike: their losses must be one curve."""
+    """Raise AssertionError if the two loops have different losses, because their times are then not comparable."""
     loss, weight = np.array(losses["plain"]).T
     whole = len(loss) // every * every
     plain = (loss * weight)[:whole].reshape(-1, every).sum(1) / weight[:whole].reshape(-1, every).sum(1)
-    ours = np.array(losses["ours"])  # without the last line, which the end of the measurement comes before
+    ours = np.array(losses["ours"])  # lacks the last line: the measurement ends before it
     worst = np.abs(ours / plain[: len(ours)] - 1).max()
-    assert worst < 1e-3, f"the two loops train differently: their losses part by {worst:.2%}"
+    assert worst < 1e-3, f"the two loops train differently: their losses differ by {worst:.2%}"
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
 def in_ranks(processes: int, threads: int, target, *args):
-    """Return what `target(*args)` returns on rank 0 of so many forked processes; imports were done once, here."""
+    """Run `target(*args)` in `processes` forked ranks; return the value of rank 0. Imports are done before the fork."""
     context = torch.multiprocessing.get_context("fork")
     results = context.SimpleQueue()
     with socket.socket() as s:
@@ -197,7 +197,7 @@ def in_ranks(processes: int, threads: int, target, *args):
     for process in ranks:
         process.join()
     if any(process.exitcode for process in ranks):
-        sys.exit("a rank failed: its traceback stands above")
+        sys.exit("a rank failed: see its traceback above")
     return results.get()
 
 
@@ -215,14 +215,14 @@ def _rank(rank: int, world: int, port: int, threads: int, results, target, args)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
-    os._exit(code)  # a group that others still use is not torn down here
+    os._exit(code)  # skips the teardown of a process group that other ranks still use
 
 
 # ---- start -----------------------------------------------------------------------------------------------------------
 
 
 def start_ours(folder: Path) -> float:
-    """Return seconds from the start of `python train.py …` to the end of its first step: when its train line is written."""
+    """Return seconds from the start of `python train.py …` until the train line of its first step is written."""
     began = time.time()
     _run(
         "train.py", *flags(folder, "start", max_steps=1, logging_steps=1, global_batch_size=8, per_device_batch_size=8)
@@ -247,7 +247,7 @@ def _run(script: str, *args) -> str:
 
 
 def measure_start(folder: Path, repeats: int) -> dict:
-    """Return medians over interleaved fresh processes with warm caches, and what the first start of each cost."""
+    """Return median start times of fresh, interleaved processes with warm caches, and each first (cold) start."""
     make_files(folder, SMALL, 48)
     first = start_ours(folder), start_plain(folder)
     ours, plain = [], []
@@ -268,13 +268,13 @@ def measure_start(folder: Path, repeats: int) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=1, help="ranks of the loops, over gloo")
-    parser.add_argument("--threads", type=int, help="threads of a rank (default: the cores divided by the ranks)")
-    parser.add_argument("--only", help="loop, start, or the beginning of a case's name", default="")
+    parser.add_argument("--processes", type=int, default=1, help="number of ranks (backend gloo)")
+    parser.add_argument("--threads", type=int, help="threads per rank (default: cores / ranks)")
+    parser.add_argument("--only", help="loop, start, or a prefix of a case's name", default="")
     parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="cpu: on a busy machine, with --threads 1"
+        "--clock", choices=list(CLOCKS), default="wall", help="cpu: for a busy machine, with --threads 1"
     )
-    parser.add_argument("--repeats", type=int, default=9, help="fresh processes of each kind")
+    parser.add_argument("--repeats", type=int, default=9, help="fresh processes per loop for the start benchmark")
     options = parser.parse_args()
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.processes)
     results, rows = {}, []
@@ -283,7 +283,7 @@ def main() -> None:
         wanted = [case for case in CASES if options.only in ("", "loop") or case.startswith(options.only)]
         for case in wanted:
             if options.processes > 1 and "micro-batches" not in case:
-                continue  # a rank would have nothing to do
+                continue  # one micro-batch leaves the other ranks without work
             folder = Path(temporary, case.replace(" ", "_"))
             folder.mkdir()
             make_files(folder, CASES[case][0], CASES[case][1])
@@ -324,7 +324,7 @@ def show(rows: list[tuple]) -> None:
 
 
 def save(results: dict, threads: int, clock: str = "wall") -> None:
-    """Add the results to benchmarks/results.json, with what they were measured on."""
+    """Add the results and the machine they were measured on to benchmarks/results.json."""
     file = REPOSITORY / "benchmarks" / "results.json"
     old = json.loads(file.read_text()) if file.exists() else {}
     machine = {

@@ -1,4 +1,4 @@
-"""The picture in the README: three real runs of one run file, drawn as docs/promise.svg. About five minutes on two cores.
+"""The picture in the README, docs/promise.svg: three real runs of one run file (YAML). Takes five minutes on two cores.
 
     python benchmarks/picture.py [--folder DIR]    DIR keeps the three runs
 
@@ -46,14 +46,14 @@ def read_text(file: Path) -> str:
 
 
 def losses(folder: Path) -> tuple[dict[int, float], float]:
-    """Return step -> training loss, and the evaluation loss."""
+    """Return ({step: training loss}, evaluation loss)."""
     lines = [json.loads(line) for line in read_text(folder / "metrics.jsonl").splitlines()]
     train = {line["step"]: line["loss"] for line in lines if line["kind"] == "train"}
     return train, next(line["loss"] for line in lines if line["kind"] == "eval")
 
 
 def run_all(folder: Path) -> list[Path]:
-    """Make the three runs; return their folders."""
+    """Train the three runs; return their folders."""
     folders = [folder / name for name in ("one_process", "killed_and_resumed", "two_processes")]
     finish(start(folders[0], 1))
     killed = start(folders[1], 1)
@@ -68,7 +68,7 @@ def run_all(folder: Path) -> list[Path]:
 
 
 def draw(runs: list[tuple[dict[int, float], float]], file: Path) -> None:
-    """Draw the curves of the three runs on each other, and their digits beside them."""
+    """Draw the loss curves of the three runs over each other, with a table of the exact values beside them."""
     import matplotlib
     from matplotlib.figure import Figure
 

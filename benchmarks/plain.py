@@ -1,6 +1,6 @@
-"""The opponent: a training loop as one writes it by hand, in one file, with nothing checked, kept or resumed.
+"""The baseline: a hand-written training loop in one file, without checks, checkpoints or resuming.
 
-python benchmarks/plain.py ROWS.jsonl MODEL.yaml [STEPS]   (rows of `input_ids`; the last line is the time of every step's end)
+python benchmarks/plain.py ROWS.jsonl MODEL.yaml [STEPS]   (rows of `input_ids`; prints the end time of each step last)
 """
 
 import json
@@ -22,7 +22,7 @@ def pad(rows: list[dict]) -> dict[str, torch.Tensor]:
 
 
 def labels_loss(model, batch: dict) -> torch.Tensor:
-    """Return the summed loss as the model computes it from `labels`, divided by nothing."""
+    """Return the sum of the token losses, computed by the model from `labels`."""
     return model(**batch, num_items_in_batch=1, use_cache=False).loss
 
 
@@ -33,7 +33,7 @@ def direct_loss(model, batch: dict) -> torch.Tensor:
 
 
 class Plain:
-    """Model, AdamW with decay groups, clipping, linear schedule, accumulation: a step is a list of batches."""
+    """Model, AdamW with decay groups, clipping, linear schedule and gradient accumulation over a list of batches."""
 
     def __init__(self, model, loss, learning_rate: float, total: int, ranks: int = 1):
         self.model, self.loss, self.ranks = model, loss, ranks
@@ -47,7 +47,7 @@ class Plain:
         model.train()
 
     def step(self, batches: list[dict], weight: float) -> torch.Tensor:
-        """Update once; return the sum of losses over `weight`."""
+        """Make one optimizer step; return the sum of the losses divided by `weight`."""
         total = 0.0
         for i, batch in enumerate(batches):
             if self.ranks > 1:

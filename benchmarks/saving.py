@@ -1,8 +1,8 @@
-"""What saving and resuming cost with a checkpoint of about 1 GB: python benchmarks/saving.py [--steps N]. See README.md.
+"""Benchmark of saving and resuming a checkpoint of about 1 GB: python benchmarks/saving.py [--steps N]. See README.md.
 
-A model of 87 million parameters with AdamW trains for some steps and saves now and then. Reported: how long training stood still for
-a save against the copy to the host alone, what was written beside it, how fast a checkpoint is verified against how
-fast the disk reads it, and the memory that resuming takes beyond model and optimizer.
+A model of 87 million parameters trains with AdamW for some steps and saves five times. Reported are: the training pause per
+save compared with the copy to the host, the time of the background write, the speed of verifying a checkpoint
+compared with reading it, and the memory of resuming compared with that of model and optimizer.
 """
 
 import argparse
@@ -67,7 +67,7 @@ print(memory("VmHWM") - before, memory("VmRSS") - before)
 
 
 def evicted(folder: Path) -> None:
-    """Make the kernel forget what it holds of the files, so that the disk is read."""
+    """Drop the files from the kernel's page cache, so that they are read from the disk."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -111,10 +111,10 @@ def main() -> None:
         size = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
         print(f"checkpoint of {size:.2f} GB, {len(saved)} saves")
         ratios = [stall / copy for stall, copy in zip(stalls, copies, strict=True)]
-        print(f"training stood still, s:   {', '.join(f'{x:.3f}' for x in stalls)}")
-        print(f"copy to the host, s:       {', '.join(f'{x:.3f}' for x in copies)}  (the first fills new memory)")
+        print(f"training paused, s:        {', '.join(f'{x:.3f}' for x in stalls)}")
+        print(f"copy to the host, s:       {', '.join(f'{x:.3f}' for x in copies)}  (the first allocates memory)")
         print(f"ratio, median:             {statistics.median(ratios):.3f}  (bar: 1.2)")
-        print(f"written beside, s:         {', '.join(f'{x:.2f}' for x in writes)}")
+        print(f"background write, s:       {', '.join(f'{x:.2f}' for x in writes)}")
         for state in ("from memory", "from disk"):
             if state == "from disk":
                 evicted(newest)
@@ -123,7 +123,7 @@ def main() -> None:
                 evicted(newest)
             verify = seconds(lambda: atomic_folder.verify(newest))
             print(
-                f"verify {state + ':':<20}{size / verify:.2f} GB/s (reading alone: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
+                f"verify {state + ':':<20}{size / verify:.2f} GB/s (only reading: {size / plain:.2f} GB/s; bar: 1 GB/s or the disk)"
             )
         code = RESUME.format(repository=str(REPOSITORY))
         done = subprocess.run(
@@ -132,7 +132,7 @@ def main() -> None:
         peak, after = map(float, done.stdout.split()[-2:])
         state = sizes[-1] * 1e6 / 2**20
         print(
-            f"memory of resuming, MiB:   peak {peak:.0f}, then {after:.0f}; model and optimizer are {state:.0f}: ratio {peak / state:.3f}  (bar: 1.2)"
+            f"memory of resuming, MiB:   peak {peak:.0f}, then {after:.0f}; model and optimizer: {state:.0f}; ratio {peak / state:.3f}  (bar: 1.2)"
         )
 
 

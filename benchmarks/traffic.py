@@ -1,6 +1,6 @@
-"""Bytes per optimizer step between two processes, with accumulation 8 against 1: one gradient reduction a step. See README.md.
+"""Benchmark of traffic: bytes per optimizer step between two processes, gradient accumulation 8 and 1. See README.md.
 
-python benchmarks/traffic.py [--steps N]   (Linux: reads the loopback's counters; as root, in a network of its own)
+python benchmarks/traffic.py [--steps N]   (Linux: reads the counters of lo; root gets a network namespace of its own)
 """
 
 import argparse
@@ -19,11 +19,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import loop
 
 BAR = 1.15
-GLOBAL = 16  # examples of a step: 2 ranks × 1 micro-batch of 8, or 2 ranks × 8 of 1
+GLOBAL = 16  # examples per step: 2 ranks × 1 micro-batch of 8, or 2 ranks × 8 micro-batches of 1
 
 
 def private_network() -> bool:
-    """Give this process and its children a loopback that nobody else uses; return whether that was allowed."""
+    """Move this process and its children to a new network namespace; return True if that was allowed."""
     if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
         return False
     with socket.socket() as s:  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
@@ -32,13 +32,13 @@ def private_network() -> bool:
 
 
 def sent() -> int:
-    """Return the bytes that the loopback has sent so far."""
+    """Return the bytes that the loopback interface (lo) has sent so far."""
     line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
     return int(line.split(":")[1].split()[8])
 
 
 def bytes_of(folder: Path, micro: int, steps: int) -> int:
-    """Return what a whole run of so many steps sends."""
+    """Return the bytes that a run of `steps` steps sends."""
     before = sent()
     words = loop.flags(
         folder, f"run{micro}_{steps}", global_batch_size=GLOBAL, per_device_batch_size=micro, max_steps=steps
@@ -49,7 +49,7 @@ def bytes_of(folder: Path, micro: int, steps: int) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="the runs have so many steps, and twice as many")
+    parser.add_argument("--steps", type=int, default=40, help="steps of the short run; the long run has twice as many")
     steps = parser.parse_args().steps
     alone = private_network()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -57,7 +57,7 @@ def main() -> None:
         os.environ["HF_DATASETS_CACHE"] = f"{temporary}/datasets"
         loop.make_files(Path(temporary), loop.SMALL, 48)
         each = {}
-        for accumulation in (1, 8):  # the difference of two lengths leaves out what start and end of a run send
+        for accumulation in (1, 8):  # the difference of a long and a short run excludes start and end
             short, long = (bytes_of(Path(temporary), GLOBAL // 2 // accumulation, n) for n in (steps, 2 * steps))
             each[accumulation] = (long - short) / steps
     result = {f"bytes_per_step_accumulation_{n}": round(value) for n, value in each.items()}
