@@ -1,4 +1,4 @@
-"""Render chats with the tokenizer's template, and find the assistant's turns in the text.
+"""Chats rendered with the tokenizer's chat template, and the character spans of the assistant's turns.
 
 Tests: tests/text/test_chat.py and tests/tasks/test_causal_lm.py.
 """
@@ -15,9 +15,9 @@ from src.text.tokenization import IGNORED
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # in other formats
-MARK = "\u2042content\u2042"  # replaces an assistant's words, to find where a template writes them
-_warned: set[str] = set()  # chat templates
+ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
+MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
+_warned: set[str] = set()  # chat templates already warned about
 
 
 def read_template(file: str) -> str:
@@ -31,7 +31,7 @@ def read_template(file: str) -> str:
 def render_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return a chat as text, and the character spans of the assistant's turns without their headers."""
+    """Return a chat as text, and the (begin, end) characters of each assistant turn without its header."""
     turns = []
     with _errors_of_rendering(location):
         messages = _check_messages(tokenizer, messages)
@@ -39,7 +39,7 @@ def render_chat(
         for i, message in enumerate(messages):
             role = message["role"]
             if role != "assistant" and role.lower() in ASSISTANT_NAMES:
-                raise ValueError(f"turn {i} has the role {role!r}: write assistant, otherwise it is not trained on")
+                raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
             if role == "assistant":
                 after = _render(tokenizer, messages[: i + 1])
                 before = _text_before_words(tokenizer, messages[:i], message, after)
@@ -48,8 +48,9 @@ def render_chat(
                     _warn_of_changed_words(tokenizer, location, i)
     if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
         raise UsageError(
-            f"{location}: the chat template rewrites earlier turns as the chat grows, so the assistant's turns cannot "
-            "be found: give a plain one with --chat_template FILE, or one that marks them with {% generation %}"
+            f"{location}: the chat template changes earlier turns when later ones follow, so the assistant's turns "
+            "cannot be found: give --chat_template FILE with a plain template, or one that marks them with "
+            "{% generation %}"
         )
     return text, [(len(before), len(after)) for before, after in turns]
 
@@ -57,7 +58,7 @@ def render_chat(
 def tokenize_marked_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location
 ) -> tuple[list[int], list[int]]:
-    """Return ids and labels of a chat whose template marks the assistant's words with {% generation %}."""
+    """Return ids and labels of a chat whose template marks the assistant's content with {% generation %}."""
     with _errors_of_rendering(location):
         chat = tokenizer.apply_chat_template(
             _check_messages(tokenizer, messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -69,7 +70,7 @@ def tokenize_marked_chat(
 
 @contextmanager
 def _errors_of_rendering(location) -> Iterator[None]:
-    """Turn every error of a template, which may be any code, into a UsageError."""
+    """Raise UsageError for any exception within. A chat template is code and may raise anything."""
     try:
         yield
     except Exception as error:
@@ -82,8 +83,8 @@ def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], **option
 
 
 def _check_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) -> list[dict]:
-    """Return a chat without empty keys; raise ValueError for what its template would skip or write as "None"."""
-    # Arrow gives all turns the same keys, and templates ask whether a key is there.
+    """Return the messages without None values. Raise ValueError if the template would drop or garble a message."""
+    # Arrow gives all turns the same keys (None if absent), but templates test whether a key exists.
     messages = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
     for i, turn in enumerate(messages):
         if turn.get("tool_calls"):
@@ -98,15 +99,15 @@ def _check_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) 
             raise ValueError(f"turn {i} has no role")
         if isinstance(turn["content"], list | dict) and repr(turn["content"]) in _render(tokenizer, messages):
             raise ValueError(
-                f"the chat template writes the content parts of turn {i} as Python code: give its content as one text"
+                f"the chat template writes the content parts of turn {i} as Python code: give its content as one string"
             )
     return messages
 
 
 def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict], message: dict, after: str) -> str:
-    """Return the text before an assistant's words, header included; `after` is the text up to the end of the turn.
+    """Return the text before the assistant's content, header included. `after` is the text up to the end of the turn.
 
-    If the template writes a generation prompt, that is the header; else the words are replaced by a mark."""
+    The template's generation prompt is the header. Without one, MARK replaces the content to find where it begins."""
     asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
     plain = _render(tokenizer, asked, add_generation_prompt=False)
     prompt = _render(tokenizer, asked, add_generation_prompt=True)
@@ -114,18 +115,18 @@ def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict]
     if earlier and (prompt != plain or not begin.startswith(plain.rstrip())):
         return prompt
     header = prompt.removeprefix(plain)
-    if header and found:  # the assistant speaks first: only what the template itself writes is before the header
+    if header and found:  # the assistant speaks first, so only text of the template itself is before the header
         begin, found, _ = begin.rpartition(header)
         begin += header
     if not found or not after.startswith(begin):
         raise ValueError(
-            "the beginning of the assistant's words cannot be found: mark them in the template with {% generation %} "
+            "the beginning of the assistant's content cannot be found: mark it in the template with {% generation %} "
             "and {% endgeneration %}"
         )
-    return begin if header else begin.rstrip(" ")  # without a header, a token may begin with the space before a word
+    return begin if header else begin.rstrip(" ")  # without a header, the first token may include the space before it
 
 
 def _warn_of_changed_words(tokenizer: "PreTrainedTokenizerBase", location, turn: int) -> None:
     if tokenizer.chat_template not in _warned:
-        warn(f"{location}: the chat template changes or drops words of the assistant (turn {turn})")
+        warn(f"{location}: the chat template changes or drops text of the assistant in turn {turn}")
         _warned.add(tokenizer.chat_template)

@@ -1,6 +1,7 @@
-"""Rows of text, chats, prompt and completion, or ids become token ids and labels.
+"""Encoding of raw rows (text, chats, prompt and completion, or token ids) as token ids and labels.
 
-A new kind of row is one more `_encode_*` generator. Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
+Add a kind of row here: an `_encode_*` generator and its branch in `choose`.
+Tests: tests/tasks/test_causal_lm.py, tests/config/test_bad_input.py.
 """
 
 import functools
@@ -16,7 +17,7 @@ from src.text.long_text import encode_long
 from src.text.pretokenized_rows import OPTIONAL_COLUMNS, check_ids
 from src.text.tokenization import CHARACTERS, IGNORED, batches_by_size, require_text, token_bytes
 
-# Columns that have a meaning in other trainers; a warning says that they are not used.
+# Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
 MEANINGFUL += " token_type_ids seq_lengths cu_seqlens weight weights sample_weight tools"
 
@@ -29,12 +30,12 @@ class Document:
 
     ids: Ids
     labels: list[int] | None = None  # None: every token is a target
-    token_bytes: np.ndarray | None = None  # UTF-8 bytes of text that each token stands for, None if unknown
+    token_bytes: np.ndarray | None = None  # UTF-8 bytes of text per token, None if unknown
 
 
 @dataclass
 class Encoder:
-    """Encodes the raw rows of a split, which are all of one kind."""
+    """Encodes the raw rows of a split. All rows of a split are of one kind."""
 
     tokenizer: Any  # PreTrainedTokenizerBase; None if all rows are ids
     vocab_size: int
@@ -44,7 +45,7 @@ class Encoder:
     append_eos: bool
 
     def choose(self, columns: list[str], split: str) -> tuple[list[str], list[str]]:
-        """Choose the kind of row by its columns; return (the columns it needs, the columns that encode_batch returns)."""
+        """Choose the kind of row from the columns. Return (columns to read, columns that encode_batch returns)."""
         has_labels = True
         if "input_ids" in columns:
             self.encode = self._encode_ids
@@ -63,25 +64,25 @@ class Encoder:
                 "--text_column), `messages`, `prompt` and `completion`, or `input_ids`"
             )
         if self.tokenizer is None and "input_ids" not in columns:
-            raise UsageError(f"{split} data: the rows hold text, so give --tokenizer_name")
+            raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
         if ignored := [name for name in MEANINGFUL.split() if name in columns and name not in needed]:
             _warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
         self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
         return needed, self.made
 
     def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
-        """Return the encoded columns of a batch of raw rows; an error names the location of the row."""
+        """Return the encoded columns of a batch of raw rows. An error names the location of the row."""
         rows = [row for document in self.encode(batch, locations) for row in self._rows(document)]
         return {name: [row[name] for row in rows] for name in self.made}
 
     def _rows(self, document: Document) -> list[dict]:
-        """Return a document as one row truncated to max_length; if rows will be packed, split into several."""
+        """Return a document as one row truncated to max_length; with packing, as several rows of up to max_length."""
         length, limit = len(document.ids), self.max_length
         starts = range(0, max(length, 1), limit) if self.packing else [0]
         return [self._row(document, start, min(start + limit, length)) for start in starts]
 
     def _row(self, document: Document, start: int, stop: int) -> dict:
-        """Return the row of the tokens start … stop−1. The first one is no target: nothing in the row predicts it."""
+        """Return the row of tokens start to stop - 1. Its first token is not a target, because no token precedes it."""
         ids = _as_list(document.ids[start:stop])
         labels = ids if document.labels is None else document.labels[start:stop]
         is_target = np.array(labels)[1:] != IGNORED
@@ -98,7 +99,7 @@ class Encoder:
         }
 
     def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[Ids, np.ndarray | None]]:
-        """Yield (token ids, bytes of each token) of each text; the bytes are None without a fast tokenizer."""
+        """Yield (token ids, bytes per token) for each text. The bytes are None without a fast tokenizer."""
         fast = getattr(self.tokenizer, "is_fast", False)
         for batch in batches_by_size(texts):
             if fast and len(batch) == 1 and len(batch[0]) > CHARACTERS:
@@ -138,7 +139,7 @@ class Encoder:
     def _encode_completion(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for name in ("prompt", "completion"):
             require_text(batch[name], name, locations)
-        # Tokenized separately: at generation the prompt will be alone.
+        # Tokenized separately, because at generation the prompt is tokenized alone.
         prompts = self._tokenize(batch["prompt"])
         completions = self._tokenize(batch["completion"], add_special_tokens=False)
         for (prompt, _), (completion, sizes) in zip(prompts, completions, strict=True):
@@ -153,7 +154,7 @@ class Encoder:
 
     def _encode_messages(self, batch: dict[str, list], locations) -> Iterator[Document]:
         if not getattr(self.tokenizer, "is_fast", False):
-            raise UsageError("rows with `messages` need a fast tokenizer: it reports the characters of each token")
+            raise UsageError("rows with `messages` need a fast tokenizer, which reports the characters of each token")
         template = self.tokenizer.chat_template
         if not template:
             raise UsageError(f"{locations[0]}: the tokenizer has no chat template: give one with --chat_template FILE")

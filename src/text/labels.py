@@ -1,4 +1,4 @@
-"""Labels of rows: the names that a model or the data knows, and their ids.
+"""Class labels: names from the model or the data, and their ids.
 
 Tests: tests/tasks/test_text_classification.py.
 """
@@ -21,24 +21,24 @@ def labels_of_model(config: "PreTrainedConfig") -> list[str] | None:
 
 
 def class_names(examples: "Dataset", column: str, split: str) -> list[str] | None:
-    """Return the names of a ClassLabel column, None for names and integers; raise UsageError for any other type."""
+    """Return the names of a ClassLabel column, None for strings, integers and bools. Raise UsageError otherwise."""
     from datasets import ClassLabel
 
     feature = examples.features[column]
     dtype = str(getattr(feature, "dtype", "lists or objects"))
     if not any(known in dtype for known in ("int", "string", "bool")):
-        raise UsageError(f"{split} data: `{column}` holds {dtype}: a label is a name or an integer")
+        raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
     return feature.names if isinstance(feature, ClassLabel) else None
 
 
 def labels_of_rows(examples: "Dataset", column: str) -> list[str]:
-    """Return the labels that occur, sorted: numbers by their value, 2 before 10."""
+    """Return the distinct labels, sorted. Numbers are sorted by value: 2 before 10."""
     values = set(examples.unique(column)) - {None}
     return [str(value) for value in sorted(values, key=lambda value: (str(type(value)), value))]
 
 
 def label_ids(values: list, labels: list[str], names: list[str] | None, column: str, locations) -> list[int]:
-    """Return the id of each raw label, which may be a class id of `names`; raise UsageError for a missing or unknown one."""
+    """Return the id of each raw label. An integer is an index into `names`. Raise UsageError for an unknown label."""
     id_of = {label: i for i, label in enumerate(labels)}
     ids = []
     for i, value in enumerate(values):
@@ -47,6 +47,6 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
         label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
         if label not in id_of:
             known = ", ".join(labels)[:200]
-            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known: {known}")
+            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {known}")
         ids.append(id_of[label])
     return ids

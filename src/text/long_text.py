@@ -1,4 +1,4 @@
-"""Tokenize a long document in overlapping parts, with the same ids as in one piece.
+"""Tokenization of a long document in overlapping parts, with the same ids as in one call.
 
 Tests: tests/text/test_long_text.py.
 """
@@ -12,8 +12,8 @@ from src.text.tokenization import cumulative_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PART = 1 << 18  # characters that a tokenizer gets at a time
-OVERLAP = 1 << 14  # characters that two neighboring parts share
+PART = 1 << 18  # characters per tokenizer call
+OVERLAP = 1 << 14  # characters that two adjacent parts share
 
 
 class _Part(NamedTuple):
@@ -21,21 +21,21 @@ class _Part(NamedTuple):
 
     ids: np.ndarray
     spans: np.ndarray  # (begin, end) in characters of the whole text
-    words: np.ndarray  # the number of its word, -1 if none
-    bytes_after: np.ndarray  # UTF-8 bytes of the whole text up to its end
+    words: np.ndarray  # index of the token's word, -1 if none
+    bytes_after: np.ndarray  # UTF-8 bytes of the whole text up to the token's end
 
 
 def encode_long(
     tokenizer: "PreTrainedTokenizerBase", text: str, add_special_tokens: bool = True
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (ids, bytes of each token) of a long text in little memory, or None if equality cannot be proved.
+    """Return (ids, bytes per token) of a long text in little memory. Return None if the ids may differ from one call's.
 
-    A tokenizer needs 160 bytes for each byte of text. So it gets overlapping parts, and two parts are joined inside the
-    overlap if both have the same tokens throughout its middle half. For BPE the result is exact: a row of tokens is the
-    encoding of its text if each pair of neighbors is the encoding of theirs, and the pair at the joint is from one part,
-    like all others. Other tokenizers work word by word, so there a joint must be at the beginning of a word."""
+    A tokenizer needs 160 bytes of memory per byte of text, so it gets overlapping parts. Two parts are joined inside
+    their overlap if both have the same tokens in its middle half. For BPE the result is exact: a sequence of tokens is
+    the encoding of its text if each adjacent pair is the encoding of its own text. Here each adjacent pair, also the
+    one at the joint, comes from one part. Other tokenizers work word by word, so they are joined at a word's start."""
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
-    ids, reached = [], []  # of the tokens that are final
+    ids, reached = [], []  # columns of the tokens that are final
     begin = bytes_before = 0
     last = _encode_part(tokenizer, text[:PART], 0, 0)
     while begin + PART < len(text):
@@ -68,9 +68,9 @@ def _encode_part(tokenizer: "PreTrainedTokenizerBase", text: str, begin: int, by
 
 
 def _joint(left: _Part, right: _Part, low: int, high: int, is_bpe: bool) -> tuple[int, int] | None:
-    """Return (tokens of `left` to keep, tokens of `right` to drop), or None if the parts differ where they overlap.
+    """Return (number of tokens of `left` to keep, number of `right` to drop). Return None if the overlaps differ.
 
-    Compared are the tokens that begin between the characters `low` and `high`."""
+    Compare only the tokens that begin between the characters `low` and `high`."""
     (a, b), (c, d) = (np.searchsorted(part.spans[:, 0], (low, high)) for part in (left, right))
     if b - a != d - c or b - a < 4:
         return None
@@ -78,7 +78,7 @@ def _joint(left: _Part, right: _Part, low: int, high: int, is_bpe: bool) -> tupl
         return None
     for i in range((b - a) // 2, b - a - 1):
         new_word = all(part.words[at + i] != part.words[at + i - 1] for part, at in ((left, a), (right, c)))
-        separate = left.spans[a + i - 1][1] <= left.spans[a + i][0]  # tokens of one character have the same span
+        separate = left.spans[a + i - 1][1] <= left.spans[a + i][0]  # tokens of the same character share its span
         if separate and (is_bpe or new_word):
             return a + i, c + i
     return None

@@ -1,4 +1,4 @@
-"""Pack documents into full rows.
+"""Packing of documents into full rows.
 
 Tests: tests/text/test_packing.py.
 """
@@ -9,10 +9,10 @@ import numpy as np
 
 
 def pack(max_length: int, batch: dict) -> dict:
-    """Return rows of up to max_length tokens made of the documents of a batch, by best fit, longest first.
+    """Return rows of up to max_length tokens, packed from the documents of a batch (best fit, longest document first).
 
-    A row keeps the lengths of its documents, so that neither attention nor targets cross from one to the next.
-    Documents of one token are dropped: they have no target."""
+    A row keeps the lengths of its documents, so neither attention nor targets cross from one document to the next.
+    Documents of one token are dropped, because they have no target."""
     rows = _best_fit(batch["length"], max_length)
     packed: dict[str, list] = {}
     for name in ("input_ids", "labels"):
@@ -25,7 +25,7 @@ def pack(max_length: int, batch: dict) -> dict:
 
 
 def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
-    """Return the documents of each row: every document goes into the row with the least space that is enough."""
+    """Return the document indices of each row. A document goes into the fullest row that still has space for it."""
     rows: list[list[int]] = []
     rows_by_space: dict[int, list[list[int]]] = {}
     spaces: list[int] = []  # the keys of rows_by_space, sorted
@@ -51,7 +51,7 @@ def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
 
 
 def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
-    """Return the position of each token in its document, for a row of `width`; padding counts as one more document."""
+    """Return the position of each token in its document, for a row padded to `width`. Padding is one more document."""
     sizes = np.append(documents, width - documents.sum())
     starts = np.cumsum(sizes) - sizes
     return np.arange(width) - np.repeat(starts, sizes)

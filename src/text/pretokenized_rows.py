@@ -1,4 +1,4 @@
-"""Rows that hold token ids: check them and remove their padding.
+"""Pretokenized rows: check their token ids and remove padding.
 
 Tests: tests/tasks/test_causal_lm.py and tests/config/test_bad_input.py.
 """
@@ -10,13 +10,13 @@ OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
 
 def check_ids(ids, labels, mask, vocab_size: int, location) -> tuple[list[int], list[int] | None]:
-    """Return ids and labels of a row without its padding; raise UsageError for what cannot be trained on."""
+    """Return ids and labels of a row without padding. Raise UsageError for invalid types, lengths, ids or masks."""
     _check_integers("input_ids", ids, location)
     if labels is not None:
         _check_integers("labels", labels, location)
         if len(labels) != len(ids):
             raise UsageError(
-                f"{location}: {len(labels)} labels for {len(ids)} input_ids: give one label per token, -100 to ignore it"
+                f"{location}: {len(labels)} labels for {len(ids)} input_ids: give one label per token (-100: ignored)"
             )
     if mask is not None:
         kept = _unmasked(mask, len(ids), location)
@@ -37,12 +37,12 @@ def _check_range(name: str, values: list[int], vocab_size: int, location) -> Non
     for value in (min(values, default=0), max(values, default=0)):
         if not 0 <= value < vocab_size:
             raise UsageError(
-                f"{location}: `{name}` holds {value}, outside the vocabulary of {vocab_size}: 0 to {vocab_size - 1}"
+                f"{location}: `{name}` holds {value}, outside the vocabulary: ids must be 0 to {vocab_size - 1}"
             )
 
 
 def _unmasked(mask, length: int, location) -> slice:
-    """Return the part of a padded row that its attention_mask keeps; raise UsageError if it keeps more than one part."""
+    """Return the slice of a row that its attention_mask keeps. Raise UsageError for zeros between ones."""
     if not isinstance(mask, list) or not all(value in (0, 1) for value in mask):
         raise UsageError(f"{location}: `attention_mask` must be a list of 0 and 1")
     if len(mask) != length:
@@ -53,6 +53,6 @@ def _unmasked(mask, length: int, location) -> slice:
     end = len(mask) - mask[::-1].index(1)
     if 0 in mask[first:end]:
         raise UsageError(
-            f"{location}: `attention_mask` has zeros among its ones: only padding, at an end, may be masked"
+            f"{location}: `attention_mask` has zeros between ones: mask only padding, at the start or the end"
         )
     return slice(first, end)

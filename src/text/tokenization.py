@@ -9,12 +9,12 @@ import numpy as np
 
 from src.config.errors import UsageError
 
-IGNORED = -100  # the label of a token that is no target
-CHARACTERS = 1 << 20  # that a tokenizer gets at a time: its output takes a hundred times as many bytes
+IGNORED = -100  # label of a token that is not a target
+CHARACTERS = 1 << 20  # maximum per tokenizer call: its output takes about 100 bytes per character
 
 
 def require_text(values: list, column: str, locations) -> None:
-    """Raise UsageError for the first value that is no text."""
+    """Raise UsageError for the first value that is not text."""
     for i, value in enumerate(values):
         if not isinstance(value, str):
             kind = "nothing" if value is None else type(value).__name__
@@ -22,7 +22,7 @@ def require_text(values: list, column: str, locations) -> None:
 
 
 def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
-    """Yield the texts in lists of at most CHARACTERS, or of a single longer text."""
+    """Yield lists of texts with at most CHARACTERS characters in total. A longer text gets its own list."""
     batch, size = [], 0
     for text in texts:
         if batch and size + len(text) > CHARACTERS:
@@ -35,12 +35,12 @@ def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
-    """Return how many UTF-8 bytes of `text` each token stands for, from the character spans of the tokens."""
+    """Return the number of UTF-8 bytes of `text` per token, from the character spans of the tokens."""
     return np.diff(cumulative_bytes(text, [end for _, end in spans]), prepend=0)
 
 
 def cumulative_bytes(text: str, ends: list[int]) -> np.ndarray:
-    """Return how many UTF-8 bytes of `text` the tokens up to each one cover, from the characters where they end."""
+    """Return the number of UTF-8 bytes of `text` up to the end of each token. `ends` are end characters."""
     if not ends:
         return np.zeros(0, np.int64)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)

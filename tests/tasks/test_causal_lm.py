@@ -308,7 +308,7 @@ def test_given_padding_is_removed(folder, fields):
 
 @pytest.mark.parametrize(
     "mask, words",
-    [([1, 0, 1], "zeros among its ones"), ([1, 1], "2 values for 3"), ([1, 2, 2], "0 and 1"), ("111", "0 and 1")],
+    [([1, 0, 1], "zeros between ones"), ([1, 1], "2 values for 3"), ([1, 2, 2], "0 and 1"), ("111", "0 and 1")],
 )
 def test_mask_that_is_no_padding_is_refused(folder, mask, words):
     good = {"input_ids": [1, 2, 3], "attention_mask": "1" if mask == "111" else [1, 1, 1]}

@@ -166,7 +166,11 @@ def test_class_labels_keep_the_order_of_their_names(folder):
 @pytest.mark.parametrize(
     "fields, values, message",
     [
-        ({}, ["red", "purple"], r"validation data, row 1: the label 'purple' is none of the 3 known: blue, green, red"),
+        (
+            {},
+            ["red", "purple"],
+            r"validation data, row 1: the label 'purple' is none of the 3 known labels: blue, green, red",
+        ),
         ({}, ["red", "blue", None], r"validation data, row 2: `label` holds nothing"),
         ({"label_column": "color"}, ["red"], r"no column `color` among text, .*--label_column"),
         ({"metrics": ["no_such_metric"]}, ["red"], r"no_such_metric.*--trust_remote_code"),
