@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO: configuration, update, and its state as named tensors.
+"""DeepSpeed ZeRO: configuration, optimizer step, weights and optimizer state as named tensors.
 
-Imported only where a launch asks for DeepSpeed. Tests: tests/distributed/test_deepspeed.py.
+Imported only if the launch uses DeepSpeed. Tests: tests/distributed/test_deepspeed.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -34,10 +34,10 @@ class DeepSpeed(Strategy):
         return f"DeepSpeed ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
 
     def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        """Return (DeepSpeed's engine, its sharded optimizer); the float32 master weights are those of the given model."""
+        """Return (DeepSpeed engine, its sharded optimizer); its float32 master weights are those of the given model."""
         originals = {name: p.detach().clone() for name, p in model_with_loss.named_parameters() if p.requires_grad}
         self.engine, _ = self.accelerator.prepare(model_with_loss, optimizer)
-        if self.accelerator.mixed_precision != "no":  # DeepSpeed has copied the masters from weights it had rounded
+        if self.accelerator.mixed_precision != "no":  # DeepSpeed has copied the master weights from rounded ones
             for name, parameter in model_with_loss.named_parameters():
                 if name in originals:
                     private_apis.set_shard(parameter, originals[name])
@@ -47,27 +47,27 @@ class DeepSpeed(Strategy):
 
     @contextmanager
     def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
-        """Tell the engine which micro-batch is the last of the window."""
+        """Tell the engine whether this micro-batch is the last of the step."""
         module.set_gradient_accumulation_boundary(last)
         yield
 
     def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Add the gradient of a loss that is scaled already; accelerate's backward would also update the weights."""
+        """Run the backward pass of an already scaled loss; accelerate's backward would also update the weights."""
         module.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the engine clip and update; return (norm, whether the update was skipped), on the host."""
+        """Let the engine clip and update; return (gradient norm, whether the update was skipped) as host tensors."""
         module.step()
         skipped = bool(module.optimizer.overflow)
         norm = float("nan") if skipped else float(module.get_global_grad_norm())
         return torch.tensor(norm), torch.tensor(skipped)
 
-    # ---- the state as named tensors ----------------------------------------------------------------------------------
+    # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 
     def named_weights(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict, parameters in float32."""
+        """Return the state dict with a ShardedTensorRef for each parameter; trainable ones gather in float32."""
         found: dict[str, Any] = {}
-        refs: dict[int, ShardedTensorRef] = {}  # tied parameters share one
+        refs: dict[int, ShardedTensorRef] = {}  # by id of the parameter: tied parameters share a ref
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.nn.Parameter):
                 value = refs.setdefault(id(value), _weight_ref(value))
@@ -75,7 +75,7 @@ class DeepSpeed(Strategy):
         return found
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, flat, by "key/parameter name"."""
+        """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
         private_apis.link_moments(self.engine.optimizer)
         found: dict[str, Any] = {}
         states = list(self.engine.optimizer.optimizer.state.values())
@@ -86,7 +86,7 @@ class DeepSpeed(Strategy):
         return found
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
-        """Load the optimizer's state from a checkpoint that any strategy wrote: tensors by `reader`, the rest in `numbers`."""
+        """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
         trained, states = _trained(model), self.engine.optimizer.optimizer.state
         self._allocate_moments({path.split("/", 1)[0] for path in reader.where if reader.shape(path)})
         for path in reader.where:
@@ -102,7 +102,7 @@ class DeepSpeed(Strategy):
                 state[path.split("/", 1)[0]] = value
 
     def _allocate_moments(self, keys: Iterable[str]) -> None:
-        """Give the optimizer moments of zero, which it would make only in its first step."""
+        """Create zero moments, which the optimizer itself would create only in its first step."""
         zero = self.engine.optimizer
         for flat in private_apis.flat_weights(zero):
             for key in keys:
@@ -111,31 +111,32 @@ class DeepSpeed(Strategy):
 
 
 def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
-    """Fill in what follows from the run file, so that DeepSpeed's configuration says only where, not what."""
+    """Complete DeepSpeed's configuration from the run file (YAML); raise UsageError if the two conflict."""
     from transformers.integrations import unset_hf_deepspeed_config
 
     plugin = accelerator.state.deepspeed_plugin
     config = plugin.deepspeed_config
     for part in ("optimizer", "scheduler"):
         if part in config:
-            raise UsageError(f"the DeepSpeed configuration has a field {part}: remove it, the run file sets that")
+            raise UsageError(f"the DeepSpeed configuration has a field {part}: remove it; the run file sets the {part}")
     if cfg.dtype == "float64":
-        raise UsageError("dtype is float64, which DeepSpeed does not have: use accelerate_configs/fsdp2.yaml")
+        raise UsageError("dtype is float64, which DeepSpeed does not support: use accelerate_configs/fsdp2.yaml")
     if plugin.zero_stage not in (1, 2, 3):
         raise UsageError(
-            f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3, or for whole replicas accelerate_configs/ddp.yaml"
+            f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3; without sharding, use accelerate_configs/ddp.yaml"
         )
     clipping = config.get("gradient_clipping", "auto")
     if clipping not in ("auto", cfg.max_grad_norm):
         warn(
-            f"gradient_clipping {clipping} of the DeepSpeed configuration is ignored: max_grad_norm is {cfg.max_grad_norm:g}"
+            f"gradient_clipping {clipping} in the DeepSpeed configuration is ignored: the run file sets "
+            f"max_grad_norm {cfg.max_grad_norm:g}"
         )
     config["gradient_clipping"] = cfg.max_grad_norm
-    # We divide by the weight of the global batch ourselves, and name the last micro-batch of each window.
+    # 1, because compute_gradient scales the loss, and gradient_sync marks the last micro-batch of each step.
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed only prints it
-    # Or transformers would shard a model while it reads it, unlike one that it draws. It costs each process a copy of the
-    # model in host memory until it is sharded.
+    # Otherwise transformers would shard pretrained weights while it loads them, but not random weights. The price:
+    # every process holds the whole model in host memory until DeepSpeed shards it.
     unset_hf_deepspeed_config()
     if accelerator.mixed_precision == "bf16":
         config.setdefault("data_types", {})["grad_accum_dtype"] = "fp32"

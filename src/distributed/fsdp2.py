@@ -1,4 +1,4 @@
-"""FSDP2 and HSDP: build on the main process, shard, reduce gradients.
+"""FSDP2 and HSDP: model built on the main process, sharding, gradient reduction.
 
 Tests: tests/distributed/test_fsdp2.py.
 """
@@ -20,13 +20,13 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precisi
 
 
 class FSDP2(Strategy):
-    """Weights, gradients and moments sharded over all processes; with HSDP over groups of them, each with a full copy."""
+    """Weights, gradients and moments sharded over all processes; with HSDP over groups that each hold a full copy."""
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
         self.is_sharded = True
-        self.can_fuse_optimizer = self.can_fuse_optimizer and cfg.optim != "sgd"  # torch has no fused SGD for shards
-        self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no full gradient stays
+        self.can_fuse_optimizer = self.can_fuse_optimizer and cfg.optim != "sgd"  # torch has no fused SGD for DTensors
+        self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         self.allows_tensor_parallel = not self.main_process_builds
         self._configure(cfg)
@@ -42,9 +42,9 @@ class FSDP2(Strategy):
         if low := LOW_PRECISION.get(self.accelerator.mixed_precision):
             if cfg.dtype == "bfloat16":
                 raise UsageError(
-                    "dtype is bfloat16, but FSDP2 keeps float32 weights with mixed_precision: set that to 'no'"
+                    "dtype is bfloat16, but FSDP2 keeps float32 weights for mixed_precision: set mixed_precision: 'no'"
                 )
-            # accelerate would also reduce gradients, and return the loss, in 16 bits.
+            # accelerate's own policy would reduce gradients, and return the loss, in 16 bits.
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 
     @property
@@ -59,16 +59,16 @@ class FSDP2(Strategy):
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
-        """Return the task's model on the CPU; only the main process reads or draws its weights.
+        """Return the task's model on the CPU; only the main process loads or initializes its weights.
 
-        The others get its shapes, in memory that is never touched; `prepare` sends each process its shard. An error of the
-        main process is raised on all."""
+        The other processes build it with empty tensors, whose memory is never touched. `prepare` sends each process its
+        shard. A UsageError on the main process is raised on all processes."""
         from accelerate.utils import broadcast_object_list
 
         if not self.main_process_builds:
             return super().build_model(task, weights)
         model = None
-        message: list[Any] = [None, None, None]  # attributes of the task, which parameters are trained, error
+        message: list[Any] = [None, None, None]  # task attributes, requires_grad by parameter name, error
         if self.accelerator.is_main_process:
             try:
                 model = super().build_model(task, weights)
@@ -77,20 +77,20 @@ class FSDP2(Strategy):
             except UsageError as error:
                 message[2] = error
         broadcast_object_list(message)
-        attributes, trained, error = message
+        attributes, trainable, error = message
         if error:
             raise error
         if model is None:
             model = task.build(weights, empty=True)
             vars(task).update(attributes)
             for name, parameter in model.named_parameters():
-                parameter.requires_grad_(trained[name])
+                parameter.requires_grad_(trainable[name])
         return model
 
     def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
-        """Return (the sharded module, its optimizer); raise Failure if accelerate has changed what is trained."""
+        """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
-        count = len(list(model_with_loss.parameters()))  # tied weights once
+        count = len(list(model_with_loss.parameters()))  # tied weights count once
         try:
             with self._broadcast_buffers(model_with_loss):
                 module, optimizer = super().prepare(model_with_loss, optimizer)
@@ -101,40 +101,40 @@ class FSDP2(Strategy):
                 f"fsdp_transformer_layer_cls_to_wrap: {error}: remove the key, or name a layer class of this model"
             ) from error
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
-            raise Failure("the launch asks for FSDP2, but accelerate has not sharded the model")
+            raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:
             raise Failure(
-                "weights that the model ties would be trained apart: give it a method tie_weights, as transformers has, or "
-                "set fsdp_cpu_ram_efficient_loading to false"
+                "sharding has untied the model's tied weights: give the model a method tie_weights, like those of "
+                "transformers, or set fsdp_cpu_ram_efficient_loading to false"
             )
-        trained = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
-        if changed := [name for name, p in trained if p.dtype not in dtypes]:
-            raise Failure(f"sharding has changed the dtype of {len(changed)} weights, first {changed[0]}")
+        trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
+        if changed := [name for name, p in trainable if p.dtype not in dtypes]:
+            raise Failure(f"sharding has changed the dtype of {len(changed)} parameters, for example {changed[0]}")
         return module, optimizer
 
     @contextmanager
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
-        """Give every process the main process's saved buffers, because accelerate 1.15 sends only those that are not saved."""
-        saved = []
+        """Broadcast the main process's persistent buffers: accelerate 1.15 broadcasts only non-persistent ones."""
+        persistent = []
         if self.main_process_builds:
             keys = model_with_loss.state_dict().keys()
             names = [name for name, _ in model_with_loss.named_buffers(remove_duplicate=False) if name in keys]
-            saved = [
+            persistent = [
                 (model_with_loss.get_submodule(path), leaf) for path, _, leaf in (n.rpartition(".") for n in names)
             ]
-        for module, name in saved:
+        for module, name in persistent:
             buffer = getattr(module, name).to(self.accelerator.device)
             torch.distributed.broadcast(buffer, 0)
             module.register_buffer(name, buffer, persistent=False)
         yield
-        for module, name in saved:
+        for module, name in persistent:
             module.register_buffer(name, getattr(module, name), persistent=True)
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
     def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
-        """Reduce gradients over shards after each micro-batch or the last one, over copies (HSDP) always after the last."""
+        """Reduce-scatter gradients after each micro-batch or only the last; with HSDP, all-reduce after the last."""
         module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
         module.set_requires_all_reduce(last)
         yield

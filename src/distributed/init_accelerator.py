@@ -1,4 +1,4 @@
-"""Create the Accelerator, check that its process group is the requested one, and shut it down.
+"""Creation and shutdown of the Accelerator, with a check that its process group is the requested one.
 
 Tests: tests/distributed/test_launch.py.
 """
@@ -28,22 +28,22 @@ PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def check_environment() -> None:
-    """Raise UsageError if the launcher's variables are invalid, or if it started one process instead of several."""
+    """Raise UsageError if a launcher variable is invalid, or if the launcher started one process instead of several."""
     for name in RANK_VARIABLES:
         value = os.environ.get(name, "0")
         if not value.isdecimal():
             raise UsageError(f"the environment variable {name} is {value!r}, not a whole number: unset it")
-    # accelerate launch sets both only if several processes were requested; then it must have set a world size.
+    # accelerate launch sets both variables only if several processes were requested. Then it must set a world size.
     several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
     if several and not {"WORLD_SIZE", *MPI_WORLD_SIZES} & set(os.environ):
         raise UsageError(
-            "several processes were requested, but accelerate launch started one (it does so for --cpu and for "
+            "several processes were requested, but accelerate launch started only one (as it does for --cpu, and for "
             "distributed_type: MULTI_CPU without mpirun): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
         )
 
 
 def init_accelerator(cfg: RunConfig) -> "Accelerator":
-    """Return an Accelerator whose process group is the requested one; UsageError says what differs and why."""
+    """Return the Accelerator; raise UsageError if its process group or precision is not the requested one."""
     stop_signals.check_launcher()
     console.reroute()
     check_trackers(cfg.report_to)
@@ -55,13 +55,13 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
         strategy_checks.check_fsdp_version()
     strategy_checks.complete_mesh(world_size)
     accelerator = _create(cfg, sharding)
-    accelerator.wait_for_everyone()  # a rank that raises below would end while others still connect to it
+    accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
     _check_precision(accelerator, cfg)
     if accelerator.gradient_accumulation_steps != 1:
         warn(
-            f"gradient accumulation of {accelerator.gradient_accumulation_steps} is set for accelerate and ignored here: it "
-            "follows from global_batch_size and per_device_batch_size in the run file",
+            f"gradient accumulation of {accelerator.gradient_accumulation_steps} in accelerate's config is ignored: "
+            "set global_batch_size and per_device_batch_size in the run file (YAML) instead",
         )
         accelerator.gradient_accumulation_steps = 1  # or backward would divide the loss once more
     return accelerator
@@ -72,17 +72,17 @@ def _is_true(variable: str) -> bool:
 
 
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
-    """Return a new Accelerator; a configuration that accelerate cannot start is a UsageError."""
+    """Return a new Accelerator; raise UsageError if accelerate rejects its configuration."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.utils import DDPCommunicationHookType
 
     ddp = DistributedDataParallelKwargs(
-        broadcast_buffers=False,  # a collective per forward pass, but ranks may run different numbers of those
+        broadcast_buffers=False,  # True: a collective per forward pass, but some ranks run more passes
         gradient_as_bucket_view=True,
         # No static_graph: it would be a little faster, but torch fails an assertion if the first backward is in no_sync.
         comm_hook=DDPCommunicationHookType(cfg.ddp_comm_hook),
     )
-    # torch suggests another argument, which accelerate has no field for.
+    # The warning suggests another argument, which accelerate has no field for.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
     use_cpu = _is_true("ACCELERATE_USE_CPU") or not (torch.accelerator.is_available() or sharding)
@@ -94,18 +94,18 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
             project_dir=cfg.output_dir,
         )
     except (ValueError, ImportError) as error:
-        if dist.is_initialized():  # the first rank to end would break the connection of ranks that are still starting
+        if dist.is_initialized():  # a rank that ends now would break the connection of ranks that are still starting
             with suppress(RuntimeError):
                 dist.barrier()
-        raise UsageError(f"accelerate cannot start what its configuration requests: {error}") from error
+        raise UsageError(f"accelerate rejects its configuration (file, flags, environment): {error}") from error
 
 
 def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
-    """Return accelerate's settings of the process group; after a restart with a store of its own.
+    """Return accelerate's process group settings; after a restart by torchrun, with a new key prefix in its TCPStore.
 
-    torchrun keeps one store over all restarts. Ranks find the addresses of dead processes there and, depending on timing,
-    fail (torch 2.13, pytorch#135712). A prefix for each attempt hides them. This is possible on one node only, since nodes
-    count restarts differently; for several nodes set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
+    torchrun keeps one store over all restarts. Ranks may find addresses of dead processes in it and fail (torch 2.13,
+    pytorch#135712). A key prefix per attempt hides them. It works on one node only, because nodes count restarts
+    differently. On several nodes, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for the launchers."""
     settings = settings_type(timeout=timeout)
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if not attempt or num_nodes() > 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -123,15 +123,15 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
 
 
 def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str]) -> None:
-    """Raise UsageError if accelerate silently made another kind or size of process group."""
+    """Raise UsageError if accelerate silently created another kind or size of process group than requested."""
     kind, size = accelerator.distributed_type.value, accelerator.num_processes
     for name in sharding:
         if kind != name:
             raise UsageError(f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU")
     if size != world_size:
         raise UsageError(
-            f"the launcher started {world_size} processes, but accelerate made a group of {size}: each would train alone on all "
-            "data and write to the same folder; set ACCELERATE_USE_CPU=true for CPU, or launch with torchrun"
+            f"the launcher started {world_size} processes, but accelerate created a group of {size}: each would train "
+            "alone and write to the same folder. Set ACCELERATE_USE_CPU=true for CPU training, or launch with torchrun"
         )
 
 
@@ -144,10 +144,10 @@ def _check_precision(accelerator: "Accelerator", cfg: RunConfig) -> None:
         )
     if precision == "fp16" and accelerator.device.type == "cpu":
         raise UsageError(
-            "mixed_precision is fp16, which a CPU would silently ignore: use 'no' or bf16 in the accelerate file"
+            "mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16 in the accelerate file"
         )
     if precision != "no" and cfg.dtype == "float64":
-        raise UsageError(f"dtype is float64, but the accelerate file asks for {precision}: use mixed_precision: 'no'")
+        raise UsageError(f"dtype is float64, but mixed_precision is {precision} in the accelerate file: set it to 'no'")
 
 
 def check_trackers(names: list[str]) -> None:
@@ -157,13 +157,13 @@ def check_trackers(names: list[str]) -> None:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    added_by_fork = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}
+    custom = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}
     known = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
-    installed = [*map(str, get_available_trackers()), *added_by_fork, "all", "none"]
+    installed = [*map(str, get_available_trackers()), *custom, "all", "none"]
     for name in names:
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UsageError(f"report_to: unknown tracker {name!r}{hint}; there is {', '.join(known)}")
+            raise UsageError(f"report_to: unknown tracker {name!r}{hint}; known are {', '.join(known)}")
         if name not in installed:
             raise UsageError(f"report_to: the package of {name} is not installed: install it, or remove {name}")
 
@@ -175,9 +175,9 @@ def num_nodes() -> int:
 
 
 def shutdown(accelerator: "Accelerator") -> None:
-    """End trackers and the process group. The caller must hold no wrapped model.
+    """Close the trackers and the process group. The caller must hold no reference to a wrapped model.
 
-    DDP's wrapper must be freed before its group: freed later, it waits for a thread that waits for the GIL."""
+    DDP's wrapper must be freed before its process group. Freed later, it waits for a thread that waits for the GIL."""
     accelerator.free_memory()
     gc.collect()
     run_exit_hooks()

@@ -19,7 +19,7 @@ from src.config.yaml_files import read_yaml
 
 
 def threads_per_process(args: Namespace) -> int:
-    """Return the threads of each process: its share of the cores on a CPU, one beside a GPU (accelerate's choice)."""
+    """Return OMP_NUM_THREADS: a process's share of the cores for CPU training, 1 for a GPU (accelerate's default)."""
     config = read_yaml(args.config_file) if args.config_file else {}
     if not (args.cpu or config.get("use_cpu")):
         return 1
@@ -30,7 +30,7 @@ def threads_per_process(args: Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Launch, and return the exit code of the rank that failed first; the rank has printed why, unless it was killed."""
+    """Launch; return 0 or the exit code of the rank that failed first, which has printed why, unless it was killed."""
     args = launch_command_parser().parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_process(args)))
     for name in ("multiprocessing.api", "agent.server.api"):  # torchrun's messages about processes that ended
@@ -46,13 +46,13 @@ def main(argv: list[str]) -> int:
 
 
 def report_killed(codes: dict[int, int], first: int) -> int:
-    """Print which ranks a signal ended, and return the exit code of rank `first`.
+    """Print the ranks that a signal killed; return the exit code of rank `first`, the first to fail.
 
-    torchrun itself ends the other ranks by SIGTERM, which is not worth a line."""
+    torchrun then ends the other ranks by SIGTERM. They are not printed."""
     for rank, code in sorted(codes.items()):
         if code < 0 and (rank == first or code != -SIGTERM):
             name = Signals(-code).name
-            reason = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+            reason = " (usually by the kernel because host memory ran out)" if name == "SIGKILL" else ""
             print(f"error: rank {rank} was ended by {name}{reason}", file=sys.stderr)
     return codes[first] if codes[first] > 0 else 128 - codes[first]
 

@@ -1,4 +1,4 @@
-"""Compare the model replicas of all ranks by a hash of every parameter (DDP).
+"""Comparison of the model replicas of all ranks (DDP) by a hash of every parameter.
 
 Tests: tests/distributed/test_replica_check.py.
 """
@@ -19,7 +19,7 @@ INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def digests(model: torch.nn.Module) -> torch.Tensor:
-    """Return 64 bits for each parameter, on the host, that depend on every bit of its values and on their order."""
+    """Return a 64-bit hash of each parameter, of every bit of its values and their order, as a vector on the host."""
     parameters = [parameter.detach().reshape(-1) for parameter in model.parameters()]
     if all(parameter.device.type == "cpu" for parameter in parameters):
         return torch.tensor([xxhash.xxh3_64_intdigest(p.view(torch.uint8).numpy()) - (1 << 63) for p in parameters])
@@ -27,7 +27,7 @@ def digests(model: torch.nn.Module) -> torch.Tensor:
 
 
 def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
-    """Return the sum of SplitMix64 over (bits of a value, its index), a scalar on the device: nothing is copied to the host."""
+    """Return the sum of SplitMix64(bits of a value, its index) over all values, as a scalar on the device."""
     bits = flat.view(INTEGER_OF_WIDTH[flat.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for start in range(0, bits.numel(), CHUNK):
@@ -40,9 +40,9 @@ def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 
 def check_replicas(host_group: "HostGroup", model: torch.nn.Module, step: int) -> None:
-    """Raise Failure on every rank, naming rank and first parameter, unless all replicas are bitwise equal.
+    """Raise Failure on every rank if two replicas differ in a bit; the message names rank and first parameter.
 
-    Collective; costs one pass over the parameters and eight bytes of each per rank."""
+    Collective. Reads every parameter once and sends eight bytes per parameter and rank."""
     mine = digests(model)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, mine, group=host_group.group)
@@ -55,10 +55,10 @@ def check_replicas(host_group: "HostGroup", model: torch.nn.Module, step: int) -
     if len(table) == 2:
         which = "ranks 0 and 1 differ"
     else:
-        majority = table[:, column].mode().values  # of two equally frequent ones the smaller
+        majority = table[:, column].mode().values  # in a tie, the smaller hash
         wrong = (table[:, column] != majority).nonzero().flatten().tolist()
         which = f"rank {', '.join(map(str, wrong))} differs from the others"
     raise Failure(
-        f"the replicas are no longer the same at step {step}: {which}, first in {name}. Faulty memory, or an edit that "
-        "changes weights on one rank; nothing was saved since, and the same command resumes from the last checkpoint"
+        f"the model replicas differ at step {step}: {which}, first in {name}. Possible causes: faulty memory, or code "
+        "that changes weights on one rank. This step was not saved; the same command resumes from the last checkpoint"
     )

@@ -1,10 +1,11 @@
-"""Start the launcher for make: pass signals on to the training processes, return the exit code of the run.
+"""`accelerate launch` for make, with signals for the training processes and the exit code of the run.
 
     python -m src.distributed.run_launcher [RUN] -- --config_file X.yaml train.py --flag value …
 
-RUN is the run folder if neither flags nor run file name one; without RUN it is an evaluation. The launcher runs in a session
-of its own: Ctrl-C reaches the training processes through this process, and not the launcher, which would end before they
-have saved and print a traceback below their messages. Tests: tests/distributed/test_run_launcher.py.
+RUN is the run folder if neither flags nor run file (YAML) set output_dir. Without RUN, this is an evaluation. The
+launcher runs in its own session, so Ctrl-C reaches only this process, which forwards it to the training processes. The
+launcher itself would end before they have saved, and print a traceback below their messages.
+Tests: tests/distributed/test_run_launcher.py.
 """
 
 import os
@@ -28,9 +29,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def find_run_folder(default: str, words: list[str]) -> tuple[Path, list[str]]:
-    """Return (run folder, words). The folder is that of the flags or the run file, else `default`, added to the words."""
+    """Return (run folder, words): output_dir of the flags or run file, else `default`, which is added to the words."""
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    with suppress(UsageError):  # train.py reports it
+    with suppress(UsageError):  # train.py reports the error
         flags, run_file, _ = parsing.split_flags(words[script + 1 :])
         values = read_yaml(run_file) if run_file else {}
         values |= {name: value[-1] for name, value in flags if value}
@@ -40,21 +41,21 @@ def find_run_folder(default: str, words: list[str]) -> tuple[Path, list[str]]:
 
 
 class Launcher:
-    """`accelerate launch` in a session of its own, and the training processes that it starts."""
+    """`accelerate launch` in its own session, and the training processes that it starts."""
 
     def __init__(self, words: list[str], folder: Path | None = None):
-        """Start it. `folder` is the run folder; None: an evaluation."""
+        """Start the launcher. `folder` is the run folder, or None for an evaluation."""
         self.folder = folder
         self.signals: list[int] = []  # received so far
         self.start_time = time.time()
         self.has_started = False
         for number in SIGNALS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup or in the background
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup and background jobs ignore some signals
                 signal.signal(number, self._receive)
         command = [sys.executable, "-m", "src.distributed.quiet_launcher", *words]
         self.process = subprocess.Popen(command, start_new_session=True)
         self.has_started = True
-        for number in self.signals:  # received before there was a process
+        for number in self.signals:  # received before the launcher existed
             self._pass_on(number)
         signal.signal(signal.SIGTSTP, self._pause)
 
@@ -64,7 +65,7 @@ class Launcher:
         return code if code >= 0 else 128 - code
 
     def status(self) -> dict:
-        """Return status.json if a process of this launch has written it, else nothing."""
+        """Return status.json if a process of this launch has written it, else an empty dict."""
         status = run_status.read_status(self.folder) if self.folder else {}
         is_own = status.get("launcher") == self.process.pid and status.get("time", 0) >= self.start_time
         return status if is_own else {}
@@ -80,22 +81,22 @@ class Launcher:
             self._pass_on(number)
 
     def _pass_on(self, number: int) -> None:
-        """Send a signal to the training processes, or end the launcher if it has not started any."""
-        self.process.send_signal(signal.SIGSTOP)  # so that it starts none meanwhile
+        """Forward a signal to the training processes, or kill the launcher if it has not started any."""
+        self.process.send_signal(signal.SIGSTOP)  # so that it starts no process meanwhile
         processes = self._training_processes()
         for process in processes:
-            with suppress(psutil.Error):  # a closed terminal (SIGHUP) should not lose unsaved steps
+            with suppress(psutil.Error):  # a closed terminal (SIGHUP) saves and stops, like SIGTERM
                 process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
         if processes:
             self.process.send_signal(signal.SIGCONT)
             return
         self.process.kill()
-        if not self.status():  # else the run has ended and reported how
+        if not self.status():  # otherwise the run itself has reported its end
             text = stopped_early(signal.Signals(number), training=self.folder is not None)
             print(f"\n{text}", file=sys.stderr, flush=True)
 
     def _pause(self, number: int, frame) -> None:
-        """Stop all processes on Ctrl-Z until this one is continued."""
+        """Suspend all processes on Ctrl-Z until this process continues (fg)."""
         processes = [self.process, *self._training_processes()]
         for process in processes:
             process.send_signal(signal.SIGSTOP)
@@ -106,7 +107,7 @@ class Launcher:
 
 
 def exit_code(launcher_code: int, signals: list[int], training: bool, run_code: int | None) -> int:
-    """Return the exit code of the run: `run_code` if status.json has one, since a launcher knows only 0 and 1."""
+    """Return the run's exit code: `run_code` from status.json, or without one a code from the launcher and signals."""
     if run_code is not None:
         return run_code
     if signals and launcher_code:
@@ -116,10 +117,10 @@ def exit_code(launcher_code: int, signals: list[int], training: bool, run_code: 
 
 
 def main(argv: list[str]) -> int:
-    """Launch, wait until launcher and run have ended, and return the exit code."""
+    """Launch, wait until the launcher and the run have ended, and return the exit code of the run."""
     separator = argv.index("--") if "--" in argv else None
     if separator not in (0, 1):
-        usage = "error: give python -m src.distributed.run_launcher [RUN] -- ARGUMENTS OF ACCELERATE LAUNCH"
+        usage = "error: usage: python -m src.distributed.run_launcher [RUN] -- ARGUMENTS OF ACCELERATE LAUNCH"
         print(usage, file=sys.stderr)
         return 2
     folder, words = None, argv[separator + 1 :]

@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part: test for them, gather them, name them.
+"""Sharded tensors (DTensor and those of DeepSpeed): detection, gathering, parameter names.
 
 Tests: tests/checkpointing/test_sharded.py.
 """
@@ -12,19 +12,19 @@ from src.runtime.private_apis import CHECKPOINT_WRAPPER_PREFIX
 
 
 class ShardedTensorRef(NamedTuple):
-    """A tensor that DeepSpeed has sharded in a way that torch does not know."""
+    """A tensor sharded by DeepSpeed, which does not use torch's DTensor."""
 
     nbytes: int  # of the full tensor
     gather: Callable[[], torch.Tensor]  # a collective that returns the full tensor
 
 
 def is_partial(value: Any) -> bool:
-    """Return whether this process may hold only a part of a value."""
+    """Return True for a sharded tensor, False for any other value."""
     return isinstance(value, ShardedTensorRef | torch.distributed.tensor.DTensor)
 
 
 def gather_full(value: Any) -> torch.Tensor:
-    """Return the full tensor; for a sharded one a collective, during which every process holds all of it."""
+    """Return the full tensor. For a sharded tensor this is a collective, and every process holds the full tensor."""
     if isinstance(value, ShardedTensorRef):
         return value.gather()
     return value.detach().full_tensor() if is_partial(value) else value

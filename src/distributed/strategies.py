@@ -1,7 +1,8 @@
-"""One strategy object: one process, DDP, FSDP2 and DeepSpeed behind the same methods.
+"""Distributed strategies with one interface: one process, DDP, FSDP2 and DeepSpeed.
 
-Only make_strategy asks accelerate which of them a run uses. Strategy is one process and DDP, with or without tensor
-parallelism; fsdp2.py and deepspeed.py override what differs. Tests: tests/distributed/ and tests/training/test_step.py.
+Only make_strategy asks accelerate which strategy a run uses. The class Strategy is one process and DDP, with or without
+tensor parallelism. fsdp2.py and deepspeed.py override the methods that differ.
+Tests: tests/distributed/ and tests/training/test_step.py.
 """
 
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
-    """Return the strategy of this launch; raise UsageError on every rank for settings that it cannot offer."""
+    """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
     kind = accelerator.distributed_type.value
     if kind == "FSDP":
         from src.distributed.fsdp2 import FSDP2 as chosen
@@ -43,17 +44,17 @@ class Strategy:
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator = accelerator
         self.tp_size = tensor_parallel.tp_size(accelerator)
-        # Processes of one tensor parallel group read the same data and count as one.
+        # The processes of one tensor parallel group read the same data and count as one data rank.
         self.data_rank, self.data_world_size = tensor_parallel.data_parallel_rank_and_size(accelerator)
-        # Whether no process holds the whole model, so that each forward and backward pass is a collective.
+        # Whether the model is sharded: then each forward and backward pass is a collective.
         self.is_sharded = self.tp_size > 1
-        # Under a gradient scaler a fused kernel would skip an update on the device, unknown to the schedule.
+        # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.uses_local_sgd = bool(cfg.local_sgd_steps) and accelerator.num_processes > 1
 
     @property
     def name(self) -> str:
-        """The strategy in words, as the run plan and environment.json show it."""
+        """Return the strategy in words, for the run plan and environment.json."""
         if self.tp_size > 1:
             return f"tensor parallelism over {self.tp_size} processes" + self._copies()
         if self.accelerator.num_processes == 1:
@@ -67,11 +68,11 @@ class Strategy:
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
-        """Return the task's model on the CPU, with the weights of a folder or with random ones (`weights` None)."""
+        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
         if self.accelerator.mixed_precision == "fp16" and getattr(task.config, "dtype", None) is torch.bfloat16:
             warn(
-                "this model was trained in bfloat16, which has the range of float32, and now computes in float16, whose largest "
-                "number is 65,504: activations may overflow; prefer mixed_precision: bf16"
+                "mixed_precision is fp16, but the model was trained in bfloat16: activations above 65,504, the largest "
+                "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
             )
         model = task.build(weights)
         tensor_parallel.split_layers(self.accelerator, model)
@@ -84,12 +85,12 @@ class Strategy:
         accelerator = self.accelerator
         module, optimizer = accelerator.prepare(model_with_loss, optimizer)
         if accelerator.scaler is None and accelerator.device.type != "xla":
-            # Without a scaler accelerate's wrapper only searches the import path for a package in every step: 0.3 ms.
+            # Without a gradient scaler, all that accelerate's wrapper adds is an import check of 0.3 ms per step.
             optimizer = optimizer.optimizer
         wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         if wrapped and (self.uses_local_sgd or accelerator.num_processes == 1):
-            # accelerate wraps one process on a CPU, too, and would reduce after every micro-batch. Under local SGD, DDP's
-            # constructor has made the replicas equal; its wrapper would only reduce, and hold memory for all gradients.
+            # Remove DDP. On a CPU, accelerate wraps one process, too, and would all-reduce after every micro-batch.
+            # Local SGD needs only DDP's constructor, which has made the replicas equal, and not its gradient buckets.
             module = accelerator.unwrap_model(module)
         if self.uses_local_sgd:
             accelerator.free_memory()
@@ -99,13 +100,13 @@ class Strategy:
         """Return the module to evaluate, sharded as in training and in the same precision."""
         if not self.is_sharded:
             return self.accelerator.prepare_model(model_with_loss, evaluation_mode=True)
-        # accelerate does not shard a model that comes without an optimizer, and leaves it on the CPU.
+        # Without an optimizer, accelerate would neither shard the model nor move it to the device.
         return self.accelerator.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     def forwards_per_rank(self, window: list) -> list[float]:
-        """Return this rank's entry of a vector that all ranks add up: micro-batches by rank. Empty if ranks may differ."""
+        """Return a zero vector with this rank's micro-batch count at its index, or [] if counts may differ by rank."""
         if not self.is_sharded:
             return []
         counts = [0.0] * self.data_world_size
@@ -113,7 +114,7 @@ class Strategy:
         return counts
 
     def pad_with_dummy_batches(self, window: list, forwards: list[float]) -> list:
-        """Return the window after enough dummy batches of weight zero that all ranks run equally many forward passes."""
+        """Return the window with dummy batches (weight zero) in front, so that every rank runs max(forwards) passes."""
         micro, batch = window[0]
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
         missing = int(max(forwards, default=0)) - len(window)
@@ -121,7 +122,7 @@ class Strategy:
 
     @contextmanager
     def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
-        """Reduce gradients over ranks in the backward pass of a window's last micro-batch only."""
+        """All-reduce gradients only in the backward pass of the last micro-batch of a step (`last`)."""
         if last:
             yield
         else:
@@ -129,23 +130,24 @@ class Strategy:
                 yield
 
     def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Add the gradient of a loss that is scaled already."""
+        """Run the backward pass of an already scaled loss; its gradient is added to `.grad`."""
         self.accelerator.backward(loss)
 
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
-        All ranks skip when the norm is not finite: it is the norm of the reduced gradient, so they decide alike. Fused
-        optimizers read the decision on the device; for others the host has to wait."""
+        The update is skipped if the norm is not finite. It is the norm of the reduced gradient, so all ranks decide
+        alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the host wait."""
         clip = tensor_parallel.clip if self.tp_size > 1 else self.accelerator.clip_grad_norm_
         norm = clip(module.parameters(), max_norm or float("inf"))
         norm = norm.full_tensor() if is_partial(norm) else norm
         skipped = ~torch.isfinite(norm)
+        # If a fused SGD skips its first step, torch leaves the momentum uninitialized.
         first_momentum = bool(optimizer.defaults.get("momentum")) and not optimizer.state
         if self.accelerator.scaler is not None:
-            optimizer.step()  # the scaler checks the gradients itself, and waits for the device
+            optimizer.step()  # the scaler checks for non-finite gradients, and waits for the device
             skipped = torch.tensor(self.accelerator.optimizer_step_was_skipped)
-        elif optimizer.defaults.get("fused") and not first_momentum:  # torch would leave a first momentum uninitialized
+        elif optimizer.defaults.get("fused") and not first_momentum:
             private_apis.skip_update_on_device(optimizer, skipped)
             optimizer.step()
         elif not skipped:
@@ -153,21 +155,21 @@ class Strategy:
         optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 
-    # ---- the state as named tensors ----------------------------------------------------------------------------------
+    # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 
     def named_weights(self, model: torch.nn.Module) -> dict[str, Any]:
-        """Return the state dict; shards as parameters, because only these tell which weights are tied."""
+        """Return the detached state dict. DTensors are not detached: tied ones are recognized as the same parameter."""
         values = model.state_dict(keep_vars=True).items()
         return {name: value if is_partial(value) else value.detach() for name, value in values}
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
-        """Return the optimizer's state, flat, by "key/parameter name"."""
+        """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
         names = _parameter_names(model, optimizer)
         states = optimizer.state_dict()["state"].items()
         return {f"{key}/{names[index]}": value for index, state in states for key, value in state.items()}
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
-        """Load the optimizer's state from a checkpoint that any strategy wrote: tensors by `reader`, the rest in `numbers`."""
+        """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         index = {name: i for i, name in enumerate(_parameter_names(model, optimizer))}
         state: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Settings of a strategy that cannot work, refused before training; sizes of the device mesh completed.
+"""Checks of the distributed settings before training, and the missing sizes of the device mesh.
 
 Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_parallel.py and tests/training/test_local_sgd.py.
 """
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 MESH = ("dp_replicate", "dp_shard", "tp")
 
 
-# ---- before there is an Accelerator, from the launcher's environment ---------------------------------------------------
+# ---- before the Accelerator exists: environment variables of the launcher ----------------------------------------------
 
 
 def check_fsdp_version() -> None:
-    """Raise UsageError for FSDP1, before accelerate looks for the device that FSDP1 needs."""
+    """Raise UsageError for FSDP1. Called before accelerate looks for the accelerator device that FSDP1 needs."""
     if (version := os.environ.get("FSDP_VERSION", "1")) != "2":
         raise UsageError(f"fsdp_version is {version}: give 2, as accelerate_configs/fsdp2.yaml does")
 
@@ -27,7 +27,7 @@ def check_fsdp_version() -> None:
 def complete_mesh(world: int) -> None:
     """Set dp_shard_size so that HSDP or tensor parallelism uses all `world` processes.
 
-    So the accelerate file names copies and the tensor parallel size only, and fits any number of processes."""
+    The accelerate file then sets only dp_replicate_size and tp_size, and fits any number of processes."""
     sizes = {}
     for name in MESH:
         value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}_SIZE", "1")
@@ -42,31 +42,27 @@ def complete_mesh(world: int) -> None:
     elif copies * shards * tp != world or shards == 1:
         given = " × ".join(f"parallelism_config_{name}_size {size}" for name, size in sizes.items() if size > 1)
         raise UsageError(
-            f"{given} does not divide {world} processes into groups of two or more that each hold one copy of the model: "
-            "change the sizes or the number of processes"
+            f"{given} does not divide {world} processes into equal groups of at least two that shard the model: change "
+            "these sizes or the number of processes"
         )
 
 
-# ---- with the strategy made --------------------------------------------------------------------------------------------
+# ---- after the strategy is created -------------------------------------------------------------------------------------
 
 
 def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
-    """Raise UsageError for settings that this strategy cannot offer; warn of those that it ignores."""
+    """Raise UsageError for settings that this strategy does not support; warn about settings that it ignores."""
     _check_mesh(strategy, cfg)
     _check_local_sgd(strategy, cfg)
     accelerator = strategy.accelerator
     if strategy.is_sharded and cfg.per_device_batch_size == "auto":
-        raise UsageError(
-            f"per_device_batch_size is auto, which cannot be tried out under {strategy.name}: give a number"
-        )
+        raise UsageError(f"per_device_batch_size is auto, which {strategy.name} does not support: give a number")
     if cfg.ddp_comm_hook != "no" and (strategy.is_sharded or accelerator.num_processes == 1):
-        warn(
-            f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: it compresses the gradients of DDP, and this is {strategy.name}"
-        )
+        warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: it needs DDP, and this is {strategy.name}")
     if cfg.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":
-        raise UsageError("ddp_comm_hook is bf16, which torch has for GPUs only: remove it, or use fp16")
+        raise UsageError("ddp_comm_hook is bf16, which torch supports on GPUs only: remove it, or use fp16")
     if cfg.sync_each_batch and not strategy.is_sharded:
-        warn("sync_each_batch is ignored: a replica holds its whole gradient anyway, so it would save no memory")
+        warn("sync_each_batch is ignored: it saves memory only if gradients are sharded")
 
 
 def _check_mesh(strategy: "Strategy", cfg: RunConfig) -> None:
@@ -74,13 +70,13 @@ def _check_mesh(strategy: "Strategy", cfg: RunConfig) -> None:
     for name, meaning in (("cp", "context"), ("sp", "sequence")):
         if mesh and (size := getattr(mesh, f"{name}_size")) > 1:
             raise UsageError(
-                f"parallelism_config_{name}_size is {size}: {meaning} parallelism is not supported, and each process would train "
-                "on other rows; remove it (docs/scaling.md says why, and what to use)"
+                f"parallelism_config_{name}_size is {size}: {meaning} parallelism is not supported. Remove the key; "
+                "docs/scaling.md says why, and what to use instead"
             )
     if strategy.tp_size > 1 and (cfg.compile or not strategy.allows_tensor_parallel):
         raise UsageError(
-            f"tp_size is {strategy.tp_size}: tensor parallelism needs FSDP2 with fsdp_cpu_ram_efficient_loading: false, or "
-            "neither FSDP nor DeepSpeed, and no compile"
+            f"tp_size is {strategy.tp_size}: tensor parallelism needs no compile, and either FSDP2 with "
+            "fsdp_cpu_ram_efficient_loading: false, or neither FSDP nor DeepSpeed"
         )
 
 
@@ -89,13 +85,13 @@ def _check_local_sgd(strategy: "Strategy", cfg: RunConfig) -> None:
         return
     if strategy.is_sharded:
         raise UsageError(
-            f"local_sgd_steps is {cfg.local_sgd_steps}, but under {strategy.name} no process holds a whole model that it could "
-            "update alone: remove it, or use accelerate_configs/ddp.yaml"
+            f"local_sgd_steps is {cfg.local_sgd_steps}, but under {strategy.name} no process holds the whole model, "
+            "which local SGD needs: remove local_sgd_steps, or use accelerate_configs/ddp.yaml"
         )
     if strategy.accelerator.num_processes == 1:
         warn("local_sgd_steps is ignored: with one process there is nothing to average")
     elif strategy.accelerator.mixed_precision == "fp16":
         raise UsageError(
-            f"local_sgd_steps is {cfg.local_sgd_steps}, but with fp16 each process would scale its gradient by a factor of its "
-            "own: use bf16"
+            f"local_sgd_steps is {cfg.local_sgd_steps}, but with fp16 each process would have its own loss scale: use "
+            "mixed_precision: bf16"
         )
