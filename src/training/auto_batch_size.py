@@ -14,14 +14,14 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import Task
 
-LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed, which cannot be caught
+LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
 
 
 def choose_batch_size(
     strategy: Strategy, host_group: HostGroup, cfg: RunConfig, module: torch.nn.Module, task: Task, train_set: Split
 ) -> int:
-    """Return per_device_batch_size; for `auto` the largest power of two, up to a rank's share of the global batch, with
-    which the longest rows fit on every rank."""
+    """Return per_device_batch_size. For `auto`, return the largest power of two for which the longest rows fit in
+    memory on every rank, up to a rank's share of the global batch."""
     if cfg.per_device_batch_size != "auto":
         return cfg.per_device_batch_size
     share = max(1, cfg.global_batch_size // strategy.accelerator.num_processes)
@@ -34,7 +34,7 @@ def choose_batch_size(
 
 
 def largest_that_fits(size: int, fits: Callable[[int], bool], host_group: HostGroup) -> int:
-    """Return the first of size, size/2, … that fits on all ranks; every rank tries each size and sees every outcome."""
+    """Return the first of size, size/2, … that fits on all ranks, at least 1; a collective on every size."""
     while size > 1 and host_group.sum([0 if fits(size) else 1])[0]:
         size //= 2
     return size
@@ -42,7 +42,7 @@ def largest_that_fits(size: int, fits: Callable[[int], bool], host_group: HostGr
 
 def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dict]) -> bool:
     """Return whether a forward and backward pass over `rows` fits in memory beside the optimizer's moments."""
-    # The bare module: in a wrapped one, a rank could wait for a reduction that another never reaches.
+    # Without DDP: a rank could wait for an all-reduce that another rank, out of memory, never reaches.
     accelerator = strategy.accelerator
     module = accelerator.unwrap_model(module)
     moments = []

@@ -1,4 +1,4 @@
-"""Evaluation: every example once, the same result to the last bit on any number of processes.
+"""Evaluation: every example exactly once, with bitwise the same result on any number of processes.
 
 Tests: tests/training/test_evaluation.py and tests/conformance/.
 """
@@ -19,8 +19,8 @@ from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Batch, Task
 
-FLUSH = 64  # micro-batches whose sums wait on the device before they are copied to the host
-ASK = 8  # micro-batches between two all-reduces of "stop?"
+FLUSH = 64  # micro-batches whose results stay on the device before they are copied to the host
+ASK = 8  # micro-batches between two all-reduces of the stop requests
 TIMES_SEEN = "times seen"
 
 
@@ -36,15 +36,15 @@ def evaluate(
 ) -> dict | None:
     """Return loss (sum of losses / sum of weights), weight, examples and the task's metrics, the same on every rank.
 
-    None if some rank's `stopping()` returned 1 meanwhile. Bitwise the same for any number of processes on one kind of
-    device: the split into micro-batches, the sums of each and the order of adding them do not depend on that number. Memory:
-    a few numbers per micro-batch.
+    Return None if `stopping()` returned 1 on any rank. The result is bitwise the same for any number of processes on
+    one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
+    number. Memory: a few numbers per micro-batch.
     """
     plan = _plan(split, cfg)
     accelerator, rounds = strategy.accelerator, -(-len(plan.micro_batches) // strategy.data_world_size)
     mine = _share_of_rank(strategy, plan.micro_batches, rounds)
     results = _Results(plan)
-    # The bare module: the forward pass of a replica is no collective, and ranks may run different numbers of them.
+    # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
     with _eval_mode(module), _one_thread(accelerator.device), _uncompiled(cfg):
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
@@ -54,7 +54,7 @@ def evaluate(
                 bar.close()
                 return None
             item = next(batches, None)
-            if item is None:  # this rank has one micro-batch less than others
+            if item is None:  # this rank has one micro-batch fewer than others
                 continue
             micro, batch = item
             seed_everything(micro.seed)
@@ -68,11 +68,11 @@ def evaluate(
     return _combine(strategy, host_group, task, results)
 
 
-# ---- which rank evaluates what -----------------------------------------------------------------------------------------
+# ---- the micro-batches of each rank ------------------------------------------------------------------------------------
 
 
 class Source(NamedTuple):
-    """A source of the evaluated data; its name is empty unless the data is a mixture."""
+    """One source of the evaluated mixture; the name is empty if the data is not a mixture."""
 
     name: str
     rows: slice  # of the table of micro-batches
@@ -80,10 +80,10 @@ class Source(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All micro-batches of an evaluation, whatever the number of processes."""
+    """All micro-batches of an evaluation; they do not depend on the number of processes."""
 
     micro_batches: list[MicroBatch]
-    first_row: list[int]  # for each micro-batch: subtracted from an example's id, this gives its row among all examples
+    first_row: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
     sources: list[Source]
 
     @property
@@ -105,7 +105,7 @@ def _plan(split, cfg: RunConfig) -> Plan:
 
 
 def _share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
-    """Return every N-th micro-batch; for a sharded model with dummies, so that all ranks run equally many forward passes."""
+    """Return this rank's micro-batches; for a sharded model, plus dummies, so that all ranks run `rounds` passes."""
     mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
     if strategy.is_sharded:
         mine += [replace(micro_batches[0], dummy=True)] * (rounds - len(mine))
@@ -116,7 +116,7 @@ def _share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: 
 
 
 class _Results:
-    """This rank's sums of each micro-batch and values of each example, on the host; zero where other ranks compute them."""
+    """This rank's sums by micro-batch and values by example, on the host; zero if another rank computes them."""
 
     def __init__(self, plan: Plan):
         self.plan = plan
@@ -131,7 +131,7 @@ class _Results:
             self.flush()
 
     def flush(self) -> None:
-        """Copy what is pending from the device, which waits for it."""
+        """Copy pending results to the host; this waits for the device."""
         for micro, batch, out in self.pending:
             sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
             if self.table is None:
@@ -150,11 +150,11 @@ class _Results:
 
 
 def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Results) -> dict:
-    """Return the eval line from the results of all ranks; for a mixture, also the numbers of each source."""
+    """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
     plan = results.plan
     names, columns = _names_on_all_ranks(strategy, results)
     table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
-    table = host_group.sum(table).numpy()  # each entry is one rank's number plus zeros, so it keeps its bits
+    table = host_group.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
     nothing = np.zeros(plan.examples)
     values = {name: host_group.sum(results.per_example.get(name, nothing)).numpy() for name in columns}
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
@@ -169,7 +169,7 @@ def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Re
 def _with_sources(task: Task, names: list[str], table: np.ndarray, sources: list[Source], line: dict) -> dict:
     by_source = {s.name: _divide(task, names, table[s.rows], s.examples) for s in sources}
     with_targets = [numbers for numbers in by_source.values() if numbers["weight"]]
-    # A metric that one source lacks (bytes, for rows of ids) is not known for all of them.
+    # Drop a total that some source lacks: bits_per_byte, for example, is unknown for pretokenized rows.
     line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
     for name, numbers in by_source.items():
         line |= {f"{name}/{key}": value for key, value in numbers.items()}
@@ -177,7 +177,7 @@ def _with_sources(task: Task, names: list[str], table: np.ndarray, sources: list
 
 
 def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> dict:
-    """Return loss, weight, examples and the task's metrics from the sums of some micro-batches."""
+    """Return loss, weight, examples and the task's metrics from a table of sums by micro-batch."""
     total = dict(zip(names, np.cumsum(table, axis=0)[-1].tolist(), strict=True))  # cumsum adds in order, one by one
     weight = total.pop("weight")
     line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
@@ -189,14 +189,14 @@ def _integers(values: np.ndarray) -> np.ndarray:
 
 
 def _on_main(strategy: Strategy, compute: Callable[[], dict]) -> dict:
-    """Return on every rank what the main process computes, because all ranks decide by it (best model, early stopping)."""
+    """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     from accelerate.utils import broadcast_object_list
 
     return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
 
 
 def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], list[str]]:
-    """Return the names of a rank that has evaluated something: with few examples, some ranks have nothing."""
+    """Return (sum names, per-example names) of a rank with results: with few examples, some ranks have none."""
     mine = results.names, sorted(results.per_example)
     if strategy.accelerator.num_processes == 1:
         return mine
@@ -217,15 +217,15 @@ def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
 
 
 def _uncompiled(cfg: RunConfig):
-    """Run compiled layers in eager mode: eval.py then finds the same number, and no graph is compiled for evaluation."""
+    """Run compiled layers in eager mode, so that eval.py gets the same loss and evaluation compiles no graph."""
     return torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext()
 
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Limit a CPU to one thread: the last bit of a matrix product depends on the number of threads.
+    """Limit the CPU to one thread, because the last bits of a matrix product depend on the number of threads.
 
-    Costs the other cores; more processes use them (make eval NPROC=4), and the number stays the same."""
+    The other cores are then idle. More processes (make eval NPROC=4) use them and give the same result."""
     threads = torch.get_num_threads()
     if device.type == "cpu":
         torch.set_num_threads(1)

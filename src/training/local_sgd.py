@@ -1,7 +1,7 @@
 """Local SGD: average weights and optimizer state over ranks every `local_sgd_steps`.
 
-For a slow network between whole replicas (DDP). accelerate's LocalSGD averages weights only, by one collective per parameter:
-the moments would differ, and no single checkpoint could hold them. Tests: tests/training/test_local_sgd.py.
+For DDP over a slow network. accelerate's LocalSGD averages only the weights, with one collective per parameter. The
+moments would differ between ranks, so one checkpoint could not hold them. Tests: tests/training/test_local_sgd.py.
 """
 
 import torch
@@ -14,7 +14,7 @@ from src.training.train_state import TrainState
 
 
 class LocalSGD:
-    """Ranks update alone; `average` makes their weights, moments and state equal, so that one checkpoint holds them all."""
+    """Ranks update independently; `average` makes weights, moments and state equal, so one checkpoint holds them."""
 
     def __init__(self, strategy: Strategy, host_group: HostGroup, cfg: RunConfig, optimizer, state: TrainState):
         self.accelerator, self.host_group, self.cfg = strategy.accelerator, host_group, cfg
@@ -25,10 +25,10 @@ class LocalSGD:
             _create_moments(optimizer)
 
     def average(self) -> None:
-        """Average what differs between ranks; raise Failure on all of them if one has skipped too many updates in a row.
+        """Average weights and moments over ranks; raise Failure on all ranks if one skipped too many updates in a row.
 
-        Collective: one small vector, then one reduction for the weights and one per kind of moment. Each needs one flat copy,
-        as much memory as the gradients had, which are freed by now."""
+        Collective: an all-reduce of a small vector, then of the weights and of each kind of moment as one flat copy.
+        The copy is the size of the gradients, which are freed by now."""
         state, most = self.state, self.cfg.max_skipped_steps
         if state.step == self.averaged_step:
             return
@@ -46,7 +46,7 @@ class LocalSGD:
         kinds: dict[str, list[torch.Tensor]] = {"weight": parameters}
         for parameter in parameters:
             for kind, value in self.optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(value):  # also the number of updates, which AdamW corrects its moments by
+                if torch.is_tensor(value):  # includes AdamW's step count, for its bias correction
                     kinds.setdefault(kind, []).append(value)
         return kinds
 
@@ -62,7 +62,7 @@ class LocalSGD:
 
 
 def _create_moments(optimizer) -> None:
-    """Give every parameter moments of zero: a rank that skips its first update then has as many to average as the others."""
+    """Create zero moments, so that a rank that skips its first update has the same tensors to average as the others."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         for parameter in group["params"]:

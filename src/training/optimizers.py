@@ -1,6 +1,6 @@
 """Optimizers and their parameter groups.
 
-A fork adds an optimizer as one line of make_optimizer. Tests: tests/training/test_optimizers.py.
+Add an optimizer as one line of make_optimizer. Tests: tests/training/test_optimizers.py.
 """
 
 import torch
@@ -11,7 +11,7 @@ from src.distributed.tensor_parallel import split_by_sharding
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters in two groups: decay on those of two dimensions or more, none on the rest."""
+    """Return the trainable parameters in groups: weight decay for two or more dimensions, none for the rest."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -21,10 +21,10 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
 
 
 def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer that `cfg.optim` names; a `fused` one updates all parameters in one kernel."""
+    """Return the optimizer named by `cfg.optim`; with `fused`, one kernel updates all parameters."""
     groups = parameter_groups(model, cfg.weight_decay)
     if not groups:
-        raise UsageError("no parameter of the model is trainable")
+        raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     options = {"lr": cfg.learning_rate, "fused": fused}
     if cfg.optim == "sgd":
         return torch.optim.SGD(groups, momentum=cfg.adam_beta1, **options)

@@ -1,4 +1,4 @@
-"""The model replicas of all ranks: averaged under local SGD, compared before each save.
+"""Model replicas of all ranks: averaging under local SGD, comparison before each save.
 
 Tests: tests/training/test_local_sgd.py and tests/distributed/test_replica_check.py.
 """
@@ -14,7 +14,7 @@ from src.training.train_state import TrainState
 
 
 class Replicas:
-    """Two calls for the loop. They do nothing on one process, and nothing where shards have no second copy to compare."""
+    """Averages and compares replicas for the training loop. Does nothing on one process or if the model is sharded."""
 
     def __init__(
         self,
@@ -34,14 +34,14 @@ class Replicas:
             self.local_sgd = LocalSGD(strategy, host_group, cfg, optimizer, state)
 
     def after_step(self) -> None:
-        """Average replicas every `local_sgd_steps` and compare them every `drift_check_steps`; both after the last step."""
+        """Average replicas every `local_sgd_steps`, compare every `drift_check_steps`; do both after the last step."""
         if self.local_sgd and self._due(self.cfg.local_sgd_steps):
             self.local_sgd.average()
         if self._due(self.cfg.drift_check_steps):
             self._compare()
 
     def before_save(self) -> None:
-        """Make the state one that all ranks share; raise Failure if replicas differ that should not."""
+        """Average the replicas under local SGD; then raise Failure if any two replicas differ."""
         if self.local_sgd:
             self.local_sgd.average()
         self._compare()

@@ -14,12 +14,12 @@ from src.data.batch_plan import steps_per_epoch
 
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:
-    """Return the updates of warmup in a run of `total` updates: at most all of them, as in a short trial."""
+    """Return the number of warmup updates in a run of `total` updates, at most `total`."""
     return min(total, round(cfg.warmup_steps * total) if cfg.warmup_steps < 1 else int(cfg.warmup_steps))
 
 
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
-    """Return completed updates -> learning rate, by transformers' schedule of the same name over `total` updates."""
+    """Return a function from completed updates to learning rate: transformers' schedule over `total` updates."""
     from transformers import get_scheduler
 
     warmup = warmup_updates(cfg, total)
@@ -39,10 +39,10 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
         if not all(math.isfinite(factor(update)) for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would not be finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UsageError(f"lr_scheduler_kwargs: {cfg.lr_scheduler_type} does not take {kwargs}: {error}") from error
+        raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}: {error}") from error
     return lambda updates: cfg.learning_rate * factor(updates)
 
 
 def total_steps(cfg: RunConfig, examples: int) -> int:
-    """Return the optimizer steps of the whole run."""
+    """Return the number of optimizer steps of the whole run, from max_steps or num_train_epochs."""
     return cfg.max_steps or math.ceil(round(cfg.num_train_epochs * steps_per_epoch(examples, cfg.global_batch_size), 6))

@@ -1,4 +1,4 @@
-"""One optimizer step: its totals over all ranks, the exact gradient of a global batch, then clip, update or skip.
+"""One optimizer step: totals over all ranks, exact gradient of the global batch, clipping, update or skip.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """
@@ -23,7 +23,7 @@ from src.training.train_state import DeviceFlag, Window
 class ModelWithLoss(torch.nn.Module):
     """The module that Accelerate wraps: a model and the task's loss in one forward pass.
 
-    With the loss inside, no wrapper converts, gathers or keeps logits."""
+    Because the loss is inside, no wrapper converts, gathers or keeps logits."""
 
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
@@ -31,7 +31,7 @@ class ModelWithLoss(torch.nn.Module):
         private_apis.copy_layer_class_names(model, self)
 
     def tie_weights(self) -> None:
-        """Tie weights again: accelerate shards a copy of the model on torch's meta device, where they are untied."""
+        """Tie weights again: accelerate shards a copy of the model on the meta device, which has lost the ties."""
         if hasattr(self.model, "tie_weights"):
             self.model.tie_weights()
 
@@ -46,12 +46,12 @@ def build_model(cfg: RunConfig, strategy: Strategy, task: Task, weights: str | P
 
 
 class StepTotals(NamedTuple):
-    """Sums over all ranks that are known before the forward passes of a step: one small all-reduce per step."""
+    """Sums over all ranks, from one small all-reduce before the forward passes of a step."""
 
-    weight: float  # the loss is divided by this: targets (tokens, rows, ...) in the global batch
+    weight: float  # targets (tokens, rows, ...) in the global batch; the loss is divided by it
     tokens: float
     padded_tokens: float  # tokens and padding
-    examples: float  # 0: a stream has no rows left in this pass
+    examples: float  # 0: a streamed dataset has no rows left in this pass
     hash_low: float  # with hash_high: a hash of the example ids, for ledger.jsonl
     hash_high: float
     save: float  # ranks that were asked for a checkpoint
@@ -63,20 +63,20 @@ class StepTotals(NamedTuple):
     def sum_over_ranks(
         cls, hosts: HostGroup, strategy: Strategy, window: Window, requests: list[float], failed: float
     ) -> "StepTotals":
-        """Return the totals of all ranks' windows, `requests` (save, stop) and `failed` saves; a collective.
+        """Sum the windows' counts, `requests` [save, stop] and `failed` over all ranks; a collective.
 
-        Every decision that one rank could take alone is in here, so ranks never disagree. Sums of whole numbers are exact."""
+        Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
         forwards = strategy.forwards_per_rank(window)
         sums = hosts.sum([*window_counts(window), *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
 
 
 def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> torch.Tensor:
-    """Leave in `.grad` the gradient of (sum of losses) / (sum of weights) over the global batch; return this rank's losses.
+    """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
-    `total_weight` is the sum over all ranks. Backends average gradients over the ranks that read different data, so the loss
-    is scaled up by their number. A non-finite loss on one rank makes the gradient of every rank non-finite. The losses are a
-    float64 vector on the device, one per micro-batch: nothing here waits for the device.
+    `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
+    because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
+    non-finite. The losses are a float64 vector on the device, one per micro-batch. Nothing here waits for the device.
     """
     scale = strategy.data_world_size / total_weight
     device, losses = strategy.accelerator.device, []
@@ -85,8 +85,8 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
         seed_everything(micro.seed)
         with strategy.gradient_sync(module, micro.last):
             loss = module(inputs)["loss"]
-            # The factor is exactly the scale, or NaN where the loss is infinite and its gradient finite: what one rank
-            # alone would see then reaches all of them in the reduction.
+            # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
+            # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
             factor = 0.0 * loss.detach() + (0.0 if micro.dummy else scale)
             strategy.backward(module, loss * factor)
         losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
@@ -97,9 +97,9 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
 def optimizer_step(
     strategy: Strategy, module: torch.nn.Module, optimizer, learning_rate: float, max_grad_norm: float
 ) -> tuple[torch.Tensor, DeviceFlag]:
-    """Clip, update and clear the gradient; return its norm before clipping, and whether the update was skipped.
+    """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
-    A skipped update, one with a norm that is not finite, leaves weights and moments untouched on all ranks."""
+    An update whose gradient norm is not finite is skipped: weights and moments stay unchanged on all ranks."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     norm, skipped = strategy.clip_and_step(module, optimizer, max_grad_norm)
@@ -107,7 +107,7 @@ def optimizer_step(
 
 
 def window_counts(window: Window) -> list[float]:
-    """Return weight, tokens, padded tokens, examples and the two sums of their ids of this rank's window."""
+    """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's window."""
     real = [(micro, batch) for micro, batch in window if not micro.dummy]
     sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "padded_tokens")]
     ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)

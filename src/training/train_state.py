@@ -1,4 +1,4 @@
-"""Training state: step, skipped updates, best evaluation, and what is due at a step.
+"""Training state (step, skipped updates, best evaluation), and intervals of logging, evaluation and saving.
 
 Tests: tests/training/test_state.py, tests/training/test_step.py.
 """
@@ -39,7 +39,7 @@ class DeviceFlag:
 
 
 class UpdateResult(NamedTuple):
-    """One update whose outcome the device still computes, with what is needed to report it if it is skipped."""
+    """An update that the device may still be computing, with the data for a report if it is skipped."""
 
     skipped: DeviceFlag  # the loss or the gradient of some rank was not finite
     step: int
@@ -49,29 +49,29 @@ class UpdateResult(NamedTuple):
 
 @dataclass
 class TrainState:
-    """Everything a checkpoint holds besides tensors and the sums of the next train line. All fields are saved."""
+    """The numbers in a checkpoint, except the sums for the next train line of metrics.jsonl. All fields are saved."""
 
-    step: int = 0  # global batches of the plan that are done
-    updates: int = 0  # those that changed the weights; the learning rate follows this number
-    skipped: int = 0  # updates skipped in a row, up to now, because something was not finite
+    step: int = 0  # completed steps, including those with a skipped update
+    updates: int = 0  # steps that changed the weights; the learning rate depends on it
+    skipped: int = 0  # updates skipped in a row up to now: loss or gradient not finite
     logged: int = 0  # step of the last train line
     evaluated: int = 0  # step of the last finished evaluation
-    best: float | None = None  # best value so far of the metric for early stopping and the best model
-    best_step: int = 0  # step of that evaluation; 0: none, or not known
+    best: float | None = None  # best value so far of the metric that selects the best model
+    best_step: int = 0  # step of the best evaluation; 0: none, or unknown
     best_metric: str | None = None  # name of that metric
-    best_greater: bool = False  # whether a greater value of it is better
-    evals_without_improvement: int = 0  # since the best one
-    stream: dict | None = None  # position in each shard group of a stream
+    best_greater: bool = False  # whether a greater value is better
+    evals_without_improvement: int = 0  # evaluations since the best one
+    stream: dict | None = None  # position in each shard group of a streamed dataset
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
-        self.local_updates = False  # whether ranks update by their own gradients for now (local SGD)
+        self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
 
     def finish_update(self, max_skipped: int) -> None:
-        """Count the outcome of the last update; raise Failure on all ranks after `max_skipped` skipped ones in a row.
+        """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
 
-        Under local SGD each rank counts its own skipped updates, and the schedule, which all ranks share, continues.
-        Waits for the device if it has no answer yet: call this when the next gradient is already queued."""
+        Under local SGD each rank counts its own skipped updates, and `updates` grows anyway: ranks share one schedule.
+        This may wait for the device, so call it when the next gradient is already queued."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
@@ -88,22 +88,22 @@ class TrainState:
         if self.skipped < max_skipped:
             return
         where = " on some rank" if self.local_updates else ""
-        weights = "" if self.local_updates else "The weights are those before them. "
+        weights = "" if self.local_updates else "Skipped updates do not change the weights. "
         raise Failure(
             f"{self.skipped} updates in a row were skipped{where} because the loss or the gradient was not finite, the "
-            f"last at step {step} (max_skipped_steps). {weights}Lower learning_rate, or check the examples named above and "
-            "in logs/; the same command resumes from the last checkpoint"
+            f"last at step {step} (max_skipped_steps is {max_skipped}). {weights}Lower learning_rate, or check the "
+            "examples named above and in logs/; the same command resumes from the last checkpoint"
         )
 
     def use_metric(self, cfg: RunConfig) -> None:
-        """Forget the best evaluation if another metric or direction decides from now on."""
+        """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
             self.best, self.best_step, self.evals_without_improvement = None, 0, 0
         self.best_metric, self.best_greater = name, greater
 
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:
-        """Mark this step as evaluated and compare it with the best one; raise UsageError if the metric does not exist."""
+        """Mark this step as evaluated and compare it with the best one; raise UsageError if the metric is missing."""
         self.use_metric(cfg)
         name = str(self.best_metric)
         if name not in metrics:
@@ -121,15 +121,15 @@ class TrainState:
 
 
 class Intervals:
-    """What is due at the step that `state` has reached: the same on every rank."""
+    """Whether logging, evaluation or a save is due at the current step of `state`; the same on every rank."""
 
     def __init__(self, cfg: RunConfig, state: TrainState, num_steps: int, has_validation: bool):
         self.cfg, self.state, self.num_steps, self.has_validation = cfg, state, num_steps, has_validation
-        self.last_save = (state.step, state.evaluated)  # at first: what the run resumed from
+        self.last_save = (state.step, state.evaluated)  # (step, evaluated) at the last save or at resume
         state.use_metric(cfg)
 
     def finished(self) -> bool:
-        """Return whether the last step is done: of the run's length, or by early stopping."""
+        """Return whether training is over: all steps are done, or early stopping has ended it."""
         patience = self.cfg.early_stopping_patience
         return self.state.step >= self.num_steps or (
             bool(patience) and self.state.evals_without_improvement >= patience
@@ -140,15 +140,15 @@ class Intervals:
         return self.finished() or bool(steps and self.state.step % steps == 0)
 
     def log(self) -> bool:
-        """Return whether a train line is due that is not written yet."""
+        """Return whether a train line (metrics.jsonl) is due and not yet written."""
         return self.state.logged < self.state.step and self.every(self.cfg.logging_steps)
 
     def evaluate(self) -> bool:
-        """Return whether an evaluation is due that is not finished yet."""
+        """Return whether an evaluation is due and not yet finished."""
         return self.has_validation and self.state.evaluated < self.state.step and self.every(self.cfg.eval_steps)
 
     def best(self) -> bool:
-        """Return whether this step is the best evaluated one so far, by a metric that the run file names."""
+        """Return whether metric_for_best_model is set and this step is the best evaluated one so far."""
         return bool(self.cfg.metric_for_best_model) and 0 < self.state.best_step == self.state.step
 
     def save(self) -> bool:
@@ -161,7 +161,7 @@ class Intervals:
         return self.finished() and not self.evaluate()
 
     def outcome(self) -> dict:
-        """Return for status.json whether the run stopped early, and its best evaluation if the run file names a metric."""
+        """Return fields of status.json: early stopping and, if metric_for_best_model is set, the best evaluation."""
         state = self.state
         has_best = bool(self.cfg.metric_for_best_model and state.best_step)
         return {
@@ -172,7 +172,7 @@ class Intervals:
         }
 
     def early_stop_message(self) -> str:
-        """Return why the run ended before its last step, or an empty string."""
+        """Return the message about early stopping, or an empty string if the run did not stop early."""
         if not self.outcome()["stopped_early"]:
             return ""
         count = self.state.evals_without_improvement
@@ -183,7 +183,7 @@ class Intervals:
 
 
 def report_skipped(result: UpdateResult, local_updates: bool = False) -> None:
-    """Print which examples had a loss that is not finite, on the rank that computed them, and write it to its log."""
+    """Log a skipped update and print it on rank 0, on ranks with a non-finite loss, and under local SGD on each rank."""
     rank = os.environ.get("RANK", "0")
     all_ids, bad_ids = [], []
     for (micro, _), loss in zip(result.window, result.losses.tolist(), strict=True):
