@@ -1,4 +1,4 @@
-"""F1 as a metric of `evaluate`, shipped because the Hub's script needs a network and scikit-learn.
+"""F1 score for the `evaluate` library, included because the Hub's script needs a network and scikit-learn.
 
 Tests: tests/tasks/test_text_classification.py.
 """
@@ -19,7 +19,7 @@ class F1(evaluate.Metric):
 
     def _compute(self, predictions, references, average="macro"):
         if average != "macro":
-            raise ValueError(f"average is {average!r}: only macro is shipped")
+            raise ValueError(f"average is {average!r}: only 'macro' is supported")
         predictions, references = np.asarray(predictions), np.asarray(references)
         scores = []
         for label in np.union1d(predictions, references):

@@ -1,4 +1,4 @@
-"""The tasks. A fork adds a file here and its line to OPTIONS; base.py is the contract."""
+"""Task registry. Add a task here: a file in this folder and its line in OPTIONS. base.py defines the interface."""
 
 from importlib import import_module
 
@@ -9,10 +9,10 @@ __all__ = ["OPTIONS", "Batch", "Task", "make_task"]
 
 
 def _options(name: str):
-    return lambda: import_module(f"src.tasks.{name}").Options  # imported when needed: --help stays fast
+    return lambda: import_module(f"src.tasks.{name}").Options  # imported only when needed, so --help stays fast
 
 
-OPTIONS = {  # task name = file name -> function that returns its dataclass of options
+OPTIONS = {  # task name (also its file name) -> function that returns its Options dataclass
     "causal_lm": _options("causal_lm"),
     "text_classification": _options("text_classification"),
 }

@@ -42,7 +42,7 @@ class Options:
     )
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
     append_eos: bool = option("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
-    # The tokenizer of a checkpoint already has the template.
+    # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
     )
@@ -98,7 +98,7 @@ class Task(base.Task):
             if name in made:
                 features[name] = List(Value("int32"))
         if o.packing:
-            features["documents"] = List(Value("int32"))  # their lengths
+            features["documents"] = List(Value("int32"))  # lengths of the documents in a row
         return needed, Features(features)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
@@ -126,14 +126,14 @@ class Task(base.Task):
         positions = np.zeros((len(rows), width), np.int64)
         for i, row in enumerate(rows):
             ids[i, : lengths[i]] = row["input_ids"]
-            # The target of a token is the next one, so the weight counts predicted tokens, not read ones.
+            # The target of a token is the next token, so the weight counts predicted tokens, not input tokens.
             labels = row.get("labels", row["input_ids"])
             targets[i, : max(0, lengths[i] - 1)] = labels[1:]
             if self.options.packing:
-                targets[i, np.cumsum(row["documents"]) - 1] = IGNORED  # the next token is of another document
+                targets[i, np.cumsum(row["documents"]) - 1] = IGNORED  # the next token belongs to another document
                 positions[i] = packed_positions(row["documents"], width)
-        # Padding is on the right, where causal attention never looks. So there is no mask: attention uses its fast
-        # kernels, and transformers recognizes the documents of a packed row by their position_ids.
+        # Padding is on the right, where causal attention never looks. So no attention mask is needed, and attention
+        # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
         inputs = {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
         if self.options.packing:
             inputs["position_ids"] = torch.from_numpy(positions)
@@ -142,7 +142,7 @@ class Task(base.Task):
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         targets = inputs["targets"].flatten()
-        # A cache, even an empty one, turns the recognition of packed documents off without a warning.
+        # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
         arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
         with known_masks(packed="position_ids" in inputs):
             output = model.base_model(**arguments) if self.plain_head else model(**arguments)

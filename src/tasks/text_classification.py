@@ -1,6 +1,6 @@
-"""Text classification with any encoder: cross-entropy, accuracy, and metrics of `evaluate` such as F1.
+"""Text classification with any encoder: cross-entropy, accuracy, and `evaluate` metrics such as F1.
 
-A row is {"text": "…", "label": "spam"}: the label is a name, an integer or a bool. With --text_pair_column a row holds a
+A row is {"text": "…", "label": "spam"}. The label is a name, an integer or a bool. With --text_pair_column a row has a
 second text. Tests: tests/tasks/test_text_classification.py.
 """
 
@@ -24,7 +24,8 @@ from src.tasks.base import Batch, padded_length
 from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows
 from src.text.tokenization import require_text
 
-NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_head")  # a pretrained encoder has none
+# Modules that a pretrained encoder lacks.
+NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
 
 
 def all_shipped(names) -> bool:
@@ -53,7 +54,7 @@ class Options:
 class Task(base.Task):
     def __init__(self, cfg: RunConfig, options: Options):
         super().__init__(cfg, options)
-        self.labels: Any = None  # names in the order of their ids, once the rows or weights are known
+        self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
         from transformers import AutoModelForSequenceClassification
@@ -68,19 +69,19 @@ class Task(base.Task):
         )
         if self.tokenizer.pad_token_id is None:
             raise UsageError(
-                "the tokenizer has no padding token: save one with `tokenizer.pad_token = tokenizer.eos_token`"
+                "the tokenizer has no padding token: set `tokenizer.pad_token = tokenizer.eos_token` and save it"
             )
         if self.config.pad_token_id is None:
-            self.config.pad_token_id = self.tokenizer.pad_token_id  # a decoder classifies at the last other token
+            self.config.pad_token_id = self.tokenizer.pad_token_id  # a decoder classifies at the last real token
         for name in self._metric_names():
-            load_metric(name, self.cfg.trust_remote_code)  # an error here, not at the first evaluation
+            load_metric(name, self.cfg.trust_remote_code)  # fail here, not at the first evaluation
         self.text_columns = [name for name in (self.options.text_column, self.options.text_pair_column) if name]
         self.token_columns = ["input_ids"]
         has_types = (
             "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
         )
         if has_types and self.options.text_pair_column:
-            self.token_columns.append("token_type_ids")  # which of the two texts a token belongs to
+            self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
         if self.cfg.model_name_or_path:
             self.labels = labels_of_model(self.config)
 
@@ -101,21 +102,21 @@ class Task(base.Task):
         for column in needed:
             if column not in examples.column_names:
                 raise UsageError(
-                    f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: see "
-                    "--text_column and --label_column"
+                    f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: set "
+                    "--text_column or --label_column"
                 )
         self.class_names: Any = class_names(examples, label_column, split)
         if self.labels is None:
             if self.class_names is None and not whole:
                 raise UsageError(
                     f"{split} data: the labels of a stream are not known before its end: give data whose "
-                    f"`{label_column}` is a ClassLabel, or a model that knows them"
+                    f"`{label_column}` is a ClassLabel, or a classifier whose config has the labels"
                 )
             self.labels = self.class_names or labels_of_rows(examples, label_column)
             if len(self.labels) < 2:
                 raise UsageError(
-                    f"{split} data: `{label_column}` is {', '.join(self.labels) or 'empty'} in every row: give data with "
-                    "two labels or more"
+                    f"{split} data: `{label_column}` is {', '.join(self.labels) or 'empty'} in every row: give data "
+                    "with two labels or more"
                 )
         features = {name: List(Value("int32")) for name in self.token_columns}
         features["label"] = ClassLabel(names=self.labels)
@@ -140,7 +141,7 @@ class Task(base.Task):
         return columns | {"label": labels, "length": lengths, "targets": [1] * len(lengths), "cut": truncated}
 
     def on_prepared(self, features) -> None:
-        """Take the names of the labels from prepared data."""
+        """Store the label names of the prepared data, unless the labels are known already."""
         self.labels = self.labels or features["label"].names
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
