@@ -154,7 +154,7 @@ REFUSED = {
         {},
         {"data": SEVEN | {"files": {"b.jsonl": 3}}},
     ),
-    "training data: files of the same names": ({"data": STREAM}, {"data": STREAM | {"sample": "two"}}),
+    "training data: files with the same names and sizes": ({"data": STREAM}, {"data": STREAM | {"sample": "two"}}),
     "training data: a stream → 7 rows": ({"data": STREAM}, {"data": SEVEN}),
     "validation data: 83 rows → 7 rows": ({"validation": DATA}, {"validation": SEVEN}),
     "labels: a, b → b, a": ({"data": DATA | {"labels": ["a", "b"]}}, {"data": DATA | {"labels": ["b", "a"]}}),
