@@ -1,4 +1,4 @@
-"""How many bytes of activations a micro-batch keeps for backward, measured on tensors without memory.
+"""Activation memory of a micro-batch: the bytes kept for backward, measured with fake tensors.
 
 docs/scaling.md explains what is counted. Tests: tests/models/test_memory_estimate.py.
 """
@@ -16,33 +16,33 @@ from src.runtime.private_apis import known_masks
 def activation_bytes(
     model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, autocast: bool, recomputed_layers: int = 0
 ) -> float | None:
-    """Return the bytes that autograd keeps of `rows` rows of `length` tokens, and one chunk of logits.
+    """Return the bytes that autograd keeps for `rows` rows of `length` tokens, plus one chunk of logits.
 
-    None for a model that does not run on token ids alone. Recomputed layers keep their input only."""
+    Return None if the model does not run on token ids alone. A recomputed layer keeps only its input."""
     try:
         per_row, layer_input = _bytes_per_row(model, length, dtype, autocast)
-    except Exception:  # a fork's model may need any inputs
+    except Exception:  # the model may need other inputs
         return None
     if recomputed_layers:
-        per_row = recomputed_layers * layer_input + per_row / recomputed_layers  # and one whole layer at a time
+        per_row = recomputed_layers * layer_input + per_row / recomputed_layers  # plus one whole layer at a time
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if head is None:
         return rows * per_row
     vocabulary = head.weight.shape[0]
     chunk = min(rows * length, chunk_rows("meta", vocabulary))
-    return rows * per_row + chunk * vocabulary * (dtype.itemsize + 3 * max(4, dtype.itemsize))  # softmax, its gradient
+    return rows * per_row + chunk * vocabulary * (dtype.itemsize + 3 * max(4, dtype.itemsize))  # softmax, gradient
 
 
-@lru_cache(maxsize=2)  # strategies differ only in `autocast`
+@lru_cache(maxsize=2)  # calls for different strategies differ only in `autocast`
 def _bytes_per_row(model: torch.nn.Module, length: int, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
-    """Return (bytes that one more row adds, bytes of a layer's input); copies of weights do not grow with rows."""
+    """Return (bytes that one more row adds, bytes of a layer's input). Saved copies of weights cancel out."""
     one, layer_input = saved_bytes(model, 1, length, dtype, autocast)
     two, _ = saved_bytes(model, 2, length, dtype, autocast)
     return two - one, layer_input
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Saves what flash attention saves for backward: its inputs, its output, and one number per row."""
+    """Saves the same tensors for backward as flash attention: inputs, output, and one number per query."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -53,7 +53,7 @@ class _FlashAttention(torch.autograd.Function):
 
 
 def saved_bytes(model: torch.nn.Module, rows: int, length: int, dtype: torch.dtype, autocast: bool) -> tuple[int, int]:
-    """Return (bytes that autograd saves of a forward pass, bytes of one layer's input), from a run on fake tensors."""
+    """Return (bytes that autograd saves in a forward pass, bytes of one layer's input), measured with fake tensors."""
     decoder = getattr(model, "base_model", model)
     saved = {}
 
@@ -61,7 +61,7 @@ def saved_bytes(model: torch.nn.Module, rows: int, length: int, dtype: torch.dty
         saved[private_apis.storage_id(tensor)] = (
             tensor.untyped_storage().nbytes(),
             tensor,
-        )  # the tensor keeps the address from being used again
+        )  # keep the tensor, so that its address is not reused
         return tensor
 
     def fake(value: torch.Tensor) -> torch.Tensor:

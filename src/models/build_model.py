@@ -1,4 +1,4 @@
-"""Build a model on the CPU: from a checkpoint, pretrained, with random weights by the seed, or empty.
+"""Model construction on the CPU: from a checkpoint, pretrained, random from the seed, or empty.
 
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
@@ -24,15 +24,15 @@ def build_model(
     new_weights: tuple[str, ...] = (),
     empty: bool = False,
 ) -> "PreTrainedModel":
-    """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random by the seed.
+    """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random from the seed.
 
-    With `empty`, its parameters are allocated and not initialized. Weights that are read must all be present, except
-    pretrained ones whose name contains one of `new_weights` (a new head)."""
+    With `empty`, its parameters are allocated but not initialized. Raise UsageError if the files lack parameters.
+    Pretrained files may lack those whose name contains one of `new_weights` (a new head)."""
     dtype = getattr(torch, cfg.dtype)
     if dtype is torch.bfloat16:
         warn(
-            "dtype is bfloat16: weights without a float32 copy. Updates smaller than 1/256 of a weight are lost; "
-            "for speed use mixed_precision: bf16 in the accelerate file and keep dtype float32.",
+            "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
+            "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
         )
     torch.manual_seed(cfg.seed)
     options = {"dtype": dtype}
@@ -49,7 +49,7 @@ def build_model(
             config=config,
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # _check_complete names them
+            ignore_mismatched_sizes=True,  # _check_complete reports them
             **options,
         )
     except Exception as error:
@@ -59,7 +59,7 @@ def build_model(
 
 
 def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missing: tuple[str, ...]) -> None:
-    """Raise UsageError if parameters are missing in the files, or have another shape there: they would stay random."""
+    """Raise UsageError if parameters are missing in the files or have another shape. They would stay random."""
     missing = dict.fromkeys(info["missing_keys"], "")
     for key, in_file, in_model in info["mismatched_keys"]:
         missing[key] = f" (shape {list(in_file)} in the file, {list(in_model)} in the model)"
@@ -72,9 +72,9 @@ def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missin
 
 
 def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) -> torch.nn.Module:
-    """Return a model whose parameters are allocated and never written: the system assigns such memory on first use.
+    """Return a model whose parameters are allocated but never written. Such memory costs nothing until its first use.
 
-    Not on the meta device: there all addresses are equal, and accelerate tells parameters apart by their addresses."""
+    The meta device does not work here: all its addresses are equal, and accelerate identifies parameters by address."""
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):

@@ -1,4 +1,4 @@
-"""Read a model's configuration: pretrained, or from the file `model_config`; check its values and that it fits the task.
+"""Model configuration, pretrained or from the file `model_config`; checks of its values and its fit to the task.
 
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
@@ -31,10 +31,10 @@ POSITIVE_SIZES = (
 
 
 def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
-    """Return the transformers configuration; a random model gets vocabulary size and special ids from the tokenizer."""
+    """Return the transformers configuration. `model_config` takes vocab_size and special ids from the tokenizer."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # its bars for reading and writing weights would break the bar of training
+    logging.disable_progress_bar()  # its bars would break the progress bar of training
     return _pretrained_config(cfg) if cfg.model_name_or_path else _config_from_file(cfg, tokenizer)
 
 
@@ -93,8 +93,8 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
 
 
 def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
-    """Raise UsageError if a model's configuration names a kernel of the Hub: transformers would download and run its code."""
-    if cfg.attn_implementation or cfg.trust_remote_code:  # the user has chosen
+    """Raise UsageError if a configuration names a Hub kernel: transformers would download and run its code."""
+    if cfg.attn_implementation or cfg.trust_remote_code:  # the user has decided
         return
     mappings = [values]
     while mappings:
@@ -103,13 +103,13 @@ def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
                 mappings.append(value)
             if name.endswith("attn_implementation") and isinstance(value, str) and not plain_name(value):
                 raise UsageError(
-                    f"{file}: {name} is {value}, code from the Hub: give --attn_implementation sdpa, or "
+                    f"{file}: {name} is {value}, which is code from the Hub: give --attn_implementation sdpa, or "
                     "--trust_remote_code true if you trust it"
                 )
 
 
 def _value_errors(config: "PreTrainedConfig", values: dict) -> list[str]:
-    """Return errors of sizes and probabilities that transformers accepts: the first step would fail, or training would be useless."""
+    """Return error messages for sizes and probabilities that transformers accepts, but that cannot be trained with."""
     sizes = {name: getattr(config, name, None) for name in POSITIVE_SIZES}
     sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
     errors = [
@@ -132,7 +132,7 @@ def check_fit(
     max_length: int | None,
     auto_class: type,
 ) -> int:
-    """Return the largest length of a row; raise UsageError if task, tokenizer, model and max_length do not fit together."""
+    """Return the maximum row length. Raise UsageError if task, tokenizer, model and max_length do not fit together."""
     source = cfg.model_name_or_path or cfg.model_config
     if not private_apis.has_model_class(auto_class, config) and not getattr(config, "auto_map", None):
         raise UsageError(
@@ -154,7 +154,7 @@ def check_fit(
 
 
 def _max_positions(config: "PreTrainedConfig") -> int | None:
-    """Return how many tokens a row may have, None if the model has no limit."""
+    """Return the maximum number of tokens in a row, None if the model has no limit."""
     limit = getattr(config, "max_position_embeddings", None)
     if limit is None or limit <= 0:  # some models have -1
         return None

@@ -1,4 +1,4 @@
-"""Metrics of the library `evaluate`: files of src/metrics/, or scripts that the user trusts.
+"""Loading of `evaluate` metrics: files of src/metrics/, or scripts that the user trusts.
 
 Tests: tests/config/test_foreign_code.py and tests/tasks/test_text_classification.py.
 """
@@ -9,27 +9,27 @@ from pathlib import Path
 from src.config.errors import UsageError
 from src.config.paths import REPOSITORY
 
-METRICS = REPOSITORY / "src" / "metrics"  # a fork adds files here
+METRICS = REPOSITORY / "src" / "metrics"  # add your metrics here
 
 
 def shipped_metrics() -> dict[str, Path]:
-    """Return the files of src/metrics/ by name. Names are looked up here and never made into a path."""
+    """Return {name: file} of src/metrics/. The user's metric names are looked up here and never made into a path."""
     return {path.stem: path for path in METRICS.glob("*.py")}
 
 
 def load_metric(name: str, trust_remote_code: bool):
-    """Return the metric: a shipped one, or with `trust_remote_code` a script of the Hub or of this machine."""
+    """Return the metric `name`: a file of src/metrics/, or with `trust_remote_code` a Hub or local script."""
     shipped = shipped_metrics()
     if name in shipped:
         return _load_shipped(name, shipped[name])
     if not trust_remote_code:
         raise UsageError(
-            f"metrics: {name} is not in src/metrics/ ({', '.join(sorted(shipped))}), so it is a script that would be "
-            "run: give --trust_remote_code true if you trust it"
+            f"metrics: {name} is not in src/metrics/ ({', '.join(sorted(shipped))}), so loading it would run a "
+            "script: give --trust_remote_code true if you trust it"
         )
     local = Path(name, f"{name}.py")
     if Path(name).name == name and local.exists():
-        raise UsageError(f"metrics: {name} could be the Hub's or {local} in this folder: give ./{local} for that one")
+        raise UsageError(f"metrics: {name} could be a Hub metric or the local {local}: give ./{local} for the file")
     import evaluate  # takes seconds, so only here
 
     try:
@@ -39,7 +39,7 @@ def load_metric(name: str, trust_remote_code: bool):
 
 
 def _load_shipped(name: str, path: Path):
-    """Return the metric of a file. evaluate.load would run a copy of it in a cache that other users may write to."""
+    """Return the metric defined in `path`. evaluate.load would run a copy from a cache that others may write to."""
     import evaluate
 
     spec = spec_from_file_location(f"src.metrics.{name}", path)
@@ -56,7 +56,7 @@ def _load_shipped(name: str, path: Path):
 def compute_metrics(
     names: list[str], predictions: list[int], references: list[int], trust_remote_code: bool
 ) -> dict[str, float]:
-    """Return the values of the named metrics; those that need an average over labels use macro."""
+    """Return the values of the named metrics. F1, precision and recall use the macro average."""
     values = {}
     for name in names:
         options = {"average": "macro"} if name in ("f1", "precision", "recall") else {}

@@ -1,4 +1,4 @@
-"""Load the tokenizer of a run.
+"""Loading of a run's tokenizer, and its fingerprint.
 
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
@@ -27,7 +27,7 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
-    """Return the tokenizer of `tokenizer_name`, else of the model, or None if there is neither."""
+    """Return the tokenizer that `tokenizer_name` or else the model names. Return None if there is none."""
     from transformers import AutoTokenizer
 
     name = cfg.tokenizer_name or cfg.model_name_or_path
@@ -50,7 +50,7 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
-    """Return everything that a tokenizer's output depends on. Call it before the first use, which changes settings."""
+    """Return a string of everything that the tokenizer's output depends on. Call it first: use changes its settings."""
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         return repr(tokenizer)
     return tokenizer.backend_tokenizer.to_str()

@@ -1,4 +1,4 @@
-"""Cross-entropy sums for training and evaluation; of a linear head in chunks, so that full logits never exist.
+"""Cross-entropy sums for training and evaluation. A linear head is computed in chunks, so full logits never exist.
 
 Tests: tests/models/test_losses.py.
 """
@@ -7,18 +7,18 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-# Logits that exist at once: a CPU is fastest when they fit into its cache; elsewhere 128 MiB of float32.
+# Number of logits that exist at once. A CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 DEVICE_CHUNK_ELEMENTS = 1 << 25
 
 
 def chunk_rows(device_type: str, vocabulary: int) -> int:
-    """Return how many rows of logits are computed at a time."""
+    """Return the number of rows of logits to compute at a time."""
     return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
 
 
 def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
-    """Return the sums of logits (rows, classes): `loss`, and in evaluation `correct`; -100 is ignored."""
+    """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored."""
     if training:
         return {"loss": F.cross_entropy(_at_least_float32(logits), targets, reduction="sum")}
     loss, correct = scores(logits, targets)
@@ -28,7 +28,7 @@ def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool
 def sums_from_hidden(
     hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool
 ) -> dict[str, torch.Tensor]:
-    """Return the same sums for the logits that `head` computes of hidden (rows, features), in bounded memory."""
+    """Return the same sums for the logits `head(hidden)` in bounded memory. `hidden` is (rows, features)."""
     if training:
         return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
     loss, correct = linear_scores(hidden, head.weight, head.bias, targets)
@@ -38,10 +38,10 @@ def sums_from_hidden(
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of `hidden @ weight.T + bias` against `targets`, -100 ignored.
+    """Return the summed cross-entropy of `hidden @ weight.T + bias`. Targets of -100 are ignored.
 
-    hidden (rows, features), weight (vocabulary, features), targets (rows,); the sum is float32 or better. Memory
-    beyond the inputs and their gradients is one chunk of logits, for any number of rows.
+    hidden (rows, features), weight (vocabulary, features), targets (rows,); the sum is float32 or better. It
+    needs memory for its inputs, their gradients, and one chunk of logits, for any number of rows.
     """
     rows = chunk_rows(weight.device.type, weight.shape[0])
     if hidden.shape[0] <= rows:
@@ -52,8 +52,8 @@ def linear_cross_entropy(
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=-100, options=options
         )
-    # torch's chunked form ignores autocast and returns its sum in the dtype of `hidden`: bfloat16 has 8 bits, too few
-    # for a loss. Ours recomputes the logits of a chunk in backward, which costs one more matrix product.
+    # torch's chunked form ignores autocast and returns its sum in the dtype of `hidden`. bfloat16 has 8 bits, too few
+    # for a loss. The loop below recomputes the logits of a chunk in backward, which costs one more matrix product.
     total = 0.0
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
         total = total + torch.utils.checkpoint.checkpoint(
@@ -72,7 +72,7 @@ def _chunk(
 def linear_scores(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, number of targets with the largest logit), both float64, in bounded memory."""
+    """Return (summed cross-entropy, number of correct predictions), both float64, in bounded memory."""
     loss = correct = torch.zeros((), dtype=torch.float64, device=hidden.device)
     rows = chunk_rows(weight.device.type, weight.shape[0])
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
@@ -83,7 +83,7 @@ def linear_scores(
 
 
 def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, number of right targets) of logits (rows, classes), both float64; -100 is ignored."""
+    """Return (summed cross-entropy, number of correct predictions) of logits (rows, classes), both float64."""
     logits = _at_least_float32(logits)
     loss = F.cross_entropy(logits, targets, reduction="none")
     return loss.double().sum(), (logits.argmax(-1) == targets).double().sum()

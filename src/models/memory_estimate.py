@@ -1,4 +1,4 @@
-"""Estimate of memory per device under each strategy, from a model without weights.
+"""Memory estimate per device for each strategy, from a model without weights.
 
 docs/scaling.md has the arithmetic and what it ignores. Tests: tests/models/test_memory_estimate.py.
 """
@@ -14,42 +14,42 @@ from src.models.activation_memory import activation_bytes
 from src.runtime import private_apis
 
 LOW_PRECISION = ("bf16", "fp16", "fp8")
-DEEPSPEED_BUCKET = 5e8  # elements of gradients reduced at a time, its default
-DEEPSPEED_LIVE = 1e9  # elements of weights gathered at a time under ZeRO-3, its default
+DEEPSPEED_BUCKET = 5e8  # gradient elements reduced at a time (DeepSpeed's default)
+DEEPSPEED_LIVE = 1e9  # weight elements gathered at a time under ZeRO-3 (DeepSpeed's default)
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Numbers of parameters."""
+    """Parameter counts of a model; `trained` counts trainable parameters."""
 
     parameters: int
     trained: int
-    layer: int  # of the largest layer
+    layer: int  # in the largest layer
     layer_trained: int
-    rest: int  # in no layer: embedding, head
+    rest: int  # outside all layers: embedding, head
     rest_trained: int
-    layers: int
-    matrices: int  # in weights that autocast copies: all of two dimensions, except an untied embedding
+    layers: int  # number of layers
+    matrices: int  # in weights that autocast copies: 2-D or more, except an untied embedding
 
 
 @dataclass(frozen=True)
 class StrategySettings:
-    """A way to distribute a model: `shards` processes hold one copy of it together."""
+    """One way to distribute a model. `shards` processes together hold one copy of what the strategy shards."""
 
     name: str
-    file: str = ""  # of accelerate_configs/
+    file: str = ""  # in accelerate_configs/
     kind: str = "NO"  # NO, DDP, FSDP, ZERO1, ZERO2, ZERO3
     shards: int = 1
-    low_precision: bool = True  # matrix products in 16 bits
+    low_precision: bool = True  # mixed precision: matrix products in 16 bits
     reduce_often: bool = True  # gradients are reduced after every micro-batch, not once a step
     reshard: bool = True  # gathered weights are freed after use
-    offload: bool = False  # weights, gradients and optimizer state rest in host memory
-    recompute: bool = False  # activations of a layer are computed again in backward
-    flags: str = ""  # needed on the command line, besides the file
+    offload: bool = False  # weights, gradients and optimizer state stay in host memory
+    recompute: bool = False  # activation checkpointing: backward recomputes the activations of each layer
+    flags: str = ""  # flags needed besides the file
 
 
 def strategy_of_launch(cfg: RunConfig) -> StrategySettings:
-    """Return the strategy that the launcher's environment asks for."""
+    """Return the strategy set by the launcher's environment variables."""
 
     def env(name: str, default: str = "") -> str:
         return os.environ.get(name, default).lower()
@@ -81,7 +81,7 @@ def strategy_of_launch(cfg: RunConfig) -> StrategySettings:
 
 
 def count_parameters(model: torch.nn.Module) -> ModelSize:
-    """Return the numbers of parameters of a model, which may be on torch's meta device or sharded."""
+    """Return the parameter counts of a model, which may be on the meta device or sharded."""
 
     def sizes(parameters: Iterable[torch.nn.Parameter]) -> tuple[int, int]:
         total = trained = 0
@@ -108,18 +108,18 @@ def count_parameters(model: torch.nn.Module) -> ModelSize:
 
 
 def optimizer_moments(cfg: RunConfig) -> int:
-    """Return how many numbers the optimizer keeps for each trained parameter."""
+    """Return the number of optimizer state values per trainable parameter."""
     return 1 if cfg.optim == "sgd" else 2
 
 
 def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -> dict[str, float]:
-    """Return the bytes of weights, gradients and optimizer that a process keeps from step to step, on device or host."""
+    """Return the bytes of weights, gradients and optimizer state that a process keeps between steps."""
     width, shards = getattr(torch, cfg.dtype).itemsize, strategy.shards
     weights, gradients = width * size.parameters, width * size.trained
     if strategy.kind.startswith("ZERO"):
         stage = int(strategy.kind[-1])
         compute = 2 if strategy.low_precision else width
-        # Its float32 masters are a copy, sharded at every stage, even if the weights are float32.
+        # DeepSpeed adds a float32 master copy, sharded at every stage, even if the weights are float32.
         weights = compute * size.parameters / (shards if stage == 3 else 1) + 4 * size.trained / shards
         gradients = 4 * size.trained / (shards if stage > 1 else 1)
     elif strategy.kind == "FSDP":
@@ -129,13 +129,13 @@ def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -
 
 
 def working_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -> float:
-    """Return the bytes that forward and backward need for a while, besides activations.
+    """Return the bytes that forward and backward need temporarily, besides activations.
 
-    These are low-precision copies, gathered weights, and gradients before they are reduced."""
+    These are low-precision copies of weights, gathered weights, and gradients before they are reduced."""
     width = getattr(torch, cfg.dtype).itemsize
     compute = 2 if strategy.low_precision else width
     if strategy.kind == "FSDP":
-        # The current layer and the next one; embedding and head stay gathered. A reduction reads full precision.
+        # Gathered: the current layer, the next one, embedding and head. Gradients are reduced in full precision.
         gathered = compute * (size.rest + 2 * size.layer if strategy.reshard else size.parameters)
         unreduced = width * size.trained
         if strategy.reduce_often:
@@ -151,7 +151,7 @@ def working_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -
 def activations(
     model: torch.nn.Module, size: ModelSize, length: int, cfg: RunConfig, strategy: StrategySettings
 ) -> float | None:
-    """Return the bytes of activations of a micro-batch of rows of `length` tokens; None if they cannot be measured."""
+    """Return the activation bytes of a micro-batch with rows of `length` tokens, None if they cannot be measured."""
     dtype = torch.bfloat16 if strategy.low_precision else getattr(torch, cfg.dtype)
     autocast = strategy.low_precision and strategy.kind in ("NO", "DDP")  # the others cast whole weights
     layers = size.layers if strategy.recompute else 0
@@ -159,7 +159,7 @@ def activations(
 
 
 def rows_per_forward(cfg: RunConfig, length: int) -> int:
-    """Return how many rows of `length` tokens a forward pass sees."""
+    """Return the number of rows of `length` tokens in a forward pass."""
     if cfg.per_device_batch_tokens:
         return max(1, cfg.per_device_batch_tokens // length)
     return 1 if cfg.per_device_batch_size == "auto" else cfg.per_device_batch_size
@@ -168,13 +168,13 @@ def rows_per_forward(cfg: RunConfig, length: int) -> int:
 def describe_memory(
     cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], length: int | None
 ) -> str:
-    """Return the memory per device under the strategy of this launch, in one line; activations only with a `length`."""
+    """Return one line: the memory per device under this launch's strategy. Activations need a `length`."""
     size, strategy = count_parameters(model), strategy_of_launch(cfg)
     resting = format_size(sum(resting_bytes(size, cfg, strategy).values()))
     where = f"rest in host memory ({strategy.name}, offload)" if strategy.offload else f"per device ({strategy.name})"
     parts = [f"{resting} {where} for weights, gradients and optimizer"]
     if working := working_bytes(size, cfg, strategy):
-        parts.append(f"{format_size(working)} for copies at work")
+        parts.append(f"{format_size(working)} for temporary copies")
     kept = activations(model, size, length, cfg, strategy) if length else None
-    parts.append(f"about {format_size(kept)} for activations" if kept else "activations come on top")
+    parts.append(f"about {format_size(kept)} for activations" if kept else "plus activations")
     return "; ".join(parts)

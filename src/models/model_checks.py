@@ -1,4 +1,4 @@
-"""Probe a model: is its head a plain linear layer, and does it keep packed documents apart?
+"""Probes of a model: test for a plain linear head, and for attention across packed documents.
 
 Tests: tests/tasks/test_causal_lm.py.
 """
@@ -13,7 +13,7 @@ from src.runtime.private_apis import known_masks
 
 @contextmanager
 def _probing(model: torch.nn.Module):
-    """Run the model without gradients and dropout."""
+    """Within, the model runs without gradients and dropout."""
     training = model.training
     model.eval()
     try:
@@ -24,10 +24,10 @@ def _probing(model: torch.nn.Module):
 
 
 def has_plain_lm_head(model: torch.nn.Module) -> bool:
-    """Return whether the logits are the output embedding of the last hidden state, and nothing else.
+    """Return True if the logits are exactly the output embedding applied to the last hidden state.
 
-    Some models scale or cap their logits: a loss computed from their hidden states would be wrong without an error.
-    Random weights give logits near zero, where a cap has no effect, so the probe replaces them by large ones."""
+    Some models scale or cap their logits. A loss computed from their hidden states would be silently wrong. Random
+    weights give logits near zero, where a cap has no effect, so the probe replaces the logits with large values."""
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear) or model.base_model is model:
         return False
@@ -53,7 +53,7 @@ def has_plain_lm_head(model: torch.nn.Module) -> bool:
 def check_packing(model: torch.nn.Module) -> None:
     """Raise UsageError if the second document of a packed row attends to the first.
 
-    Recurrent models, ALiBi and models with their own positions ignore position_ids, without an error."""
+    Recurrent models, ALiBi models and models that make their own positions ignore position_ids without an error."""
     vocab_size = model.config.vocab_size
     half = min(4, getattr(model.config, "max_position_embeddings", 8) // 2)
     second = torch.arange(half) % vocab_size
@@ -63,6 +63,6 @@ def check_packing(model: torch.nn.Module) -> None:
         one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
     if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
         raise UsageError(
-            f"packing is true, but a {model.config.model_type} ignores position_ids: the documents of a row would see "
-            "each other; give --packing false"
+            f"packing is true, but {model.config.model_type} models ignore position_ids, so the documents of a row "
+            "would attend to each other: give --packing false"
         )

@@ -1,4 +1,4 @@
-"""Continue a prompt with a trained language model.
+"""Text sampling: continue a prompt with a trained language model.
 
 Tests: tests/tasks/test_causal_lm.py.
 """
@@ -21,7 +21,7 @@ def sample_text(
     max_length: int,
     seed: int,
 ) -> str | None:
-    """Return the prompt and up to `new_tokens` sampled tokens as text, the same for the same seed; None without tokens."""
+    """Return the prompt and up to `new_tokens` sampled tokens as text, None if the prompt has no tokens."""
     ids = prompt_ids(tokenizer, prompt, new_tokens, max_length)
     if not ids:
         return None
@@ -42,12 +42,13 @@ def sample_text(
 
 
 def prompt_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, new_tokens: int, max_length: int) -> list[int]:
-    """Return the tokens of the prompt; only the last ones if the sample would not fit into max_length."""
+    """Return the tokens of the prompt, or only its last ones if the prompt alone fills max_length."""
     ids = tokenizer(prompt)["input_ids"]
     if len(ids) >= max_length:
         keep = max(1, max_length - min(new_tokens, max_length // 2))
         warn(
-            f"sample_prompt has {len(ids)} tokens, max_length is {max_length}: the sample continues the last {keep}",
+            f"sample_prompt has {len(ids)} tokens, but max_length is {max_length}: the sample continues the last "
+            f"{keep} tokens",
             any_rank=True,
         )
         ids = ids[-keep:]

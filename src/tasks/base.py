@@ -53,7 +53,7 @@ class Task:
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        """Return the task's part of the cache key: everything that `encode` depends on besides the rows and the code."""
+        """Return the task's part of the cache key: everything that `encode` depends on besides rows and code."""
         raise NotImplementedError
 
     def inspect_columns(self, examples: "Dataset", split: str, whole: bool = True) -> tuple[list[str], "Features"]:

@@ -143,7 +143,7 @@ def test_model_without_token_ids_has_no_activations(files):
     size = count_parameters(model)
     assert (size.parameters, size.layers, size.rest) == (20, 0, 20)
     assert memory_estimate.activations(model, size, 64, cfg, StrategySettings("one")) is None
-    assert "activations come on top" in memory_estimate.describe_memory(cfg, model, str, 64)
+    assert "plus activations" in memory_estimate.describe_memory(cfg, model, str, 64)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_dry_run_counts_for_the_strategy_of_its_launch(files, tmp_path):
     line = re.search(r"^  memory +(.*)$", texts[0], re.MULTILINE)[1]
     parameters = int(re.search(r"^  parameters +([\d,]+)", texts[0], re.MULTILINE)[1].replace(",", ""))
     assert line.startswith(f"{16 * parameters / 2 / 1024:.3g} KiB per device (FSDP2)")
-    assert "for copies at work; about" in line
+    assert "for temporary copies; about" in line
     assert line.endswith("for activations")
 
 
