@@ -299,7 +299,8 @@ def test_given_padding_is_removed(folder, fields):
     task, splits = open_data(folder, PADDED, **fields)
     split = splits["train"]
     if fields == STREAM:
-        rows = [row for table in split.blocks(0) for _, row, _ in split.prepared(table, 0, 0, 0)]
+        tables = split.shards.blocks(0)
+        rows = [row for table in tables for _, row, _ in split.shards.prepare(table, 0, 0, 0)]
     else:
         rows = everything(split)
     assert flat(row["input_ids"].tolist() for row in rows) == sorted([7, 8, 9, 4, 5, 6, 11, 12, 13, 14])
