@@ -97,7 +97,9 @@ CASES = {
     "validation missing": Case("validation_file: no.jsonl: no such file", {"validation_file": "no.jsonl"}),
     "data a folder": Case("train_file: model: is a folder|--dataset_name", {"train_file": "model"}),
     "unknown extension": Case("a.xyz|.jsonl, .json", {"train_file": "a.xyz"}, {"a.xyz": "text"}),
-    "mixed extensions": Case("a.csv|one kind", {"train_file": ["train.jsonl", "a.csv"]}, {"a.csv": "text\nhello\n"}),
+    "mixed extensions": Case(
+        "a.csv|.jsonl, .json, .csv", {"train_file": ["train.jsonl", "a.csv"]}, {"a.csv": "text\nhello\n"}
+    ),
     "unreachable address": Case("train_file: http://127.0.0.1:9/a.jsonl", {"train_file": "http://127.0.0.1:9/a.jsonl"}),
     "unknown protocol": Case("train_file: odd://a/b.jsonl", {"train_file": "odd://a/b.jsonl"}),
     "empty file": Case("train.jsonl is empty", {}, {"train.jsonl": "\n\n"}),
