@@ -86,8 +86,9 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     losses = {"ours": [], "plain": []}
 
     class Interleave(train.RunLogger):
-        def start(self, *known):
-            super().start(*known)
+        def begin(self, *known):
+            super().begin(*known)
+            self.accelerator = self.strategy.accelerator
             self.plain = make_plain(task, run, self.accelerator, LOSSES[loss])
             self.ready = steps_in_memory(run, task, split, self.accelerator)
             self.steps, self.mark = 0, clock()
