@@ -188,7 +188,7 @@ def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flig
     what = f"did not answer for {timeout} s (dataloader_timeout)"
     if dead:
         codes = ", ".join(str(processes[number].exitcode) for number in dead)
-        what = f"died (exit code {codes}; −9: killed, perhaps out of memory)"
+        what = f"died (exit code {codes}; −9: killed, perhaps because host memory was full)"
     found = []
     for number in dead or range(len(processes)):
         key = tuple(now_reading[number].tolist()) if now_reading is not None else ()

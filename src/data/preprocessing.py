@@ -141,7 +141,9 @@ def _run_with_helpers(
             child.join()
         work.peers.raise_if_failed()
         if failed := [child.exitcode for child in children if child.exitcode]:
-            raise Failure(f"{what}: a child process died (exit code {failed[0]}; −9: killed, perhaps out of memory)")
+            raise Failure(
+                f"{what}: a child process died (exit code {failed[0]}; −9: killed, perhaps because host memory was full)"
+            )
     finally:
         for child in children:
             child.kill()
