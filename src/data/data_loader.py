@@ -186,7 +186,7 @@ def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flig
     processes = private_apis.loader_processes(items)
     dead = [number for number, process in enumerate(processes) if not process.is_alive()]
     what = f"did not answer for {timeout} s (dataloader_timeout)"
-    if dead:
+    if dead:  # without the words of `exit_codes.MEMORY_WORDS`, which mean the accelerator's memory
         codes = ", ".join(str(processes[number].exitcode) for number in dead)
         what = f"died (exit code {codes}; −9: killed, perhaps because host memory was full)"
     found = []
