@@ -291,7 +291,7 @@ def test_changed_local_shard_is_refused(tmp_path):
         assert rows == (512 if when == "during one" else 600)
         with open(file, "a") as more:
             more.write('{"input_ids": [1, 2, 3]}\n')
-        with pytest.raises(UsageError, match=r"changing\.jsonl changed while"):
+        with pytest.raises(UsageError, match=r"changing\.jsonl changed"):
             list(blocks)
 
 
