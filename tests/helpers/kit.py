@@ -1,7 +1,9 @@
 """Shared test tools: ranks over gloo, tiny models and data, runs in a folder, comparisons."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -58,9 +60,14 @@ def write_yaml(path, values) -> Path:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """Return a port that nothing listens on, below the range from which the system takes ports of outgoing connections.
+
+    A port of that range could be taken between this call and the process that listens on it."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RankFailed(AssertionError):
