@@ -173,4 +173,4 @@ def test_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, war
     accelerator = SimpleNamespace(mixed_precision=precision, parallelism_config=None, process_index=0, num_processes=1)
     task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
     assert Strategy(accelerator, RunConfig()).build_model(task, None) == "the model"
-    assert ("activations may overflow" in capsys.readouterr().err) == warned
+    assert ("mixed_precision is fp16" in capsys.readouterr().err) == warned
