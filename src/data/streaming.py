@@ -1,9 +1,9 @@
 """Streaming data: rows are read from shards during training; steps are the same on any number of processes.
 
-A pass is one time through the data. Each pass deals the shards (files), in a new order, to `stream_lanes` shard groups.
-Every global batch takes the same number of rows from each group, and each rank reads its own groups. So the rows of
-a step depend on the groups, not on the number of processes. Rows are shuffled within a block; a resume reads the block
-again.
+At the start of each pass through the data, the shards (files) are shuffled and divided into a fixed number of groups
+(`stream_lanes`). Every global batch takes the same number of rows from each group, and each rank reads some of the groups.
+So the number of processes changes which rank reads a row, not the step that it is in. Rows are shuffled within a block of
+consecutive rows; on resume, the current block is read again to rebuild its shuffle.
 Tests: tests/data/test_streaming.py.
 """
 

@@ -1,4 +1,4 @@
-"""Checks of the distributed settings before training, and the missing sizes of the device mesh.
+"""Checks of the distributed settings before training; device-mesh sizes that are not given are computed.
 
 Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_parallel.py and tests/training/test_local_sgd.py.
 """

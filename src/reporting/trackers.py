@@ -106,7 +106,8 @@ class _TrackerThread:
         if not self.warned and (alive or (missing and self.failed != "could not start")):
             self.warned = True
             what = f"has not logged {missing} of {self.queued} lines" if missing else "has not closed"
-            warn(f"report_to: {self.name} {what}{' in time' if alive else ''}; metrics.jsonl has every line")
+            late = " before its deadline" if alive else ""
+            warn(f"report_to: {self.name} {what}{late}; metrics.jsonl has all of them")
         return not alive
 
 

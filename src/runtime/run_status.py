@@ -1,6 +1,6 @@
-"""RUN/status.json with its exit code, lookup of the newest run, and the report of the first failed rank.
+"""RUN/status.json: state and exit code of a run. Also: find the newest run, and report which rank failed first.
 
-    python -m src.runtime.run_status RUN [CODE]           print the run's exit code (a launcher returns only 0 or 1)
+    python -m src.runtime.run_status RUN [CODE]           print the exit code of the run; CODE, the launcher's, if it has none
     python -m src.runtime.run_status --newest             print the folder in runs/ that a run wrote to last
 
 Tests: tests/runtime/test_run_status.py. Exit codes: 0 complete · 1 failed · 2 the user can fix the error · 75 stopped
