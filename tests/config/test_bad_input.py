@@ -58,7 +58,7 @@ CASES = {
     "tracker unknown": Case("report_to: |'wand'; did you mean wandb?", {"report_to": "wand"}),
     "tracker without its package": Case("report_to: |clearml|not installed", {"report_to": "clearml"}),
     "attention unknown": Case("fast|sdpa", {"attn_implementation": "fast"}),
-    "schedule argument unknown": Case("lr_scheduler_kwargs: linear|min_lr", {"lr_scheduler_kwargs": '{"min_lr": 1}'}),
+    "schedule argument unknown": Case("lr_scheduler_kwargs: |linear|min_lr", {"lr_scheduler_kwargs": '{"min_lr": 1}'}),
     "schedule argument missing": Case("cosine_with_min_lr|min_lr", {"lr_scheduler_type": "cosine_with_min_lr"}),
     "metric without evaluation": Case("metric_for_best_model|--validation_file", {"metric_for_best_model": "loss"}),
     "init_from nowhere": Case("init_from: nowhere", {"init_from": "nowhere"}),
@@ -239,7 +239,7 @@ def test_bad_input_is_named_and_leaves_nothing(here, name):
     "expected, changed",
     [
         ("checkpoint: nowhere", {"checkpoint": "nowhere"}),
-        ("checkpoint: |--model_name_or_path", {"checkpoint": ""}),
+        ("checkpoint|--model_name_or_path", {"checkpoint": ""}),
         ("--checkpoin: unknown field; did you mean checkpoint?", SAVED | {"checkpoin": "model"}),
         ("checkpoint: model", {"checkpoint": "model"}),
         ("validation_file: no.jsonl: no such file", SAVED | {"validation_file": "no.jsonl"}),
