@@ -55,14 +55,14 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
-    lr = grad_norm = save_requested = None
+    save_requested = False
     module.train()
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here ---------
         if due.log():
-            logger.train_line(state, lr, grad_norm)
+            logger.train_line(state)
         if due.evaluate():
             with logger.throughput_paused():
                 metrics = evaluate(strategy, hosts, module, task, val_set, cfg, signals.stopping)
@@ -70,7 +70,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
                 logger.eval_line(state, metrics)
                 checkpointer.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
-                    logger.train_line(state, lr, grad_norm)
+                    logger.train_line(state)
         if due.save() or save_requested:
             checkpointer.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():
@@ -94,8 +94,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
             losses = compute_gradient(strategy, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
-            lr = lr_at(state.updates)
-            grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
+            lr = state.learning_rate = lr_at(state.updates)
+            state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.pending = UpdateResult(skipped, state.step, batch, losses)
         logger.add_step(state.step, losses, totals, data_seconds)
         model_replicas.after_step()  # local SGD, and the check that replicas are equal, if due

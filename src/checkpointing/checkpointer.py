@@ -7,7 +7,7 @@ to resume from, and checkpoint_format.py defines the contents of the files.
 
 import time
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -127,7 +127,9 @@ class Checkpointer:
         host = writer.copy_to_host(tensors)
         copying = time.perf_counter() - copying
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        saved = {"progress": asdict(state), "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
+        grad_norm = None if state.grad_norm is None else float(state.grad_norm)  # waits for the device
+        progress = asdict(replace(state, grad_norm=grad_norm))
+        saved = {"progress": progress, "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
         writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began, copying)
 
     def _any_writer(self, answers: list[bool]) -> list[bool]:

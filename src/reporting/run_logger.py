@@ -126,13 +126,17 @@ class RunLogger:
         self.ledger.add(step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
-    def train_line(self, state: TrainState, learning_rate: float | None, grad_norm: torch.Tensor | None) -> None:
+    def train_line(self, state: TrainState) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
         state.finish_update(self.cfg.max_skipped_steps)
         state.logged = state.step
         epoch = self.train_set.epoch_at(state.step, self.cfg.global_batch_size)
         values = {"epoch": epoch} | self.meter.line(self.hosts)
-        values |= {"learning_rate": learning_rate, "grad_norm": grad_norm, "skipped": state.step - state.updates}
+        values |= {
+            "learning_rate": state.learning_rate,
+            "grad_norm": state.grad_norm,
+            "skipped": state.step - state.updates,
+        }
         self._line("train", state.step, values | self.compile_counter.line())
 
     def eval_line(self, state: TrainState, metrics: dict) -> None:

@@ -61,6 +61,8 @@ class TrainState:
     best_metric: str | None = None  # name of that metric
     best_greater: bool = False  # whether a greater value is better
     evals_without_improvement: int = 0  # evaluations since the best one
+    learning_rate: float | None = None  # of the last update
+    grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     stream: dict | None = None  # position in each shard group of a streamed dataset
 
     def __post_init__(self):

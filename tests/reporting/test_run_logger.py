@@ -122,3 +122,22 @@ def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
     first = run.kind("train")[0]
     assert (first["loss"], first["learning_rate"], first["grad_norm"], first["skipped"]) == (None, None, None, 1)
     assert run.kind("train")[-1]["skipped"] == 5
+
+
+def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
+    """The step after the resume has no targets, so its line repeats learning rate and norm of the update before it."""
+    from src.data.batch_plan import permute
+
+    rows = [{"input_ids": [5] * 6, "labels": [-100] * 6 if i == 0 else [5, 6, 7, 8, 9, 5]} for i in range(6)]
+    data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
+    seed = next(s for s in range(100) if permute(np.arange(6), 6, s, 0)[3] == 0)
+    one = {"global_batch_size": 1, "per_device_batch_size": 1, "logging_steps": 1, "seed": seed}
+    one |= {"train_file": data, "lr_scheduler_type": "constant"}
+    straight = kit.run_training(1, tmp_path / "straight", *flags(files, max_steps=6, **one))
+    kit.run_training(1, tmp_path / "run", *flags(files, max_steps=3, **one))
+    kit.run_training(1, tmp_path / "run", *flags(files, max_steps=6, **one))
+    line = straight.kind("train")[3]
+    assert (line["loss"], line["skipped"]) == (None, 1)
+    assert line["learning_rate"] > 0
+    assert line["grad_norm"] > 0
+    assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
