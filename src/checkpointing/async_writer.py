@@ -143,9 +143,11 @@ class CheckpointWriter:
             return  # StopSignals notices this at its next check, ends the process and reports the reason
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
+        most = self.cfg.max_failed_saves
+        what = "training continues" if self.failures < most else "the run ends"
         warn(
-            f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; training "
-            f"continues (failure {self.failures} of {self.cfg.max_failed_saves} in a row; max_failed_saves ends the run)"
+            f"THE CHECKPOINT OF STEP {step} COULD NOT BE SAVED: {self.reason}. Older checkpoints are intact; {what} "
+            f"({self.failures} failed in a row; max_failed_saves is {most})"
         )
 
     def summary(self) -> str:

@@ -174,7 +174,10 @@ def _contradicts(checkpoint: Path, start: Path, step: int) -> bool:
 
 
 def _archive(path: Path, prefix: str) -> None:
-    """Rename a file or folder to the first free NAME.oldN."""
+    """Rename a file or folder to the first free NAME.oldN; raise UsageError if that is not possible."""
     name = f"{prefix}{path.name}"
     number = next(n for n in range(1, 10_000) if not path.with_name(f"{name}.old{n}").exists())
-    path.rename(path.with_name(f"{name}.old{number}"))
+    try:
+        path.rename(path.with_name(f"{name}.old{number}"))
+    except OSError as error:
+        raise UsageError(f"output_dir: {path} cannot be renamed to make room for this run: {error}") from error
