@@ -71,7 +71,7 @@ def test_successful_save_resets_the_count_of_failures(tiny, tmp_path, monkeypatc
     fail_at([2, 6, 10], FULL, monkeypatch)
     codes, outputs = command(recipe.flags(tiny, save_steps=2, max_failed_saves=2), tmp_path)
     assert codes == [0], outputs
-    assert outputs[0].count("failure 1 of 2") == 3
+    assert outputs[0].count("(1 failed in a row; max_failed_saves is 2)") == 3
     assert saved(tmp_path / "run") == [4, 8, 12]
 
 
