@@ -269,7 +269,7 @@ def test_a_requested_save_or_stop_averages_first(tiny, tmp_path, monkeypatch, mu
         monkeypatch.setattr(LocalSGD, "average", lambda self: self.state.step % 3 or average(self))
     codes, texts = command(tiny, tmp_path / "here")
     assert codes == ([1, 1] if mutant else [75, 75]), texts
-    assert ("no longer the same at step 5" in texts[0]) == mutant
+    assert ("differ at step 5" in texts[0]) == mutant
     steps = [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "here" / "run")]
     assert steps == ([3] if mutant else [3, 5, 6, 8])
 
