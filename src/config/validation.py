@@ -88,6 +88,7 @@ def named_subset(cfg: RunConfig) -> Iterator[str]:
 
 
 def stream(cfg: RunConfig) -> Iterator[str]:
+    """Yield the errors of fields that only a stream has, or cannot have."""
     if not cfg.streaming:
         if cfg.stream_lanes:
             yield "stream_lanes is given without streaming: give both, or neither"
@@ -120,6 +121,7 @@ def whole_warmup_steps(cfg: RunConfig) -> Iterator[str]:
 
 
 def local_sgd(cfg: RunConfig) -> Iterator[str]:
+    """Yield the errors of intervals that do not fit `local_sgd_steps`."""
     every = cfg.local_sgd_steps or 0
     if every <= 0:
         return

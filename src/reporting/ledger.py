@@ -98,6 +98,7 @@ def compare(folder: Path, other: Path | None = None) -> str | None:
 
 
 def main(argv: list[str]) -> int:
+    """Print the first difference between a run and its plan, or another run; return 1 if there is one, else 0."""
     if not 1 <= len(argv) <= 2 or argv[0].startswith("-"):
         raise UsageError("give one run folder, or two: python -m src.reporting.ledger RUN [OTHER]")
     folders = [Path(word) for word in argv]
