@@ -129,7 +129,7 @@ class CheckpointWriter:
         folder = self.folder / "final"
 
         def card(temporary: Path, step: int) -> None:
-            model_folder.write_card(temporary, self.cfg, self.model.model, config)
+            model_folder.write_card(temporary, self.cfg, self.model, config)
             final_model.complete_card(temporary, self.cfg, state, step)
 
         def copy() -> None:

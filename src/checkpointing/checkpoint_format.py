@@ -30,7 +30,7 @@ def collect_tensors(
 
     A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
     model = model_with_loss.model
-    tensors, numbers = {"model": strategy.named_weights(model)}, {}
+    tensors, numbers = {"model": strategy.named_weights(model_with_loss.task.saved(model))}, {}
     for part, holder in parts.items():
         state = strategy.named_moments(model, holder) if part == "optimizer" else holder.state_dict()
         tensors[part] = {name: value for name, value in state.items() if _is_tensor(value)}

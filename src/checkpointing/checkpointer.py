@@ -214,7 +214,7 @@ class Checkpointer:
         """Return the task's sample from the model in final/, on the main process; warn if the sample fails."""
         if not self.is_main or self.writer.is_sharded:
             return None
-        model = self.model.model if self.writer.final_step == self.state.step else None
+        model = self.task.saved(self.model.model) if self.writer.final_step == self.state.step else None
         device = self.accelerator.device
         return call_or_warn("the sample", final_model.sample, self.task, model, self.folder / "final", device)
 

@@ -30,12 +30,13 @@ def write_model(
     """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; only one shard if `world` > 1.
 
     `tensors` are written instead of the model's own weights; transformers empties the dict."""
+    model = model_with_loss.task.saved(model_with_loss.model)
     dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
     has_tensors = bool(tensors)
     if world == 1:
-        model_with_loss.model.save_pretrained(folder, state_dict=tensors)
+        model.save_pretrained(folder, state_dict=tensors)
     else:
-        _write_shard(model_with_loss.model, folder, tensors or {}, rank, world)
+        _write_shard(model, folder, tensors or {}, rank, world)
     if rank > 0:
         return
     if has_tensors:
@@ -89,13 +90,14 @@ def write_final(
     """Write weights, tokenizer, model card and the run's `config`; only one rank's shard if `world` > 1."""
     write_model(model_with_loss, folder, tensors, rank, world)
     if rank == 0:
-        write_card(folder, cfg, model_with_loss.model, config)
+        write_card(folder, cfg, model_with_loss, config)
 
 
-def write_card(folder: Path, cfg: RunConfig, model: torch.nn.Module, config: dict) -> None:
+def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, config: dict) -> None:
     """Write the model card (README.md) and the run's configuration, which eval.py reads."""
     from transformers import PreTrainedModel
 
+    model = model_with_loss.task.saved(model_with_loss.model)
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(_public_name(source) for source in sources if source)

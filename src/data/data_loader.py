@@ -77,11 +77,11 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
 
 
-def collate(task: Task, micro: MicroBatch, rows: list[dict]) -> Item:
+def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = True) -> Item:
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
-        return micro, task.collate(rows)
+        return micro, task.collate(rows, training)
     except Exception:
         text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
         logging.getLogger("run").error("%s", text)
@@ -94,29 +94,31 @@ class BatchReader(torch.utils.data.Dataset):
 
     In a dataloader worker, row `worker id` of `now_reading` holds (step, index) of its current micro-batch, or −1."""
 
-    def __init__(self, split, task: Task, now_reading: torch.Tensor | None = None):
-        self.split, self.task, self.now_reading = split, task, now_reading
+    def __init__(self, split, task: Task, training: bool, now_reading: torch.Tensor | None = None):
+        self.split, self.task, self.training, self.now_reading = split, task, training, now_reading
 
     def __getitem__(self, micro: MicroBatch) -> Item:
         worker = torch.utils.data.get_worker_info()
         now_reading = self.now_reading if worker is not None else None
         if now_reading is not None:
             now_reading[worker.id] = torch.tensor([micro.step, micro.index])
-        item = collate(self.task, micro, self.split.rows(micro.ids))
+        item = collate(self.task, micro, self.split.rows(micro.ids), self.training)
         if now_reading is not None:
             now_reading[worker.id] = -1
         return item
 
 
-def read_batches(split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool) -> Iterator[Item]:
-    """Yield the batches of `order`, in order. Dataloader workers read ahead; without workers, read on demand."""
+def read_batches(
+    split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool, training: bool = True
+) -> Iterator[Item]:
+    """Yield the batches of `order`, in order, for training or evaluation. Dataloader workers read ahead; without workers, read on demand."""
     workers = cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
-        return map(BatchReader(split, task).__getitem__, order)
+        return map(BatchReader(split, task, training).__getitem__, order)
     now_reading = torch.full((workers, 2), -1).share_memory_() if workers else None
     in_flight: dict[tuple, list] = {}  # (step, index) of a micro-batch that is being read -> its ids
     loader = torch.utils.data.DataLoader(
-        BatchReader(split, task, now_reading),
+        BatchReader(split, task, training, now_reading),
         sampler=_RecordedOrder(order, in_flight),
         batch_size=None,
         pin_memory=pin_memory,

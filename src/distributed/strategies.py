@@ -69,7 +69,10 @@ class Strategy:
 
     def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
         """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
-        if self.accelerator.mixed_precision == "fp16" and getattr(task.config, "dtype", None) is torch.bfloat16:
+        if (
+            self.accelerator.mixed_precision == "fp16"
+            and getattr(getattr(task, "config", None), "dtype", None) is torch.bfloat16
+        ):
             warn(
                 "mixed_precision is fp16, but the model was trained in bfloat16: activations above 65,504, the largest "
                 "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"

@@ -43,11 +43,15 @@ class Task:
     # Attributes that `build` sets from the weights. Rank 0 sends them to ranks that build without weights.
     attributes_from_weights: tuple[str, ...] = ()
 
+    # False: `loss` returns a sum over the rows of a micro-batch. True: define `represent` and `batch_loss` instead,
+    # because the loss of a row depends on the other rows of the global batch (contrastive losses, hard examples).
+    has_batch_loss: bool = False
+
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
 
     def load(self) -> None:
-        """Read the tokenizer and the model's configuration. Raise UsageError if they do not fit together."""
+        """Read what rows and model need (tokenizer, configuration). Raise UsageError if it does not fit together."""
         raise NotImplementedError
 
     # ---- rows --------------------------------------------------------------------------------------------------------
@@ -74,27 +78,54 @@ class Task:
     def on_prepared(self, features: "Features") -> None:
         """Store what `build` needs from the features of the prepared rows, such as the label names."""
 
-    # ---- model and loss ----------------------------------------------------------------------------------------------
+    # ---- model -------------------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        """Return the transformers model on the CPU in `cfg.dtype`, the same on every rank.
+        """Return the model, any nn.Module, on the CPU in `cfg.dtype`, the same on every rank.
 
-        `weights` is a checkpoint folder to load. With `empty`, allocate the parameters without initializing them:
-        rank 0 sends their values (FSDP2)."""
+        `weights` is a checkpoint folder to load. With `empty`, the values of the parameters do not matter, because rank
+        0 sends them (FSDP2): allocate them without initializing them if that is easy."""
         raise NotImplementedError
 
-    def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
-        """Return the padded micro-batch.
+    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the part of `model` that checkpoints and final/ hold: all of it, unless it contains a frozen teacher."""
+        return model
 
-        torch, numpy and `random` are seeded for each micro-batch before this call, so augmentation is reproducible."""
+    def model_config(self) -> dict[str, Any]:
+        """Return config.json for a model without `save_pretrained`: JSON values that `load` needs to build it again."""
+        return {}
+
+    # ---- batches and loss --------------------------------------------------------------------------------------------
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        """Return the padded micro-batch. Augmentation, masking and mixup belong here, only if `training` is true.
+
+        torch, numpy and `random` are seeded for each micro-batch before this call, so they are reproducible."""
         raise NotImplementedError
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return sums over the micro-batch: `loss` in float32 or better, and in evaluation the sums for `metrics`.
 
-        Runs inside the wrapped module (DDP, FSDP2). A 1-D tensor holds one value per row. Evaluation collects these
-        values by example id for `row_metrics`."""
+        Runs inside the wrapped module (DDP, FSDP2). In evaluation, a tensor of shape (rows, …) holds one value or
+        vector per row. Evaluation collects these values by example id for `row_metrics`. In training, further sums
+        appear in the train line, divided by the weight."""
         raise NotImplementedError
+
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
+
+        All parameters must act here, also a learned temperature: multiply the vectors by it. If `has_batch_loss`."""
+        raise NotImplementedError
+
+    def batch_loss(self, vectors: dict[str, torch.Tensor], weight: float) -> dict[str, torch.Tensor]:
+        """Return sums over a whole global batch: `loss`, and in evaluation the sums for `metrics`. No parameters here.
+
+        `vectors` holds what `represent` returned for all rows of the global batch, in an order that does not depend on
+        the number of processes; `weight` is their weight. The loss of a step is `loss` / `weight`. In evaluation, a
+        global batch is `global_batch_size` consecutive rows."""
+        raise NotImplementedError
+
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         """Return the metrics of an eval line besides loss, weight and examples. Each is a quotient of sums."""

@@ -118,7 +118,7 @@ class Task(base.Task):
             check_packing(model)
         return model
 
-    def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         ids = np.zeros((len(rows), width), np.int64)

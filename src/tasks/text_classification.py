@@ -154,7 +154,7 @@ class Task(base.Task):
         self.config.label2id = {label: i for i, label in enumerate(self.labels)}
         return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, NEW_HEAD, empty)
 
-    def collate(self, rows: list[dict[str, np.ndarray]]) -> Batch:
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         inputs = {name: np.zeros((len(rows), width), np.int64) for name in (*self.token_columns, "attention_mask")}

@@ -48,7 +48,9 @@ def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dic
     moments = []
     try:
         moments = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
-        inputs = {name: value.to(accelerator.device) for name, value in task.collate(rows).inputs.items()}
+        inputs = {
+            name: value.to(accelerator.device) for name, value in task.collate(rows, training=True).inputs.items()
+        }
         module(inputs)["loss"].backward()
         return True
     except torch.OutOfMemoryError:

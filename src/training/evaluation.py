@@ -48,7 +48,8 @@ def evaluate(
     module = accelerator.unwrap_model(module)
     with _eval_mode(module), _one_thread(accelerator.device), _uncompiled(cfg):
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
-        batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda"))
+        pin_memory = accelerator.device.type == "cuda"
+        batches = iter(read_batches(split, task, iter(mine), cfg, pin_memory, training=False))
         for number in range(rounds):
             if stopping and number % ASK == 0 and host_group.sum([stopping()])[0]:
                 bar.close()
@@ -140,23 +141,28 @@ class _Results:
             self.table[micro.index] = [batch.weight, *(float(sums[name]) for name in self.names[1:])]
             rows = micro.ids - self.plan.first_row[micro.index]
             for name, value in out.items():
-                if value.dim() == 1:
-                    self._column(name)[rows] = value.cpu().numpy()
+                if value.dim():
+                    self._column(name, value.shape[1:])[rows] = value.double().cpu().numpy()
             self._column(TIMES_SEEN)[rows] += 1
         self.pending.clear()
 
-    def _column(self, name: str) -> np.ndarray:
-        return self.per_example.setdefault(name, np.zeros(self.plan.examples))
+    def _column(self, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
+        """Return the values of all examples, (examples, *shape); every row of an evaluation has the same shape."""
+        if name not in self.per_example:
+            self.per_example[name] = np.zeros((self.plan.examples, *shape))
+        return self.per_example[name]
 
 
 def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
     plan = results.plan
-    names, columns = _names_on_all_ranks(strategy, results)
+    names, shapes = _names_on_all_ranks(strategy, results)
     table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
     table = host_group.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
-    nothing = np.zeros(plan.examples)
-    values = {name: host_group.sum(results.per_example.get(name, nothing)).numpy() for name in columns}
+    values = {}
+    for name, shape in shapes.items():
+        mine = results.per_example.get(name)
+        values[name] = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine).numpy()
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
@@ -195,14 +201,14 @@ def _on_main(strategy: Strategy, compute: Callable[[], dict]) -> dict:
     return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
 
 
-def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], list[str]]:
-    """Return (sum names, per-example names) of a rank with results: with few examples, some ranks have none."""
-    mine = results.names, sorted(results.per_example)
+def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], dict[str, tuple[int, ...]]]:
+    """Return (sum names, {per-example name: shape}) of a rank with results: with few examples, some ranks have none."""
+    shapes = {name: results.per_example[name].shape[1:] for name in sorted(results.per_example)}
     if strategy.accelerator.num_processes == 1:
-        return mine
+        return results.names, shapes
     from accelerate.utils import gather_object
 
-    return max(gather_object([mine]), key=lambda found: len(found[0]))
+    return max(gather_object([(results.names, shapes)]), key=lambda found: len(found[0]))
 
 
 # ---- modes -------------------------------------------------------------------------------------------------------------

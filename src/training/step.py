@@ -36,6 +36,8 @@ class ModelWithLoss(torch.nn.Module):
             self.model.tie_weights()
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.task.has_batch_loss:
+            return self.task.represent(self.model, inputs)
         return self.task.loss(self.model, inputs)
 
 

@@ -16,6 +16,7 @@ from src.config.schema import RunConfig
 from src.distributed import init_accelerator
 from src.distributed.strategies import make_strategy
 from src.storage import atomic_folder
+from src.tasks import base
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
 from tests.checkpointing import recipe
@@ -104,7 +105,7 @@ def trainable(tied: bool) -> tuple[ModelWithLoss, dict]:
 
     torch.manual_seed(1)
     config = AutoConfig.for_model(**kit.TINY, tie_word_embeddings=tied)
-    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=None)
+    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=base.Task(None, None))
     average = AveragedModel(model_with_loss.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model_with_loss.model.parameters(), lr=0.1)
     return model_with_loss, {"optimizer": optimizer, "average": average}

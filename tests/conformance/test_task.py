@@ -46,7 +46,7 @@ def test_loss_is_a_sum_and_weight_its_divisor(flags):
     model = task.build().train()
 
     def sums(ids):
-        batch = task.collate(split.rows(np.array(ids)))
+        batch = task.collate(split.rows(np.array(ids)), True)
         return torch.tensor([task.loss(model, batch.inputs)["loss"].item(), batch.weight], dtype=torch.float64)
 
     together, alone = sums(range(10)), [sums([i]) for i in range(10)]

@@ -527,7 +527,7 @@ def test_empty_rows_are_counted_without_target(tools, tmp_path, packing):
     assert (len(split), stats["without_target"]) == (20, 2)
     expected = "train data: 2 of 20 rows have no target and are not trained on"
     assert data_notes(splits) == [expected]
-    batch = task.collate(split.rows(np.array([8, 9])))
+    batch = task.collate(split.rows(np.array([8, 9])), True)
     assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
 
 

@@ -43,9 +43,9 @@ def before_collate(monkeypatch, action) -> None:
     """Call `action(rows)` before each micro-batch is collated."""
     original = causal_lm.Task.collate
 
-    def collate(self, rows):
+    def collate(self, rows, training):
         action(rows)
-        return original(self, rows)
+        return original(self, rows, training)
 
     monkeypatch.setattr(causal_lm.Task, "collate", collate)
 
@@ -237,7 +237,9 @@ def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, worke
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(data_loader, "collate", lambda task, micro, rows: (micro, task.collate(rows)))
+    monkeypatch.setattr(
+        data_loader, "collate", lambda task, micro, rows, training=True: (micro, task.collate(rows, training))
+    )
     text, bad = collator_error(data, tmp_path, monkeypatch, workers)
     assert "ValueError: a cosmic ray" in text
     assert str(bad.ids.tolist()) not in text
@@ -257,13 +259,13 @@ def threads(data_of, folder: Path) -> tuple[int, list[int]]:
     task, splits = kit.open_data(**data_of)
     original = causal_lm.Task.collate
 
-    def collate(self, rows):
+    def collate(self, rows, training):
         names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
         limits = {name: os.environ.get(name) for name in names}
         pools = [[pool["user_api"], pool["num_threads"]] for pool in threadpool_info()]
         limits |= {"torch": torch.get_num_threads(), "pools": pools}
         (folder / f"worker{worker()}.json").write_text(json.dumps(limits))
-        return original(self, rows)
+        return original(self, rows, training)
 
     causal_lm.Task.collate = collate
     order = plan(splits["train"])

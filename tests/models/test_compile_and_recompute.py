@@ -102,7 +102,7 @@ def _kept(files, checkpointed: bool) -> tuple[int, list]:
         task.build(), RunConfig(gradient_checkpointing=checkpointed), torch.device("cpu")
     )
     model_with_loss, kept = ModelWithLoss(model, task).train(), {}
-    inputs = task.collate(splits["train"].rows(range(8))).inputs
+    inputs = task.collate(splits["train"].rows(range(8)), True).inputs
     seed_everything(3)
 
     def pack(tensor):

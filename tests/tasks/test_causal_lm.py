@@ -61,7 +61,7 @@ def open_batch(folder, train, **fields):
     """Return (task, all prepared rows, the batch made of them, statistics)."""
     task, splits = open_data(folder, train, **fields)
     rows, stats = everything(splits["train"]), splits["train"].stats
-    batch = task.collate(rows)
+    batch = task.collate(rows, True)
     assert batch.weight == stats["targets"]
     return task, rows, batch, stats
 
@@ -108,7 +108,7 @@ def packed_and_alone(folder, model, attention, packing, change=None):
         network.base_model.forward = lambda **inputs: forward(**inputs | change(inputs))
     total, gradients = 0.0, None
     for start in range(0, len(rows), 2):
-        batch = task.collate(rows[start : start + 2])
+        batch = task.collate(rows[start : start + 2], True)
         loss = task.loss(network, batch.inputs)["loss"]
         total += loss.item()
         more = torch.autograd.grad(loss, list(network.parameters()))
@@ -304,7 +304,7 @@ def test_given_padding_is_removed(folder, fields):
     else:
         rows = everything(split)
     assert flat(row["input_ids"].tolist() for row in rows) == sorted([7, 8, 9, 4, 5, 6, 11, 12, 13, 14])
-    assert flat(target_rows(task.collate(rows))) == [5, 6, 8, 9, 12, 14]
+    assert flat(target_rows(task.collate(rows, True))) == [5, 6, 8, 9, 12, 14]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_rows_without_any_target(folder):
     assert stats["without_target"] == 2
     model = task.build()
     for chosen, weight in ((got[:2], 0), (got, 1)):
-        batch = task.collate(chosen)
+        batch = task.collate(chosen, True)
         assert batch.weight == weight
         loss = task.loss(model.train(), batch.inputs)["loss"]
         gradients = torch.autograd.grad(loss, list(model.parameters()))
@@ -430,7 +430,7 @@ def open_ids(folder, files, name, config):
     """Return (task, batch, model) of a configuration and rows of ids."""
     fields = {"model_config": kit.write_yaml(folder / f"{name}.yaml", config), "max_length": 64}
     task, splits = kit.open_data(**fields, train_file=files / "train.jsonl", cache_dir=folder / "cache")
-    return task, task.collate(splits["train"].rows(np.arange(8))), task.build()
+    return task, task.collate(splits["train"].rows(np.arange(8)), True), task.build()
 
 
 def head_deviation(task, model, batch):

@@ -79,7 +79,7 @@ def test_batch_equals_that_of_the_tokenizer(folder):
     task, splits = open_data(folder)
     rows, prepared = raw_rows(folder), everything(splits["train"])
     assert [LABELS[row["label"]] for row in prepared] == [row["label"] for row in rows]
-    batch = task.collate(prepared)
+    batch = task.collate(prepared, True)
     expected = task.tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
     assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
@@ -93,7 +93,7 @@ def test_pairs_equal_those_of_tokenizer_and_model(folder):
     pair = [row["text"] for row in rows], [row["other"] for row in rows]
     expected = task.tokenizer(*pair, padding=True, return_tensors="pt")
     assert expected["token_type_ids"].any()
-    batch = task.collate(everything(splits["train"]))
+    batch = task.collate(everything(splits["train"]), True)
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
     model = task.build().eval()
     labels = torch.tensor([LABELS.index(row["label"]) for row in rows])
@@ -112,7 +112,7 @@ def test_model_without_token_types_gets_none(folder):
     kit.write_yaml(folder / "roberta.yaml", values | {"model_type": "roberta", "pad_token_id": 0, "type_vocab_size": 1})
     task, splits = open_data(folder, model_config=folder / "roberta.yaml", text_pair_column="other")
     assert task.tokenizer("a", "sky")["token_type_ids"][-1] == 1  # would fall outside the model's embedding
-    out = task.loss(task.build(), task.collate(everything(splits["train"])[:4]).inputs)
+    out = task.loss(task.build(), task.collate(everything(splits["train"])[:4], True).inputs)
     assert out["loss"].isfinite()
 
 
