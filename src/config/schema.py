@@ -60,7 +60,7 @@ class RunConfig:
     )
 
     dataset_name: str | None = option(
-        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions",
+        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings",
         group="data",
         is_path=True,
         may_change_on_resume=True,

@@ -1,5 +1,6 @@
 """The samples from the standard library: made once, split without overlap, and read back as written."""
 
+import ast
 import json
 import os
 import signal
@@ -65,10 +66,21 @@ def test_functions_are_split_without_overlap(root, few):
         compile(row["text"], row["path"], "exec")  # a whole function, moved to the left margin
 
 
+def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
+    sample_datasets.sample_folder("stdlib_docstrings", root)
+    train, validation = rows(root, "stdlib_docstrings", "train"), rows(root, "stdlib_docstrings", "validation")
+    assert not {row["code"] for row in train} & {row["code"] for row in validation}
+    assert len(train) > 5 * len(validation) > 0
+    for row in train + validation:
+        (function,) = ast.parse(row["code"]).body
+        assert ast.get_docstring(function) is None
+        assert len(row["docstring"].splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", sample_datasets.SAMPLES)
 def test_tokenizer_decodes_every_text(root, name):
     tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
-    texts = [row["text"] for row in rows(root, name, "validation")]
+    texts = [text for row in rows(root, name, "validation") for text in row.values()]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     strange = "für 漢字 🙂\t\r\n\x00"
     assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
