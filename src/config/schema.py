@@ -12,6 +12,7 @@ from src.config.untrusted_values import plain_data, plain_name
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
+SCHEDULES += ("flat_cos", "one_cycle", "cosine_restarts_min")  # of src/training/schedules.py
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 
@@ -153,10 +154,13 @@ class RunConfig:
         "passes over the training data", 1.0, above=0, max=10**9, may_change_on_resume=True
     )
     lr_scheduler_type: str = option(
-        "schedule of transformers, evaluated at the number of completed updates", "linear", choices=SCHEDULES
+        "schedule of transformers or of src/training/schedules.py, evaluated at the number of completed updates",
+        "linear",
+        choices=SCHEDULES,
     )
     lr_scheduler_kwargs: dict | None = option('further arguments of the schedule, e.g. {"min_lr": 1e-5}')
     warmup_steps: float = option("warmup steps; below 1: a fraction of all steps", 0.0, min=0)
+    warmup_start_lr: float = option("learning rate at the start of a linear warmup", 0.0, min=0)
 
     eval_steps: int | None = option(
         "steps between evaluations (default: only at the end)", group="evaluation", min=1, may_change_on_resume=True

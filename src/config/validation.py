@@ -116,6 +116,8 @@ def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
 
 
 def whole_warmup_steps(cfg: RunConfig) -> Iterator[str]:
+    if cfg.warmup_start_lr and not cfg.warmup_steps:
+        yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
     if 1 < cfg.warmup_steps < math.inf and cfg.warmup_steps % 1:
         yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
 

@@ -1,6 +1,6 @@
 """Learning-rate schedule as a function of completed updates, and the number of steps of a run.
 
-Tests: tests/training/test_optimizers.py.
+A schedule of your own is one function and one line of OWN_SCHEDULES. Tests: tests/training/test_schedules.py.
 """
 
 import math
@@ -12,6 +12,37 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import steps_per_epoch
 
+# ---- schedules that transformers lacks: functions of x, the share of the updates after warmup that are done ------------
+
+
+def flat_cos(x: float, flat: float = 0.72, min_lr_rate: float = 0.0) -> float:
+    """Return 1 for the share `flat`, then half a cosine down to `min_lr_rate` (fastai's fit_flat_cos)."""
+    return 1.0 if x < flat else _cosine((x - flat) / (1 - flat), 1.0, min_lr_rate)
+
+
+def one_cycle(x: float, rise: float = 0.25, start: float = 1 / 25, end: float = 1e-5) -> float:
+    """Return half a cosine from `start` up to 1 for the share `rise`, then one down to `end` (Smith 2018)."""
+    return _cosine(x / rise, start, 1.0) if x < rise else _cosine((x - rise) / (1 - rise), 1.0, end)
+
+
+def cosine_restarts_min(x: float, num_cycles: int = 3, min_lr_rate: float = 0.1) -> float:
+    """Return `num_cycles` half cosines from 1 to `min_lr_rate`, each with a hard restart (SGDR, Loshchilov 2017)."""
+    return _cosine((x * num_cycles) % 1.0, 1.0, min_lr_rate)
+
+
+def _cosine(x: float, begin: float, end: float) -> float:
+    return end + (begin - end) * (1 + math.cos(math.pi * x)) / 2
+
+
+OWN_SCHEDULES: dict[str, Callable[..., float]] = {
+    "flat_cos": flat_cos,
+    "one_cycle": one_cycle,
+    "cosine_restarts_min": cosine_restarts_min,
+}
+
+
+# ---- the schedule of a run ---------------------------------------------------------------------------------------------
+
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:
     """Return the number of warmup updates in a run of `total` updates, at most `total`."""
@@ -19,28 +50,54 @@ def warmup_updates(cfg: RunConfig, total: int) -> int:
 
 
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
-    """Return a function from completed updates to learning rate: transformers' schedule over `total` updates."""
-    from transformers import get_scheduler
-
+    """Return a function from completed updates to learning rate, for a run of `total` updates."""
     warmup = warmup_updates(cfg, total)
-    base = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
     kwargs = dict(cfg.lr_scheduler_kwargs or {})
-    if cfg.lr_scheduler_type == "warmup_stable_decay":
-        kwargs.setdefault("num_decay_steps", total // 5)
     try:
-        scheduler = get_scheduler(
-            cfg.lr_scheduler_type,
-            base,
-            num_warmup_steps=warmup,
-            num_training_steps=total,
-            scheduler_specific_kwargs=kwargs,
-        )
-        factor = scheduler.lr_lambdas[0]
-        if not all(math.isfinite(factor(update)) for update in (0, total // 2, total - 1)):
+        if cfg.lr_scheduler_type in OWN_SCHEDULES:
+            after_warmup = _own_schedule(cfg.lr_scheduler_type, warmup, total, kwargs)
+        else:
+            after_warmup = _transformers_schedule(cfg, warmup, total, kwargs)
+        if not all(math.isfinite(after_warmup(update)) for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would not be finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}: {error}") from error
-    return lambda updates: cfg.learning_rate * factor(updates)
+    start = cfg.warmup_start_lr
+
+    def learning_rate(updates: int) -> float:
+        if start and updates < warmup:
+            return start + (cfg.learning_rate - start) * updates / warmup
+        return cfg.learning_rate * after_warmup(updates)
+
+    return learning_rate
+
+
+def _own_schedule(name: str, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+    schedule = OWN_SCHEDULES[name]
+    schedule(0.0, **kwargs)  # raises TypeError for unknown arguments
+
+    def factor(updates: int) -> float:
+        if updates < warmup:
+            return updates / warmup
+        return schedule((updates - warmup) / max(1, total - warmup), **kwargs)
+
+    return factor
+
+
+def _transformers_schedule(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+    from transformers import get_scheduler
+
+    base = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
+    if cfg.lr_scheduler_type == "warmup_stable_decay":
+        kwargs.setdefault("num_decay_steps", total // 5)
+    scheduler = get_scheduler(
+        cfg.lr_scheduler_type,
+        base,
+        num_warmup_steps=warmup,
+        num_training_steps=total,
+        scheduler_specific_kwargs=kwargs,
+    )
+    return scheduler.lr_lambdas[0]
 
 
 def total_steps(cfg: RunConfig, examples: int) -> int:
