@@ -1,72 +1,103 @@
-"""What every task must keep, checked for each recipe of recipes.py."""
+"""What every task must keep, checked for each recipe of recipes.py. checks.py has the checks that need no run."""
 
 import shutil
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
-from tests.conformance.recipes import RECIPES
+from tests.conformance import checks, recipes
 from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance
 
+MICRO_BATCH = 5  # rows; neither the global batch nor its tail is a multiple
 
-@pytest.fixture(scope="module", params=RECIPES, ids=lambda recipe: recipe.__name__)
+
+def make_flags(recipe, folder) -> list[str]:
+    """Return the suite's flags and then those of the recipe, which win. Data flags of the recipe replace the suite's."""
+    own = recipe(folder)
+    defaults = {
+        "train_file": folder / "train.jsonl",
+        "validation_file": folder / "validation.jsonl",
+        "dtype": "float64",
+        "global_batch_size": 24,
+        "per_device_batch_size": 24,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 12,  # with 203 rows, nine of them are the first epoch, and the ninth is its tail of eleven
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_steps": 6,
+    }
+    if {"--train_file", "--dataset_name"} & set(own):
+        defaults = {name: value for name, value in defaults.items() if not name.endswith("_file")}
+    return kit.flags(**defaults) + own
+
+
+def open_task(flags):
+    """Return (task, splits, model in float64) of these flags."""
+    cfg, options = parsing.parse(flags, OPTIONS)
+    task = make_task(cfg, options)
+    splits = prepare_datasets(cfg, task)
+    return task, splits, task.build()
+
+
+@pytest.fixture(scope="module", params=recipes.RECIPES, ids=lambda recipe: recipe.__name__)
 def flags(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param.__name__)
-    return request.param(folder) + kit.flags(
-        train_file=folder / "train.jsonl",
-        validation_file=folder / "validation.jsonl",
-        dtype="float64",
-        global_batch_size=24,
-        per_device_batch_size=24,
-        per_device_eval_batch_size=4,
-        max_steps=12,  # nine of them are the first epoch, and the ninth is its tail of eleven
-        learning_rate=1e-3,
-        logging_steps=1,
-        save_steps=6,
-    )
+    return make_flags(request.param, tmp_path_factory.mktemp(request.param.__name__))
 
 
 @pytest.fixture(scope="module")
-def whole(flags, tmp_path_factory):
-    """One process, each global batch in one forward pass."""
+def opened(flags):
+    task, splits, model = open_task(flags)
+    rows = splits["train"].rows(np.arange(checks.ROWS))
+    return task, splits, model, rows
+
+
+@pytest.fixture(scope="module")
+def whole(flags, opened, tmp_path_factory):
+    """One process, each global batch in one forward pass, unless its randomness belongs to the micro-batch."""
+    task, _, _, rows = opened
+    if checks.is_random(task, rows):  # another size of the micro-batch draws other numbers
+        flags = [*flags, *kit.flags(per_device_batch_size=MICRO_BATCH)]
     return kit.run_training(1, tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
-def test_loss_is_a_sum_and_weight_its_divisor(flags):
-    """The sums of a batch are those of its rows alone, added up. The mutant returns means."""
-    cfg, options = parsing.parse(flags, OPTIONS)
-    task = make_task(cfg, options)
-    split = prepare_datasets(cfg, task)["train"]
-    model = task.build().train()
-
-    def sums(ids):
-        batch = task.collate(split.rows(np.array(ids)), True)
-        return torch.tensor([task.loss(model, batch.inputs)["loss"].item(), batch.weight], dtype=torch.float64)
-
-    together, alone = sums(range(10)), [sums([i]) for i in range(10)]
-    assert torch.allclose(together, sum(alone), rtol=1e-9)  # some layers of transformers compute in float32
-    mean = together[0] / together[1]
-    sum_of_means = sum(loss / weight for loss, weight in alone)
-    assert not torch.isclose(mean, sum_of_means, rtol=1e-3)
+def test_evaluation_is_a_function_of_the_rows(opened):
+    task, _, _, rows = opened
+    checks.check_evaluation_is_not_random(task, rows)
 
 
-def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
-    run = kit.run_training(2, tmp_path / "run", *flags, "--per_device_batch_size", 5)
-    assert kit.distance(whole.weights, run.weights) <= 1e-9
-    assert max(abs(a - b) for a, b in zip(whole.losses(), run.losses(), strict=True)) <= 1e-9
-    other = kit.run_training(2, tmp_path / "other", *flags, "--per_device_batch_size", 5, "--seed", 43)
-    assert kit.distance(whole.weights, other.weights) > 1e-3
+def test_loss_is_a_sum_over_independent_rows(opened):
+    task, _, model, rows = opened
+    checks.check_rows_are_independent(task, model, rows, training=False)
+    if not checks.is_random(task, rows):
+        checks.check_rows_are_independent(task, model, rows, training=True)
 
 
-def test_evaluation_equals_that_of_training_on_any_number_of_processes(flags, whole, tmp_path):
+@pytest.mark.parametrize("world", [2, 4])
+def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path, world):
+    run = kit.run_training(world, tmp_path / "run", *flags, "--per_device_batch_size", MICRO_BATCH)
+    assert kit.distance(whole.weights, run.weights) <= 1e-10
+    for kind in ("train", "eval"):
+        for one, other in zip(whole.kind(kind), run.kind(kind), strict=True):
+            assert one["weight"] == other["weight"], f"step {one['step']}: the weight depends on the split"
+            assert other["loss"] == pytest.approx(one["loss"], rel=1e-9), f"{kind} line of step {one['step']}"
+
+
+def test_mutant_another_run_is_another(whole):
+    """The comparison sees the update of six steps."""
+    first, *_, last = sorted((whole.folder / "checkpoints").iterdir())
+    assert kit.distance(kit.load_weights(first), kit.load_weights(last)) > 1e-4, "training does not move the weights"
+
+
+def test_evaluation_equals_that_of_training_on_any_number_of_processes(opened, whole, tmp_path):
     reported = whole.kind("eval")[-1]
-    assert reported["examples"] == 31
+    assert reported["examples"] == len(opened[1]["validation"])
     for world in (1, 3):
         assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", whole.folder) == reported
 
@@ -74,7 +105,78 @@ def test_evaluation_equals_that_of_training_on_any_number_of_processes(flags, wh
 def test_interrupted_run_resumes_bitwise(flags, whole, tmp_path):
     shutil.copytree(whole.folder, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "final")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012")
+    shutil.rmtree(max((tmp_path / "run" / "checkpoints").iterdir()))
+    config = yaml.safe_load((whole.folder / "config.yaml").read_text())
+    flags = [*flags, *kit.flags(per_device_batch_size=config["per_device_batch_size"])]
     run = kit.run_training(1, tmp_path / "run", *flags)
     assert kit.same(run.weights, whole.weights)
-    assert [line["step"] for line in run.lines] == [line["step"] for line in whole.lines]
+    assert kit.timeless(run.folder) == kit.timeless(whole.folder)
+
+
+# ---- mutants: naive tasks that the checks must catch -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def language_model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mutants")
+    task, splits, model = open_task(make_flags(recipes.causal_lm, folder))
+    return task, model, splits["train"].rows(np.arange(checks.ROWS))
+
+
+def means(loss):
+    return lambda model, inputs: {
+        name: value / (inputs["targets"] != -100).sum() for name, value in loss(model, inputs).items()
+    }
+
+
+def coupled(loss):
+    return lambda model, inputs: {
+        name: value * inputs["input_ids"].shape[1] for name, value in loss(model, inputs).items()
+    }
+
+
+def waiting(loss):
+    return lambda model, inputs: loss(model, inputs) if inputs["targets"].max().item() else {}
+
+
+def selecting(loss):
+    return lambda model, inputs: loss(model, inputs) | {"kept": inputs["targets"][inputs["targets"] != -100].sum()}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (means, "it is a mean"),
+        (coupled, "depends on the rows or the padding beside it"),
+        (waiting, "waits for the device"),
+        (selecting, "waits for the device"),
+    ],
+)
+def test_mutant_loss_is_named(language_model, monkeypatch, change, message):
+    task, model, rows = language_model
+    monkeypatch.setattr(task, "loss", change(task.loss))
+    with pytest.raises(AssertionError, match=message):
+        checks.check_rows_are_independent(task, model, rows, training=False)
+
+
+def test_mutant_augmentation_in_evaluation_is_named(language_model, monkeypatch):
+    task, _, rows = language_model
+    collate = task.collate
+
+    def augmented(rows, training):
+        batch = collate(rows, training)
+        noise = torch.randint(0, 9, batch.inputs["input_ids"].shape)
+        return batch._replace(inputs=batch.inputs | {"input_ids": batch.inputs["input_ids"] + noise})
+
+    checks.check_evaluation_is_not_random(task, rows)
+    monkeypatch.setattr(task, "collate", augmented)
+    with pytest.raises(AssertionError, match=r"training=False.*input_ids"):
+        checks.check_evaluation_is_not_random(task, rows)
+
+
+def test_flags_and_data_of_the_recipe_win(tmp_path):
+    def recipe(folder):
+        return kit.flags(dataset_name=folder, global_batch_size=8)
+
+    cfg, _ = parsing.parse([*make_flags(recipe, tmp_path), *kit.flags(model_config="x.yaml")], OPTIONS)
+    assert (cfg.global_batch_size, cfg.per_device_eval_batch_size, cfg.train_file) == (8, 4, [])

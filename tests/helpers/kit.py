@@ -1,6 +1,7 @@
 """Shared test tools: ranks over gloo, tiny models and data, runs in a folder, comparisons."""
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -115,6 +116,7 @@ def _over_gloo(self, cpu=False, sagemaker_dp=False, backend=None):
 
 
 def _enter(rank, world, port, out, target, args, env):
+    gc.freeze()  # a collection that walks over everything the parent has imported takes 0.3 s, twice a run
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -1,0 +1,97 @@
+"""Checks of a task that need no training run. Each failure says what is wrong with the task.
+
+Tests: tests/conformance/test_task.py runs them for every recipe, and for mutants that they must catch.
+"""
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from src.data.data_loader import seed_everything
+
+ROWS = 10
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Within, an operation that makes the host wait for the device raises AssertionError."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        waits = name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim")
+        if name == "index":
+            waits = any(i is not None and i.dtype is torch.bool for i in args[1])
+        assert not waits, (
+            f"`loss` calls {name}, for which the host waits for the device in every micro-batch (.item(), `if tensor:`, "
+            "tensor[mask], …): compute on the host, in `collate`, what the host can know"
+        )
+        return function(*args, **(kwargs or {}))
+
+
+def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> tuple[dict, dict]:
+    """Return (weight and sums, values per row) of a batch, all in float64 on the host."""
+    model.train(training)
+    seed_everything(seed)
+    batch = task.collate(rows, training)
+    for name in ("weight", "tokens", "padded_tokens"):
+        assert not torch.is_tensor(getattr(batch, name)), f"`collate` returns {name} as a tensor: return a number"
+    seed_everything(seed)
+    with torch.no_grad(), _NoWaiting():
+        out = (task.represent if task.has_batch_loss else task.loss)(model, batch.inputs)
+    sums = {name: float(value) for name, value in out.items() if value.dim() == 0}
+    assert task.has_batch_loss or "loss" in sums, "`loss` returns no scalar named loss"
+    values = {name: value.double().numpy() for name, value in out.items() if value.dim()}
+    return {"weight": float(batch.weight), **batch.sums, **sums}, values
+
+
+def is_random(task, rows: list[dict]) -> bool:
+    """Return whether `collate` draws random numbers in training: masking, augmentation, mixup."""
+    return bool(_differences(task, rows, training=True))
+
+
+def check_evaluation_is_not_random(task, rows: list[dict]) -> None:
+    """Raise AssertionError if `collate(rows, training=False)` is not a function of the rows."""
+    names = _differences(task, rows, training=False)
+    assert not names, (
+        f"`collate(rows, training=False)` returns another {', '.join(names)} the second time: evaluation must not "
+        "augment, mask or mix at random; make it a function of the rows"
+    )
+
+
+def _differences(task, rows: list[dict], training: bool) -> list[str]:
+    """Return the names of the parts of a batch that differ between two seeds."""
+    batches = []
+    for seed in (1, 2):
+        seed_everything(seed)
+        batches.append(task.collate(rows, training))
+    one, other = ({"weight": torch.tensor(float(b.weight)), **b.inputs} for b in batches)
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def check_rows_are_independent(task, model, rows: list[dict], training: bool) -> None:
+    """Raise AssertionError unless the sums of a batch are those of its rows alone, added up."""
+    together, values = run_batch(task, model, rows, training)
+    alone = [run_batch(task, model, [row], training) for row in rows]
+    again, _ = run_batch(task, model, rows, training, seed=1)
+    assert _close(list(together.values()), list(again.values())), (
+        f"two forward passes over the same batch differ ({together} and {again}): switch dropout off in the recipe"
+    )
+    for name, total in together.items():
+        parts = [sums[name] for sums, _ in alone]
+        means = np.sum([part * sums["weight"] for part, (sums, _) in zip(parts, alone, strict=True)])
+        is_mean = name != "weight" and _close(total * together["weight"], means)
+        reason = "it is a mean: return the sum, and its divisor as the weight"
+        if not is_mean:
+            reason = f"a row's {name} depends on the rows or the padding beside it (attention mask, batch norm, a mean)"
+        assert _close(total, sum(parts)), (
+            f"`{name}` of {len(rows)} rows in one batch is {total:.9g}, but the rows alone add up to {sum(parts):.9g}: "
+            f"{reason}"
+        )
+    for name, value in values.items():
+        assert len(value) == len(rows), f"`{name}` has {len(value)} values for {len(rows)} rows: return one per row"
+        assert _close(value, np.concatenate([row[name] for _, row in alone])), (
+            f"`{name}` of a row depends on the rows or the padding beside it"
+        )
+
+
+def _close(one, other) -> bool:
+    return np.allclose(one, other, rtol=1e-6, atol=1e-9)  # some layers of transformers compute in float32
