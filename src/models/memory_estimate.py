@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from src.config.schema import RunConfig
-from src.models.activation_memory import activation_bytes
+from src.models.activation_memory import Forward, activation_bytes
 from src.runtime import private_apis
 
 LOW_PRECISION = ("bf16", "fp16", "fp8")
@@ -29,7 +29,7 @@ class ModelSize:
     rest: int  # outside all layers: embedding, head
     rest_trained: int
     layers: int  # number of layers
-    matrices: int  # in weights that autocast copies: 2-D or more, except an untied embedding
+    matrices: int  # in weights that autocast copies: 2-D or more, except embeddings that are not tied
 
 
 @dataclass(frozen=True)
@@ -94,16 +94,17 @@ def count_parameters(model: torch.nn.Module) -> ModelSize:
     kinds = private_apis.layer_class_names(model)
     layers = [m for m in model.modules() if any(kind.__name__ in kinds for kind in type(m).__mro__)]
     in_layers = {id(p) for layer in layers for p in layer.parameters()}
-    table = getattr(model, "get_input_embeddings", lambda: None)()
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    untied = table is not None and getattr(head, "weight", None) is not table.weight
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    tied = {
+        id(p) for m in model.modules() if not isinstance(m, torch.nn.Embedding) for p in m.parameters(recurse=False)
+    }
     matrices = [p for p in model.parameters() if len(getattr(p, "ds_shape", p.shape)) >= 2]
     return ModelSize(
         *sizes(model.parameters()),
         *max((sizes(layer.parameters()) for layer in layers), default=(0, 0)),
         *sizes(p for p in model.parameters() if id(p) not in in_layers),
         layers=len(layers),
-        matrices=sizes(p for p in matrices if not (untied and p is table.weight))[0],
+        matrices=sizes(p for p in matrices if id(p) not in tables - tied)[0],
     )
 
 
@@ -149,13 +150,13 @@ def working_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -
 
 
 def activations(
-    model: torch.nn.Module, size: ModelSize, length: int, cfg: RunConfig, strategy: StrategySettings
+    forward: Forward, size: ModelSize, length: int, cfg: RunConfig, strategy: StrategySettings
 ) -> float | None:
     """Return the activation bytes of a micro-batch with rows of `length` tokens, None if they cannot be measured."""
     dtype = torch.bfloat16 if strategy.low_precision else getattr(torch, cfg.dtype)
     autocast = strategy.low_precision and strategy.kind in ("NO", "DDP")  # the others cast whole weights
     layers = size.layers if strategy.recompute else 0
-    return activation_bytes(model, rows_per_forward(cfg, length), length, dtype, autocast, layers)
+    return activation_bytes(forward, rows_per_forward(cfg, length), dtype, autocast, layers)
 
 
 def rows_per_forward(cfg: RunConfig, length: int) -> int:
@@ -166,15 +167,19 @@ def rows_per_forward(cfg: RunConfig, length: int) -> int:
 
 
 def describe_memory(
-    cfg: RunConfig, model: torch.nn.Module, format_size: Callable[[float], str], length: int | None
+    cfg: RunConfig,
+    model: torch.nn.Module,
+    format_size: Callable[[float], str],
+    forward: Forward | None = None,
+    length: int = 1,
 ) -> str:
-    """Return one line: the memory per device under this launch's strategy. Activations need a `length`."""
+    """Return one line: the memory per device under this launch's strategy. Activations need a `forward` pass."""
     size, strategy = count_parameters(model), strategy_of_launch(cfg)
     resting = format_size(sum(resting_bytes(size, cfg, strategy).values()))
     where = f"rest in host memory ({strategy.name}, offload)" if strategy.offload else f"per device ({strategy.name})"
     parts = [f"{resting} {where} for weights, gradients and optimizer"]
     if working := working_bytes(size, cfg, strategy):
         parts.append(f"{format_size(working)} for temporary copies")
-    kept = activations(model, size, length, cfg, strategy) if length else None
+    kept = activations(forward, size, length, cfg, strategy) if forward else None
     parts.append(f"about {format_size(kept)} for activations" if kept else "plus activations")
     return "; ".join(parts)

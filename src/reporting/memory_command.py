@@ -12,6 +12,7 @@ import torch
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.models.activation_memory import forward_without_rows
 from src.models.memory_estimate import (
     StrategySettings,
     activations,
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> None:
         cfg.train_file = ["-"]  # validation requires data, but nothing opens it here
     validation.check(cfg, options)
     model, length = empty_model(cfg, options)
-    size = count_parameters(model)
+    size, forward = count_parameters(model), forward_without_rows(model, length)
 
     def needed(strategy: StrategySettings) -> dict[str, float]:
         """Return GiB per device by purpose, their total, and GiB on the host."""
@@ -48,7 +49,7 @@ def main(argv: list[str]) -> None:
         host = sum(resting.values()) if strategy.offload else 0.0
         device = dict.fromkeys(resting, 0.0) if strategy.offload else resting
         device["working"] = working_bytes(size, cfg, strategy)
-        device["activations"] = activations(model, size, length, cfg, strategy) or 0.0
+        device["activations"] = activations(forward, size, length, cfg, strategy) or 0.0
         device |= {"total": sum(device.values()), "host": host}
         return {name: value / GIB for name, value in device.items()}
 
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> None:
     for strategy, row in table.items():
         print(f"{strategy.name:<22}" + "".join(f"{value:>13,.2f}" for value in row.values()))
     if not all(row["activations"] for row in table.values()):
-        print("activations cannot be estimated: this model needs other inputs than token ids")
+        print("activations are not estimated: this model needs rows of its task; train.py --dry_run measures one")
     fitting = [strategy for strategy, row in table.items() if row["total"] <= (1 - FREE) * gpu_memory]
     if fitting:
         file = f"accelerate_configs/{fitting[0].file}.yaml{fitting[0].flags}"

@@ -31,7 +31,7 @@ from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
 from src.training.schedules import make_schedule, total_steps
-from src.training.step import StepTotals
+from src.training.step import ModelWithLoss, StepTotals
 from src.training.train_state import Intervals, TrainState
 
 log = logging.getLogger("run")
@@ -180,7 +180,8 @@ class RunLogger:
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    print(table(plan_table(cfg, datasets, task.build(), make_schedule(cfg, num_steps), num_steps)))
+    module = ModelWithLoss(task.build(), task)
+    print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 
 

@@ -12,18 +12,17 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import data_notes, format_stats
 from src.models import memory_estimate
+from src.models.activation_memory import Forward
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
 
 
 def plan_table(
-    cfg: RunConfig, splits: dict, model: torch.nn.Module, schedule: Callable[[int], float], total: int
+    cfg: RunConfig, splits: dict, module: ModelWithLoss, schedule: Callable[[int], float], total: int
 ) -> dict[str, str]:
     """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
-    train = splits["train"]
-    if isinstance(model, ModelWithLoss):
-        model = model.model
+    train, model = splits["train"], module.model
     counted = memory_estimate.count_parameters(model)
     parameters, trainable = counted.parameters, counted.trained
     rows = {"task": cfg.task, "training data": format_stats(train.stats)}
@@ -37,11 +36,18 @@ def plan_table(
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
-    longest = train.stats.get("longest") if cfg.dry_run else None
-    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, longest)
+    forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
+    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, train.stats.get("longest", 1))
     disk = _disk_bytes(cfg, parameters, trainable, total)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
+
+
+def _forward(module: ModelWithLoss, train) -> Forward:
+    """Return the forward pass of a micro-batch made of the longest training row."""
+    row, task = train.rows(train.longest(1))[0], module.task
+    loss = task.represent if task.has_batch_loss else task.loss
+    return Forward(module.model, loss, lambda rows: task.collate([row] * rows, training=True).inputs)
 
 
 def _mixture(train) -> str:

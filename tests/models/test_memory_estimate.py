@@ -3,6 +3,7 @@
 import re
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +11,7 @@ from src.config import parsing
 from src.config.errors import UsageError
 from src.distributed import fsdp2
 from src.models import activation_memory, memory_estimate
+from src.models.activation_memory import Forward
 from src.models.memory_estimate import StrategySettings, count_parameters, resting_bytes, working_bytes
 from src.reporting import memory_command
 from src.tasks import OPTIONS, make_task
@@ -108,11 +110,8 @@ def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path, often):
     assert resting_bytes(size, cfg, StrategySettings("DDP", kind="DDP", low_precision=False)) != ranks[0]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_activations_are_what_autograd_saves(tmp_path, name):
-    values = kit.LLAMA if name == "llama" else kit.GPT2 | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    file = kit.write_yaml(tmp_path / "model.yaml", values)
-    model = real_model(*parse(model_config=file))
+def saved_bytes(model, forward) -> int:
+    """Return the bytes that autograd really saves in `forward()`, except the model's own tensors."""
     own = {p.untyped_storage().data_ptr() for p in [*model.parameters(), *model.buffers()]}
     saved = {}
 
@@ -121,29 +120,91 @@ def test_activations_are_what_autograd_saves(tmp_path, name):
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=torch.zeros(3, 64, dtype=torch.long), use_cache=False)
-    real = sum(size for key, (size, _) in saved.items() if key not in own)
-    assert activation_memory.saved_bytes(model, 3, 64, torch.float32, False)[0] == real
+        forward()
+    return sum(size for key, (size, _) in saved.items() if key not in own)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_activations_are_what_autograd_saves(tmp_path, name):
+    values = kit.LLAMA if name == "llama" else kit.GPT2 | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    cfg, options = parse(model_config=kit.write_yaml(tmp_path / "model.yaml", values))
+    task = make_task(cfg, options)
+    task.load()
+    model = task.build().train()
+    row = {"input_ids": np.arange(64), "bytes": 64}
+    forward = Forward(model, task.loss, lambda rows: task.collate([row] * rows, True).inputs)
+    ids = torch.zeros(3, 64, dtype=torch.long)
+    real = saved_bytes(model, lambda: model.base_model(input_ids=ids, use_cache=False))
+    real += 3 * 64 * 32 * 4  # the input of the head, whose logits are made in chunks
+    measured = activation_memory.measure(forward, forward.inputs(3), torch.float32, False)
+    assert (measured.saved, measured.layer_input) == (real, 3 * 64 * 32 * 4)
     logits = 3 * 64 * 500 * 16
-    estimate = activation_memory.activation_bytes(model, 3, 64, torch.float32, False) - logits
+    estimate = activation_memory.activation_bytes(forward, 3, torch.float32, False) - logits
     assert estimate == pytest.approx(real, rel=0.01)
+    # The memory command has no rows; it finds the same.
+    invented = activation_memory.forward_without_rows(model, 64)
+    assert activation_memory.activation_bytes(invented, 3, torch.float32, False) - logits == pytest.approx(
+        real, rel=0.01
+    )
     # Recomputed layers keep their inputs, and one of them all that it needs.
-    recomputed = activation_memory.activation_bytes(model, 3, 64, torch.float32, False, recomputed_layers=2) - logits
+    recomputed = activation_memory.activation_bytes(forward, 3, torch.float32, False, recomputed_layers=2) - logits
     assert recomputed == 2 * 3 * 64 * 32 * 4 + estimate / 2
     # Autocast also copies the weights, once. The mutant: three times what one row keeps.
-    one, two, three = (activation_memory.saved_bytes(model, n, 64, torch.bfloat16, True)[0] for n in (1, 2, 3))
+    one, two, three = (
+        activation_memory.measure(forward, forward.inputs(n), torch.bfloat16, True).saved for n in (1, 2, 3)
+    )
     assert three == one + 2 * (two - one)
     size = count_parameters(model)
     assert three < 3 * one - 2 * 2 * size.layers * size.layer * 0.9
 
 
-def test_model_without_token_ids_has_no_activations(files):
+class Picture(torch.nn.Module):
+    """A plain module without token ids, layer classes or a configuration; BatchNorm needs more than one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.norm = torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.BatchNorm1d(8)
+        self.head = torch.nn.Linear(8, 2)
+
+    def forward(self, image):
+        return self.head(self.norm(self.convolution(image).relu().mean((2, 3))))
+
+
+def test_any_loss_of_any_module_is_measured(files):
     cfg, _ = parse(model_config=files / "llama.yaml")
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model = Picture()
+    steps = model.norm.num_batches_tracked.clone()
+
+    def inputs(rows):
+        return {"image": torch.rand(rows, 3, 16, 16), "label": torch.zeros(rows, dtype=torch.long)}
+
+    def loss(model, inputs):
+        return {"loss": torch.nn.functional.cross_entropy(model(inputs["image"]), inputs["label"], reduction="sum")}
+
     size = count_parameters(model)
-    assert (size.parameters, size.layers, size.rest) == (20, 0, 20)
-    assert memory_estimate.activations(model, size, 64, cfg, StrategySettings("one")) is None
-    assert "plus activations" in memory_estimate.describe_memory(cfg, model, str, 64)
+    assert (size.parameters, size.layers, size.rest) == (258, 0, 258)
+    forward = Forward(model, loss, inputs)
+    kept = memory_estimate.activations(forward, size, 64, cfg, StrategySettings("one", low_precision=False))
+    batch = inputs(cfg.per_device_batch_size)
+    assert kept == pytest.approx(saved_bytes(model, lambda: loss(model, batch)), rel=0.01)
+    assert model.norm.num_batches_tracked == steps + 1  # the real pass, and nothing of the measured ones
+    assert "for activations" in memory_estimate.describe_memory(cfg, model, str, forward, 64)
+    model.eval()
+    activation_memory.measure(forward, inputs(2), torch.float32, False)
+    assert not model.training
+    assert not model.norm.training
+
+
+def test_loss_that_reads_values_has_no_activations(files):
+    cfg, _ = parse(model_config=files / "llama.yaml")
+    model = torch.nn.Linear(4, 4)
+
+    def loss(model, inputs):
+        return {"loss": model(inputs["x"]) * inputs["x"].sum().item()}
+
+    forward = Forward(model, loss, lambda rows: {"x": torch.ones(rows, 4)})
+    assert memory_estimate.activations(forward, count_parameters(model), 64, cfg, StrategySettings("one")) is None
+    assert "plus activations" in memory_estimate.describe_memory(cfg, model, str, forward, 64)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
