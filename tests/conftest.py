@@ -27,7 +27,7 @@ import subprocess
 import numpy as np
 import pytest
 
-from tests.helpers import kit, strategy_runs
+from tests.helpers import kit, plain_task, strategy_runs
 
 # The tests of tests/conformance that --fast runs, though they start processes: the basics of the promise.
 BASICS = (
@@ -91,6 +91,13 @@ def files(tmp_path_factory):
 def tiny(tmp_path_factory) -> dict:
     """The fields of kit.tiny_files: a model with dropout whose steps take ten milliseconds, and its data."""
     return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The data fields of tests/helpers/plain_task.py, whose task is registered while a module's tests run."""
+    with plain_task.registered():
+        yield plain_task.write_data(tmp_path_factory.mktemp("plain"))
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from src.checkpointing.checkpoint_list import read_state
-from src.checkpointing.model_folder import write_model
+from src.checkpointing.model_folder import without_sharing, write_model
 from src.checkpointing.sharded_checkpoint import TensorReader, file_name
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import ShardedTensorRef
@@ -56,18 +56,9 @@ def write_checkpoint(
     write_model(model_with_loss, folder, dict(tensors["model"]), rank, world)
     for part, named in tensors.items():
         if part != "model" and (named or world == 1):
-            save_file(_without_sharing(named), folder / file_name(part, rank, world))
+            save_file(without_sharing(named), folder / file_name(part, rank, world))
     if rank == 0:
         (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
-
-
-def _without_sharing(named: Tensors) -> Tensors:
-    """Return the tensors with tied weights cloned, because safetensors refuses two names for the same memory."""
-    result, seen = {}, set()
-    for name, value in named.items():
-        result[name] = value.clone() if value.data_ptr() in seen else value
-        seen.add(value.data_ptr())
-    return result
 
 
 # ---- load --------------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import torch
 import yaml
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from src.checkpointing.sharded_checkpoint import file_name
 from src.config.redact import publishable, redact_all
@@ -29,11 +30,19 @@ def write_model(
 ) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; only one shard if `world` > 1.
 
-    `tensors` are written instead of the model's own weights; transformers empties the dict."""
-    model = model_with_loss.task.saved(model_with_loss.model)
+    A module without `save_pretrained` is written as safetensors, with the task's own config.json. `tensors` are written
+    instead of the model's own weights; transformers empties the dict."""
+    task = model_with_loss.task
+    model = task.saved(model_with_loss.model)
     dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
     has_tensors = bool(tensors)
-    if world == 1:
+    if not hasattr(model, "save_pretrained"):
+        _write_plain(model, folder, tensors, rank, world)
+        if rank == 0:
+            config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
+            (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
+        has_tensors = False
+    elif world == 1:
         model.save_pretrained(folder, state_dict=tensors)
     else:
         _write_shard(model, folder, tensors or {}, rank, world)
@@ -41,8 +50,26 @@ def write_model(
         return
     if has_tensors:
         _set_dtype(folder / "config.json", dtypes)
-    if getattr(model_with_loss.task, "tokenizer", None) is not None:
-        model_with_loss.task.tokenizer.save_pretrained(folder)
+    if getattr(task, "tokenizer", None) is not None:
+        task.tokenizer.save_pretrained(folder)
+
+
+def _write_plain(model: torch.nn.Module, folder: Path, tensors: dict | None, rank: int, world: int) -> None:
+    """Write `tensors`, or without them the state dict, as one safetensors file, or one rank's file of several."""
+    named = model.state_dict() if tensors is None else tensors
+    if named or world == 1:  # a rank has no tensors if there are more ranks than layers
+        contiguous = {name: value.contiguous() for name, value in named.items()}
+        save_file(without_sharing(contiguous), folder / file_name("model", rank, world), {"format": "pt"})
+
+
+def without_sharing(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with tied weights cloned, because safetensors refuses two names for the same memory."""
+    result, seen = {}, set()
+    for name, value in named.items():
+        memory = value.untyped_storage().data_ptr()
+        result[name] = value.clone() if memory in seen else value
+        seen.add(memory)
+    return result
 
 
 def _write_shard(model: torch.nn.Module, folder: Path, tensors: dict, rank: int, world: int) -> None:
@@ -99,13 +126,20 @@ def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, con
 
     model = model_with_loss.task.saved(model_with_loss.model)
     library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    usage = ""
+    if not hasattr(model, "save_pretrained"):
+        usage = (
+            f"\nThe model is the torch module `{type(model).__name__}` of this task. `python eval.py --checkpoint FOLDER`, with "
+            "the code that trained it, evaluates it. In Python, build it from config.json and load the tensors of "
+            "model*.safetensors with `load_state_dict`.\n"
+        )
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(_public_name(source) for source in sources if source)
     base = cfg.model_name_or_path
     start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
     (folder / "README.md").write_text(
         f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
-        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n"
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{usage}"
     )
     text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")

@@ -24,7 +24,10 @@ TRY = "(try --config configs/stdlib_lm.yaml)"
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     """Raise one UsageError that lists all invalid fields, before any file is read or written."""
     errors = range_errors(cfg) + range_errors(options)
-    for rule in RULES + (TRAINING_RULES if training else EVALUATION_RULES):
+    rules = RULES + (TRAINING_RULES if training else EVALUATION_RULES)
+    if training and getattr(options, "needs_model", False):
+        rules = [given_model, *rules]
+    for rule in rules:
         errors += rule(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
@@ -41,6 +44,10 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
 def one_model(cfg: RunConfig) -> Iterator[str]:
     if cfg.model_name_or_path and cfg.model_config:
         yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
+
+
+def given_model(cfg: RunConfig) -> Iterator[str]:
+    """Yield an error without a model; only for tasks whose `Options.needs_model` is true."""
     if not cfg.model_name_or_path and not cfg.model_config:
         yield f"no model: give --model_name_or_path, or --model_config for random weights {TRY}"
 

@@ -28,14 +28,8 @@ def build_model(
 
     With `empty`, its parameters are allocated but not initialized. Raise UsageError if the files lack parameters.
     Pretrained files may lack those whose name contains one of `new_weights` (a new head)."""
-    dtype = getattr(torch, cfg.dtype)
-    if dtype is torch.bfloat16:
-        warn(
-            "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
-            "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
-        )
     torch.manual_seed(cfg.seed)
-    options = {"dtype": dtype}
+    options: dict = {"dtype": weight_dtype(cfg)}
     if cfg.attn_implementation:
         options["attn_implementation"] = cfg.attn_implementation
     name = str(weights or cfg.model_name_or_path or "")
@@ -56,6 +50,16 @@ def build_model(
         raise UsageError(f"{name or cfg.model_config}: the model could not be built: {reason(error)}") from error
     _check_complete(model, name, info, may_be_missing=() if weights else new_weights)
     return model
+
+
+def weight_dtype(cfg: RunConfig) -> torch.dtype:
+    """Return the dtype of the weights; warn if it is bfloat16."""
+    if cfg.dtype == "bfloat16":
+        warn(
+            "dtype is bfloat16, so the weights have no float32 copy and lose updates smaller than 1/256 of a weight. "
+            "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
+        )
+    return getattr(torch, cfg.dtype)
 
 
 def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missing: tuple[str, ...]) -> None:

@@ -35,6 +35,10 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # its bars would break the progress bar of training
+    if not cfg.model_name_or_path and not cfg.model_config:
+        raise UsageError(
+            f"no model: give --model_name_or_path, or --model_config for random weights of task {cfg.task}"
+        )
     return _pretrained_config(cfg) if cfg.model_name_or_path else _config_from_file(cfg, tokenizer)
 
 

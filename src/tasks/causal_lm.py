@@ -34,6 +34,8 @@ from src.text.tokenization import IGNORED
 
 @dataclass
 class Options:
+    needs_model = True  # model_name_or_path or model_config
+
     max_length: int | None = option(
         "tokens per row; longer rows are truncated (default: 1024, or the model's limit)", min=2, from_checkpoint=True
     )

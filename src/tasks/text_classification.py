@@ -34,6 +34,8 @@ def all_shipped(names) -> bool:
 
 @dataclass
 class Options:
+    needs_model = True  # model_name_or_path or model_config
+
     max_length: int | None = option(
         "tokens per row; longer texts are truncated (default: the model's limit, at most 1024)",
         min=2,
