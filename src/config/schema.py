@@ -108,7 +108,11 @@ class RunConfig:
     )
 
     global_batch_size: int = option(
-        "examples per optimizer step, summed over all processes and accumulation steps", 32, group="batch", min=1
+        "examples per optimizer step, summed over all processes and accumulation steps",
+        32,
+        group="batch",
+        min=1,
+        from_checkpoint=True,  # eval.py computes a loss over the whole batch on blocks of this size
     )
     per_device_batch_size: int | Auto = option(
         "examples per forward pass, or auto (as many as fit in memory); sets gradient accumulation; "

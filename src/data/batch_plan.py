@@ -219,11 +219,15 @@ def training_order(config: PlanConfig, rank: int, world_size: int, start: int, s
         yield from assign_to_ranks(plan(config, epoch, within), world_size)[rank]
 
 
-def evaluation_order(num_examples: int, micro_batch: int, seed: int, lengths=None) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of 64 micro-batches."""
-    index = 0
-    for start in range(0, num_examples, 64 * micro_batch):
-        ids = np.arange(start, min(start + 64 * micro_batch, num_examples))
+def evaluation_order(
+    num_examples: int, micro_batch: int, seed: int, lengths=None, block: int | None = None
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of an evaluation: every id once, sorted by length within blocks of `block` rows.
+
+    By default, a block is 64 micro-batches. No micro-batch has rows of two blocks."""
+    index, block = 0, block or 64 * micro_batch
+    for start in range(0, num_examples, block):
+        ids = np.arange(start, min(start + block, num_examples))
         for part, cost in split_into_micro_batches(ids, micro_batch, lengths):
             yield MicroBatch(part, derive_seed("evaluation", seed, index), index=index, cost=cost)
             index += 1

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.tasks.base import Batch, Task
 
@@ -19,5 +20,11 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
 
 
 def make_task(cfg: RunConfig, options) -> Task:
-    """Return the task that `cfg.task` names."""
-    return import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
+    """Return the task that `cfg.task` names; raise UsageError for local SGD with a loss over the whole batch."""
+    task = import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
+    if task.has_batch_loss and cfg.local_sgd_steps:
+        raise UsageError(
+            f"local_sgd_steps is {cfg.local_sgd_steps}, but the loss of task {cfg.task} is over the whole global batch, "
+            "and local SGD gives each process a loss of its own: remove local_sgd_steps"
+        )
+    return task

@@ -13,6 +13,7 @@ from src.data.prepared_split import Split
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import Task
+from src.training.batch_loss import scalar_of_vectors
 
 LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
 
@@ -51,7 +52,8 @@ def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dic
         inputs = {
             name: value.to(accelerator.device) for name, value in task.collate(rows, training=True).inputs.items()
         }
-        module(inputs)["loss"].backward()
+        out = module(inputs)
+        (scalar_of_vectors(out) if task.has_batch_loss else out["loss"]).backward()
         return True
     except torch.OutOfMemoryError:
         return False

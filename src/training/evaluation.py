@@ -5,19 +5,20 @@ Tests: tests/training/test_evaluation.py and tests/conformance/.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, evaluation_order
+from src.data.batch_plan import MicroBatch
 from src.data.data_loader import read_batches, seed_everything
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Batch, Task
+from src.training import batch_loss
+from src.training.evaluation_plan import Plan, Source, make_plan, share_of_rank
 
 FLUSH = 64  # micro-batches whose results stay on the device before they are copied to the host
 ASK = 8  # micro-batches between two all-reduces of the stop requests
@@ -40,9 +41,9 @@ def evaluate(
     one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
     number. Memory: a few numbers per micro-batch.
     """
-    plan = _plan(split, cfg)
+    plan = make_plan(split, cfg, task)
     accelerator, rounds = strategy.accelerator, -(-len(plan.micro_batches) // strategy.data_world_size)
-    mine = _share_of_rank(strategy, plan.micro_batches, rounds)
+    mine = share_of_rank(strategy, plan.micro_batches, rounds)
     results = _Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
@@ -67,50 +68,6 @@ def evaluate(
         results.flush()
         bar.close()
     return _combine(strategy, host_group, task, results)
-
-
-# ---- the micro-batches of each rank ------------------------------------------------------------------------------------
-
-
-class Source(NamedTuple):
-    """One source of the evaluated mixture; the name is empty if the data is not a mixture."""
-
-    name: str
-    rows: slice  # of the table of micro-batches
-    examples: int
-
-
-class Plan(NamedTuple):
-    """All micro-batches of an evaluation; they do not depend on the number of processes."""
-
-    micro_batches: list[MicroBatch]
-    first_row: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
-    sources: list[Source]
-
-    @property
-    def examples(self) -> int:
-        return sum(source.examples for source in self.sources)
-
-
-def _plan(split, cfg: RunConfig) -> Plan:
-    micro_batches, first_row, sources, examples = [], [], [], 0
-    for name, first_id, part in split.segments():
-        count = min(len(part), cfg.max_eval_examples or len(part))
-        begin = len(micro_batches)
-        for micro in evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths):
-            micro_batches.append(replace(micro, ids=micro.ids + first_id, index=len(micro_batches)))
-            first_row.append(first_id - examples)
-        sources.append(Source(name, slice(begin, len(micro_batches)), count))
-        examples += count
-    return Plan(micro_batches, first_row, sources)
-
-
-def _share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
-    """Return this rank's micro-batches; for a sharded model, plus dummies, so that all ranks run `rounds` passes."""
-    mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
-    if strategy.is_sharded:
-        mine += [replace(micro_batches[0], dummy=True)] * (rounds - len(mine))
-    return mine
 
 
 # ---- results -----------------------------------------------------------------------------------------------------------
@@ -142,28 +99,32 @@ class _Results:
             rows = micro.ids - self.plan.first_row[micro.index]
             for name, value in out.items():
                 if value.dim():
-                    self._column(name, value.shape[1:])[rows] = value.double().cpu().numpy()
-            self._column(TIMES_SEEN)[rows] += 1
+                    dtype = float if value.is_floating_point() else np.int64
+                    self._column(name, value.shape[1:], dtype)[rows] = value.double().cpu().numpy()
+            self._column(TIMES_SEEN, (), np.int64)[rows] += 1
         self.pending.clear()
 
-    def _column(self, name: str, shape: tuple[int, ...] = ()) -> np.ndarray:
+    def _column(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """Return the values of all examples, (examples, *shape); every row of an evaluation has the same shape."""
         if name not in self.per_example:
-            self.per_example[name] = np.zeros((self.plan.examples, *shape))
+            self.per_example[name] = np.zeros((self.plan.examples, *shape), dtype)
         return self.per_example[name]
 
 
 def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
     plan = results.plan
-    names, shapes = _names_on_all_ranks(strategy, results)
+    names, columns = _names_on_all_ranks(strategy, results)
     table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
     table = host_group.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
     values = {}
-    for name, shape in shapes.items():
+    for name, (shape, dtype) in columns.items():
         mine = results.per_example.get(name)
-        values[name] = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine).numpy()
+        total = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
+        values[name] = total.numpy().astype(dtype, copy=False)
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
+    if plan.blocks:
+        names, table = _on_main(strategy, lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
         line = _with_sources(task, names, table, plan.sources, line)
@@ -194,21 +155,22 @@ def _integers(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if (values % 1 == 0).all() else values
 
 
-def _on_main(strategy: Strategy, compute: Callable[[], dict]) -> dict:
+def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     from accelerate.utils import broadcast_object_list
 
-    return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
+    with _one_thread(torch.device("cpu")):
+        return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
 
 
-def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], dict[str, tuple[int, ...]]]:
-    """Return (sum names, {per-example name: shape}) of a rank with results: with few examples, some ranks have none."""
-    shapes = {name: results.per_example[name].shape[1:] for name in sorted(results.per_example)}
+def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], dict[str, tuple]]:
+    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results: with few examples, some have none."""
+    columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
     if strategy.accelerator.num_processes == 1:
-        return results.names, shapes
+        return results.names, columns
     from accelerate.utils import gather_object
 
-    return max(gather_object([(results.names, shapes)]), key=lambda found: len(found[0]))
+    return max(gather_object([(results.names, columns)]), key=lambda found: len(found[0]))
 
 
 # ---- modes -------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
+from src.training import batch_loss
 from src.training.train_state import DeviceFlag, Window
 
 
@@ -80,6 +81,17 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
     non-finite. The losses are a float64 vector on the device, one per micro-batch. Nothing here waits for the device.
     """
+    device = strategy.accelerator.device
+    model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
+    if model_with_loss.task.has_batch_loss:
+        losses = batch_loss.backward_in_two_passes(strategy, module, window, total_weight)
+    else:
+        losses = _backward(strategy, module, window, total_weight)
+    stacked = torch.stack(losses)
+    return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
+
+
+def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> list[torch.Tensor]:
     scale = strategy.data_world_size / total_weight
     device, losses = strategy.accelerator.device, []
     for micro, batch in window:
@@ -92,8 +104,7 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
             factor = 0.0 * loss.detach() + (0.0 if micro.dummy else scale)
             strategy.backward(module, loss * factor)
         losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
-    stacked = torch.stack(losses)
-    return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
+    return losses
 
 
 def optimizer_step(

@@ -255,14 +255,14 @@ def test_fewer_examples_than_ranks(folder, trained, tmp_path, world):
 
 def test_mutant_repeated_examples_are_caught(folder, trained, tmp_path, monkeypatch):
     """Ranks padded to the same length with examples that were already seen, as samplers do."""
-    from src.training import evaluation
+    from src.training import evaluation_plan
 
-    def padded(count, size, seed, lengths=None):
-        order = list(original(count, size, seed, lengths))
+    def padded(*arguments):
+        order = list(original(*arguments))
         return order + order[: -len(order) % 3]
 
-    original = evaluation.evaluation_order
-    monkeypatch.setattr(evaluation, "evaluation_order", padded)
+    original = evaluation_plan.evaluation_order
+    monkeypatch.setattr(evaluation_plan, "evaluation_order", padded)
     with pytest.raises(kit.RankFailed, match="evaluated more than once"):
         kit.run_evaluation(3, tmp_path / "eval", "--checkpoint", trained.folder, "--per_device_eval_batch_size", 12)
 

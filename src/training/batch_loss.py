@@ -1,0 +1,225 @@
+"""Exact gradient and evaluation of a loss over the whole global batch, in the memory of one micro-batch.
+
+A contrastive loss couples all rows of a batch. Pass 1 computes the vectors of all micro-batches without gradients and
+gathers them from all ranks. Every rank then computes the loss and its gradient by the vectors. Pass 2 repeats each
+micro-batch, with the same dropout because the seed belongs to it, and backpropagates its rows of that gradient
+(GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). The price: a
+second forward pass. Tests: tests/training/test_batch_loss.py.
+"""
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from src.config.errors import UsageError
+from src.data.batch_plan import MicroBatch
+from src.data.data_loader import seed_everything
+from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
+from src.tasks import Batch, Task
+from src.training.evaluation_plan import Block
+from src.training.train_state import Window
+
+Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
+REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
+_host_groups: WeakKeyDictionary[torch.nn.Module, HostGroup] = WeakKeyDictionary()  # by module: made in its first step
+
+
+class _Part(NamedTuple):
+    """Shape of the vectors of one micro-batch, known on the host."""
+
+    index: int  # of the micro-batch in the step's plan
+    rows: int
+    columns: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape behind the rows, dtype)
+
+
+def backward_in_two_passes(
+    strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
+) -> list[torch.Tensor]:
+    """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
+
+    The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0. If it is
+    not finite, so are the gradient of every rank and the losses of the micro-batches that caused it. Raise UsageError
+    on every rank if micro-batches have different vectors. The host waits for other hosts, not for the device."""
+    model_with_loss = strategy.accelerator.unwrap_model(module)
+    task: Task = model_with_loss.task
+    is_first_step = model_with_loss not in _host_groups
+    if is_first_step:
+        _host_groups[model_with_loss] = HostGroup(strategy.accelerator, task.cfg.ddp_timeout)
+    vectors, places = _global_vectors(strategy, _host_groups[model_with_loss], model_with_loss, module, window)
+    loss, gradients = _gradient_of_vectors(task, vectors, total_weight)
+    # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
+    factor = 0.0 * loss + strategy.data_world_size / total_weight
+    losses = []
+    for (micro, batch), rows in zip(window, places, strict=True):
+        with strategy.gradient_sync(module, micro.last):
+            again = _represent(strategy, module, micro, batch)
+            product = torch.zeros_like(loss)  # its gradient is that of the loss by the rows of this micro-batch
+            for name, gradient in gradients.items():
+                scaled = gradient[rows] * factor if rows else 0.0  # a dummy batch adds nothing
+                product = product + (again[name] * scaled).sum()
+            if not product.requires_grad:
+                raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
+            strategy.backward(module, product)
+        mine = {name: vectors[name][rows] for name in gradients} if rows else {}
+        if is_first_step:
+            _check_repeated(task, mine, again)
+        losses.append(_blame(loss, mine, vectors))
+    if strategy.data_rank == 0:
+        losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
+    return losses
+
+
+def _gradient_of_vectors(task: Task, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors]:
+    """Return (loss of the global batch, its gradient by each floating-point vector), the same on every rank."""
+    leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
+    floating = {name: value for name, value in leaves.items() if value.requires_grad}
+    loss = task.batch_loss(leaves, weight)["loss"]
+    if not loss.requires_grad:
+        raise UsageError(f"task {task.cfg.task}: the loss of `batch_loss` depends on no floating-point vector")
+    gradients = torch.autograd.grad(loss, list(floating.values()), materialize_grads=True)
+    return loss.detach(), dict(zip(floating, gradients, strict=True))
+
+
+def scalar_of_vectors(vectors: Vectors) -> torch.Tensor:
+    """Return any number that depends on all vectors, to try a backward pass."""
+    return sum((value.float().sum() for value in vectors.values() if value.requires_grad), torch.zeros(()))
+
+
+# ---- vectors of the global batch ---------------------------------------------------------------------------------------
+
+
+def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, batch: Batch) -> Vectors:
+    """Return what `represent` returns for a micro-batch, floating point in float32 or better."""
+    device = strategy.accelerator.device
+    inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
+    seed_everything(micro.seed)
+    low = (torch.bfloat16, torch.float16)
+    return {name: value.float() if value.dtype in low else value for name, value in module(inputs).items()}
+
+
+@torch.no_grad()
+def _global_vectors(
+    strategy: Strategy, hosts: HostGroup, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: Window
+) -> tuple[Vectors, list[slice | None]]:
+    """Run pass 1. Return (vectors of the global batch, this rank's rows of them by micro-batch, None for dummies).
+
+    Rows are in the order of the plan, which does not depend on the number of ranks or the micro-batch size."""
+    # Only the forward pass of a sharded model is a collective; without DDP's wrapper no other is.
+    caller = module if strategy.is_sharded else model_with_loss
+    computed = [
+        {} if micro.dummy and not strategy.is_sharded else _represent(strategy, caller, micro, batch)
+        for micro, batch in window
+    ]
+    real = [(micro, vectors) for (micro, _), vectors in zip(window, computed, strict=True) if not micro.dummy]
+    parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
+    parts_by_rank = _all_parts(strategy, hosts, parts)
+    columns = _check_columns(model_with_loss.task, [part for found in parts_by_rank for part in found])
+    height = max(sum(part.rows for part in found) for found in parts_by_rank)
+    gathered = {}
+    for name, (shape, dtype) in columns.items():
+        padded = torch.zeros((height, *shape), dtype=dtype, device=strategy.accelerator.device)
+        if real:
+            mine = torch.cat([vectors[name] for _, vectors in real])
+            padded[: len(mine)] = mine
+        gathered[name] = strategy.accelerator.gather(padded)
+    order, starts = _plan_order(parts_by_rank, height)
+    index = torch.from_numpy(order).to(strategy.accelerator.device, non_blocking=True)
+    places = [
+        None if micro.dummy else slice(starts[micro.index], starts[micro.index] + len(micro.ids)) for micro, _ in window
+    ]
+    return {name: value[index] for name, value in gathered.items()}, places
+
+
+def _all_parts(strategy: Strategy, hosts: HostGroup, parts: list[_Part]) -> list[list[_Part]]:
+    """Return the parts of each rank, by rank; [] for all but the first rank of a tensor parallel group."""
+    found = [(strategy.data_rank, parts)]
+    if not hosts.is_single:
+        found = [found[0]] * strategy.accelerator.num_processes
+        torch.distributed.all_gather_object(found, (strategy.data_rank, parts), group=hosts.group)
+    seen: set[int] = set()
+    return [[] if rank in seen or seen.add(rank) else theirs for rank, theirs in found]
+
+
+def _check_columns(task: Task, parts: list[_Part]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return {name: (shape behind the rows, dtype)}; raise UsageError unless it is the same in all micro-batches."""
+    first = parts[0]
+    expected = {name: (shape[1:], dtype) for name, (shape, dtype) in first.columns.items()}
+    for part in parts:
+        for name, (shape, _) in part.columns.items():
+            if shape[:1] != (part.rows,):
+                raise UsageError(
+                    f"task {task.cfg.task}: `represent` returned `{name}` of shape {shape} for a micro-batch of "
+                    f"{part.rows} rows: the first dimension must be the rows"
+                )
+        if {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
+            raise UsageError(
+                f"task {task.cfg.task}: `represent` returned {_in_words(first)} for one micro-batch and "
+                f"{_in_words(part)} for another: names, dtypes and shapes behind the rows must be the same"
+            )
+    return expected
+
+
+def _in_words(part: _Part) -> str:
+    return ", ".join(f"`{name}` {shape} {dtype}" for name, (shape, dtype) in part.columns.items())
+
+
+def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarray, dict[int, int]]:
+    """Return (position of each row of the global batch in the gathered vectors, first row of each micro-batch)."""
+    begins = {}
+    for rank, parts in enumerate(parts_by_rank):
+        begin = rank * height
+        for part in parts:
+            begins[part.index] = (begin, part.rows)
+            begin += part.rows
+    order, starts, row = [], {}, 0
+    for index in sorted(begins):
+        begin, rows = begins[index]
+        order.append(np.arange(begin, begin + rows))
+        starts[index] = row
+        row += rows
+    return np.concatenate(order), starts
+
+
+# ---- checks on the values ----------------------------------------------------------------------------------------------
+
+
+def _check_repeated(task: Task, first: Vectors, again: Vectors) -> None:
+    """Raise UsageError if pass 2 returned other vectors than pass 1; this waits for the device."""
+    for name, value in first.items():
+        difference = ((again[name].detach() - value).norm() / value.norm()).item()
+        if difference > REPEATABLE:
+            raise UsageError(
+                f"task {task.cfg.task}: the same micro-batch twice gives `{name}` that differ by {difference:.1%}, so the "
+                "gradient would be wrong: draw random numbers only from torch, numpy or random"
+            )
+
+
+def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:
+    """Return NaN if the loss is not finite because of this micro-batch's vectors, or of no vectors at all; else 0."""
+
+    def spoiled(values: Vectors) -> torch.Tensor:  # 0 or NaN
+        return sum(((0.0 * value).sum() for value in values.values()), torch.zeros_like(loss))
+
+    nan = torch.full_like(loss, float("nan"))
+    return torch.where(loss.isfinite(), 0.0, torch.where(spoiled(vectors).isnan(), spoiled(mine), nan))
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def sums_by_block(
+    task: Task, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
+) -> tuple[list[str], np.ndarray]:
+    """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
+
+    `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
+    found = []
+    for block in blocks:
+        sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
+        vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
+        found.append(sums | {name: float(value) for name, value in task.batch_loss(vectors, sums["weight"]).items()})
+    keys = ["weight", *sorted(found[0].keys() - {"weight"})]
+    return keys, np.array([[sums[key] for key in keys] for sums in found])

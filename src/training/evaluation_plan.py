@@ -1,0 +1,77 @@
+"""Plan of an evaluation: its micro-batches, sources and global batches, which do not depend on the number of processes.
+
+Tests: tests/training/test_evaluation.py.
+"""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from src.config.schema import RunConfig
+from src.data.batch_plan import MicroBatch, evaluation_order
+from src.distributed.strategies import Strategy
+from src.tasks import Task
+
+
+class Source(NamedTuple):
+    """One source of the evaluated mixture; the name is empty if the data is not a mixture."""
+
+    name: str
+    rows: slice  # of the table of sums
+    examples: int
+
+
+class Block(NamedTuple):
+    """A global batch of an evaluation: consecutive rows, and their micro-batches."""
+
+    rows: slice
+    micro_batches: slice
+
+
+class Plan(NamedTuple):
+    """All micro-batches of an evaluation; they do not depend on the number of processes."""
+
+    micro_batches: list[MicroBatch]
+    first_row: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
+    sources: list[Source]
+    blocks: list[Block]  # rows of the table of sums if the loss is over a whole batch; else empty
+
+    @property
+    def examples(self) -> int:
+        return sum(source.examples for source in self.sources)
+
+
+def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
+    """Return the plan of an evaluation of at most `cfg.max_eval_examples` rows of each source of `split`."""
+    micro_batches, first_row, sources, blocks, examples = [], [], [], [], 0
+    size = cfg.global_batch_size if task.has_batch_loss else None
+    for name, first_id, part in split.segments():
+        count = min(len(part), cfg.max_eval_examples or len(part))
+        begin, first_block = len(micro_batches), len(blocks)
+        for micro in evaluation_order(count, cfg.per_device_eval_batch_size, cfg.seed, part.lengths, size):
+            micro_batches.append(replace(micro, ids=micro.ids + first_id, index=len(micro_batches)))
+            first_row.append(first_id - examples)
+        if size:
+            blocks += _blocks(count, size, cfg.per_device_eval_batch_size, examples, begin)
+        rows = slice(first_block, len(blocks)) if size else slice(begin, len(micro_batches))
+        sources.append(Source(name, rows, count))
+        examples += count
+    return Plan(micro_batches, first_row, sources, blocks)
+
+
+def _blocks(count: int, size: int, micro_batch: int, first_row: int, first_micro_batch: int) -> list[Block]:
+    """Return the blocks of `size` rows of a source of `count` rows, whose micro-batches never cross blocks."""
+    blocks = []
+    for start in range(0, count, size):
+        stop = min(start + size, count)
+        last = first_micro_batch - (start - stop) // micro_batch
+        blocks.append(Block(slice(first_row + start, first_row + stop), slice(first_micro_batch, last)))
+        first_micro_batch = last
+    return blocks
+
+
+def share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
+    """Return this rank's micro-batches; for a sharded model, plus dummies, so that all ranks run `rounds` passes."""
+    mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
+    if strategy.is_sharded:
+        mine += [replace(micro_batches[0], dummy=True)] * (rounds - len(mine))
+    return mine
