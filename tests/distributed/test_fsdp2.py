@@ -137,7 +137,7 @@ def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch
     if mutant == "training":
         monkeypatch.setattr(Strategy, "pad_with_dummy_batches", lambda self, window, forwards: window)
     if mutant == "evaluation":
-        monkeypatch.setattr(evaluation, "_share_of_rank", unpadded)
+        monkeypatch.setattr(evaluation, "share_of_rank", unpadded)
     fields = {"global_batch_size": 12, "max_eval_examples": 8, "max_steps": 2, "eval_steps": 5, "warmup_steps": 1}
     codes, outputs = command(short(files, **fields, ddp_timeout=10 if mutant else 120), tmp_path / "here")
     assert (codes == [0, 0]) == (not mutant), outputs
