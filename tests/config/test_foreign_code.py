@@ -15,7 +15,8 @@ from src.config.fields import declared_options
 from src.config.schema import RunConfig
 from src.models.load_metric import load_metric
 from src.storage import atomic_folder
-from src.tasks import OPTIONS, make_task
+from src.tasks import OPTIONS, base, make_task
+from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
 EVIL = {
@@ -353,7 +354,9 @@ def test_model_card_holds_no_paths_and_no_credentials(trained, tmp_path):
     assert "train.jsonl" in card
     assert str(trained.folder.parent) not in card
     cfg, _ = parse(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path)
-    write_card(tmp_path, cfg, torch.nn.Linear(1, 1), {"train_file": cfg.train_file})
+    write_card(
+        tmp_path, cfg, ModelWithLoss(torch.nn.Linear(1, 1), base.Task(cfg, None)), {"train_file": cfg.train_file}
+    )
     card = (tmp_path / "README.md").read_text()
     assert "library_name" not in card  # not a transformers model
     assert " x.jsonl;" in card

@@ -263,7 +263,7 @@ def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
 class Drawing(causal_lm.Task):
     """A task whose collator draws from every random generator."""
 
-    def collate(self, rows):
+    def collate(self, rows, training):
         drawn = torch.cat(
             [torch.rand(2).double(), torch.from_numpy(np.random.rand(2)), torch.tensor([random.random()]).double()]
         )

@@ -87,8 +87,8 @@ def masking(monkeypatch, draw) -> None:
     """Let the collator replace random tokens, as for masked language models or augmented images."""
     original = causal_lm.Task.collate
 
-    def collate(self, rows):
-        batch = original(self, rows)
+    def collate(self, rows, training):
+        batch = original(self, rows, training)
         ids = batch.inputs["input_ids"]
         hidden = torch.where(draw(ids), torch.zeros_like(ids), ids)
         return batch._replace(inputs=batch.inputs | {"input_ids": hidden})
