@@ -4,8 +4,9 @@ Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
 import json
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.config.errors import UsageError, did_you_mean
 from src.config.paths import not_found_locally
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_MAX_LENGTH = 1024
+# Models whose positions begin after that of the padding token.
+POSITIONS_AFTER_PADDING = (
+    *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
+    *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+)
 POSITIVE_SIZES = (
     "vocab_size",
     "hidden_size",
@@ -28,6 +34,7 @@ POSITIVE_SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
@@ -70,30 +77,48 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
         raise UsageError(
             f"{file}: model_type is {model_type}: give a name that transformers knows (llama, gpt2, bert, …)"
         )
-    try:
-        defaults = AutoConfig.for_model(model_type)
-    except ValueError:
+    if model_type not in CONFIG_MAPPING:
         raise UsageError(
             f"{file}: model_type: unknown value {model_type!r}{did_you_mean(model_type, list(CONFIG_MAPPING))}"
-        ) from None
-    names = {*defaults.to_dict(), *getattr(defaults, "attribute_map", {})}
+        )
+    try:
+        defaults: Any = AutoConfig.for_model(model_type)
+        names = {*defaults.to_dict(), *getattr(defaults, "attribute_map", {})}
+    except Exception:  # a model type whose default sizes contradict each other
+        defaults = CONFIG_MAPPING[model_type]
+        names = {field.name for field in fields(defaults)}
     for name in values:
-        if name not in names and not hasattr(defaults, name):
+        if name not in names and not hasattr(type(defaults), name) and config_value(defaults, name) is None:
             raise UsageError(f"{file}: {name}: {model_type} has no such field{did_you_mean(name, names)}")
-    if tokenizer is not None:
-        values.setdefault("vocab_size", len(tokenizer))
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            values.setdefault(name, getattr(tokenizer, name))
+    given = dict(values)
+    _set_vocabulary(values, defaults, tokenizer)
     for name, value in values.items():
-        if isinstance(value, int) and isinstance(getattr(defaults, name, None), float):
+        if isinstance(value, int) and isinstance(config_value(defaults, name), float):
             values[name] = float(value)
     try:
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UsageError(f"{file}: not a valid {model_type} configuration: {reason(error)}") from error
-    if errors := _value_errors(config, values):
+    if errors := _value_errors(config, given):
         raise UsageError(f"{file}: {'; '.join(errors)}")
     return config
+
+
+def _set_vocabulary(values: dict, defaults: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Set in `values` the vocabulary size and special ids that the file leaves open, from the tokenizer if there is one.
+
+    Without a tokenizer, remove the special ids of the published model that a smaller vocabulary does not have."""
+    if tokenizer is not None:
+        if config_value(defaults, "vocab_size") is not None:
+            values.setdefault("vocab_size", len(tokenizer))
+        elif config_value(defaults, "text_config") is not None:
+            values["text_config"] = {"vocab_size": len(tokenizer)} | values.get("text_config", {})
+    for name in SPECIAL_IDS:
+        published = config_value(defaults, name)
+        if tokenizer is not None:
+            values.setdefault(name, getattr(tokenizer, name))
+        elif isinstance(published, int) and published >= values.get("vocab_size", published + 1):
+            values.setdefault(name, None)
 
 
 def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
@@ -114,7 +139,7 @@ def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
 
 def _value_errors(config: "PreTrainedConfig", values: dict) -> list[str]:
     """Return error messages for sizes and probabilities that transformers accepts, but that cannot be trained with."""
-    sizes = {name: getattr(config, name, None) for name in POSITIVE_SIZES}
+    sizes = {name: config_value(config, name) for name in POSITIVE_SIZES}
     sizes = {name: size for name, size in sizes.items() if isinstance(size, int)}
     errors = [
         f"{name} is {size}: it must be above zero" for name, size in sizes.items() if size <= 0 and name in values
@@ -123,8 +148,14 @@ def _value_errors(config: "PreTrainedConfig", values: dict) -> list[str]:
     key_heads = sizes.get("num_key_value_heads", 1)
     if not errors and heads % key_heads:
         errors.append(f"num_key_value_heads is {key_heads}: it must divide num_attention_heads, which is {heads}")
+    vocabulary = sizes.get("vocab_size", 0)
+    errors += [
+        f"{name} is {values[name]}, but vocab_size is {vocabulary}"
+        for name in SPECIAL_IDS
+        if vocabulary > 0 and isinstance(values.get(name), int) and values[name] >= vocabulary
+    ]
     for name, value in values.items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, float) and not 0 <= value < 1:
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value < 1:
             errors.append(f"{name} is {value}: give a probability from 0 to below 1")
     return errors
 
@@ -143,8 +174,8 @@ def check_fit(
             f"{source}: transformers has no {auto_class.__name__} of model_type {config.model_type}: give another "
             f"model, or another --task than {cfg.task}"
         )
-    size = getattr(config, "vocab_size", None)
-    if tokenizer is not None and size is not None and len(tokenizer) > size:
+    size = config_value(text_config(config), "vocab_size")
+    if tokenizer is not None and isinstance(size, int) and len(tokenizer) > size:
         raise UsageError(
             f"{source}: vocab_size is {size}, but the tokenizer {cfg.tokenizer_name or source} has {len(tokenizer)} "
             "tokens: its ids would be outside the embedding; use the model's own tokenizer or a larger vocab_size"
@@ -159,9 +190,38 @@ def check_fit(
 
 def _max_positions(config: "PreTrainedConfig") -> int | None:
     """Return the maximum number of tokens in a row, None if the model has no limit."""
-    limit = getattr(config, "max_position_embeddings", None)
-    if limit is None or limit <= 0:  # some models have -1
+    config = text_config(config)
+    limit = config_value(config, "max_position_embeddings")
+    if not isinstance(limit, int) or limit <= 0:  # some models have -1
         return None
-    if config.model_type in ("roberta", "xlm-roberta", "camembert"):
-        limit -= 2  # their positions begin after the padding index
+    if config.model_type in POSITIONS_AFTER_PADDING:
+        limit -= 1 + (config_value(config, "pad_token_id") or 0)
     return limit
+
+
+def vocabulary_size(cfg: RunConfig, config: "PreTrainedConfig") -> int:
+    """Return the number of token ids of a model, also if text is only one of its inputs."""
+    if not isinstance(size := config_value(text_config(config), "vocab_size"), int):
+        raise UsageError(
+            f"{cfg.model_name_or_path or cfg.model_config}: {config.model_type} models have no vocabulary, which task "
+            f"{cfg.task} needs: give another model or task"
+        )
+    return size
+
+
+def text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
+    """Return the part of a model's configuration that describes its text, which is all of it for a text model."""
+    if config_value(config, "vocab_size") is not None:
+        return config
+    try:
+        return config.get_text_config(decoder=True)
+    except ValueError:  # more than one part reads or writes text
+        return config
+
+
+def config_value(config: Any, name: str) -> Any:
+    """Return a field of a configuration; None if it has no such field, or one value for each layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers refuses to answer for fields that differ by layer
+        return None

@@ -4,26 +4,39 @@ Tests: tests/tasks/test_causal_lm.py.
 """
 
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from src.config.errors import UsageError
+from src.models.load_config import config_value, text_config
+from src.models.model_files import reason
 from src.runtime.private_apis import known_masks
 
 
 @contextmanager
-def _probing(model: torch.nn.Module):
-    """Within, the model runs without gradients and dropout."""
+def _probing(model: torch.nn.Module, inputs: str):
+    """Within, the model runs without gradients and dropout. Raise UsageError if it fails on these inputs."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
+    except Exception as error:
+        raise UsageError(
+            f"model_config or model_name_or_path: {type(model).__name__} does not run on {inputs}: {reason(error)}"
+        ) from error
     finally:
         model.train(training)
 
 
-def has_plain_lm_head(model: torch.nn.Module) -> bool:
+def _length(model: Any) -> int:
+    """Return the length of a probe's row, in tokens."""
+    limit = config_value(text_config(model.config), "max_position_embeddings")
+    return min(8, limit) if isinstance(limit, int) and limit > 0 else 8
+
+
+def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
     """Return True if the logits are exactly the output embedding applied to the last hidden state.
 
     Some models scale or cap their logits. A loss computed from their hidden states would be silently wrong. Random
@@ -38,9 +51,8 @@ def has_plain_lm_head(model: torch.nn.Module) -> bool:
         seen["logits"] = torch.linspace(-1e3, 1e3, logits.numel(), dtype=logits.dtype).view_as(logits)
         return seen["logits"]
 
-    length = min(8, getattr(model.config, "max_position_embeddings", 8))
-    ids = torch.arange(length).remainder(model.config.vocab_size)[None]
-    with _probing(model):
+    ids = torch.arange(_length(model)).remainder(vocab_size)[None]
+    with _probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
         hook = head.register_forward_hook(replace_logits)
         logits = model(input_ids=ids, use_cache=False).logits
         hook.remove()
@@ -50,16 +62,15 @@ def has_plain_lm_head(model: torch.nn.Module) -> bool:
     return torch.equal(logits.to(seen["logits"].dtype), seen["logits"]) and torch.allclose(seen["hidden"], hidden)
 
 
-def check_packing(model: torch.nn.Module) -> None:
+def check_packing(model: Any, vocab_size: int) -> None:
     """Raise UsageError if the second document of a packed row attends to the first.
 
     Recurrent models, ALiBi models and models that make their own positions ignore position_ids without an error."""
-    vocab_size = model.config.vocab_size
-    half = min(4, getattr(model.config, "max_position_embeddings", 8) // 2)
+    half = _length(model) // 2
     second = torch.arange(half) % vocab_size
     rows = torch.stack([torch.cat([torch.full((half,), token), second]) for token in (0, vocab_size - 1)])
     positions = torch.arange(half).repeat(len(rows), 2)
-    with _probing(model), known_masks(packed=True):
+    with _probing(model, "position_ids: give --packing false"), known_masks(packed=True):
         one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
     if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
         raise UsageError(

@@ -18,7 +18,7 @@ import torch
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
-from src.models.load_config import check_fit, load_config
+from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
@@ -73,6 +73,7 @@ class Task(base.Task):
         self.max_length = check_fit(
             self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
         )
+        self.vocab_size = vocabulary_size(self.cfg, self.config)
         for name in ("chat_template", "sample_prompt"):
             if getattr(self.options, name) and self.tokenizer is None:
                 raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or omit {name}")
@@ -84,16 +85,14 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         o = self.options
         template = getattr(self.tokenizer, "chat_template", None)
-        model = (self.max_length, self.config.vocab_size)
+        model = (self.max_length, self.vocab_size)
         return repr((self.tokenizer_text, template, *model, o.packing, o.text_column, o.append_eos))
 
     def inspect_columns(self, examples, split: str, whole: bool = True):
         from datasets import Features, List, Value
 
         o = self.options
-        self.encoder = Encoder(
-            self.tokenizer, self.config.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos
-        )
+        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
         needed, made = self.encoder.choose(examples.column_names, split)
         features = {name: Value("int64") for name in made}
         for name in ("input_ids", "labels"):
@@ -115,9 +114,9 @@ class Task(base.Task):
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if empty:
             return model
-        self.plain_head = has_plain_lm_head(model)
+        self.plain_head = has_plain_lm_head(model, self.vocab_size)
         if self.options.packing:
-            check_packing(model)
+            check_packing(model, self.vocab_size)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:

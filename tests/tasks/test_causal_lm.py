@@ -154,11 +154,11 @@ def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes, **more.get(kind, {})))
     if isolates:
-        check_packing(model)
+        check_packing(model, model.config.vocab_size)
         assert model.training
     else:
         with pytest.raises(UsageError, match=r"packing is true.*--packing false"):
-            check_packing(model)
+            check_packing(model, model.config.vocab_size)
 
 
 # ---- targets ---------------------------------------------------------------------------------------------------------
