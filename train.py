@@ -41,7 +41,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
     # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
-    model = build_model(cfg, strategy, task, weights=checkpointer.find_weights())
+    model = build_model(cfg, strategy, task, train_set, weights=checkpointer.find_weights())
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers

@@ -3,15 +3,16 @@
 Tests: tests/distributed/test_fsdp2.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import Failure, UsageError
+from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,7 +59,7 @@ class FSDP2(Strategy):
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+    def build_model(self, task: Any, weights: Any, check: Callable[[torch.nn.Module], None] | None = None):
         """Return the task's model on the CPU; only the main process loads or initializes its weights.
 
         The other processes build it with empty tensors, whose memory is never touched. `prepare` sends each process its
@@ -66,12 +67,12 @@ class FSDP2(Strategy):
         from accelerate.utils import broadcast_object_list
 
         if not self.main_process_builds:
-            return super().build_model(task, weights)
+            return super().build_model(task, weights, check)
         model = None
         message: list[Any] = [None, None, None]  # task attributes, requires_grad by parameter name, error
         if self.accelerator.is_main_process:
             try:
-                model = super().build_model(task, weights)
+                model = super().build_model(task, weights, check)
                 message[0] = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
                 message[1] = {name: p.requires_grad for name, p in model.named_parameters()}
             except UsageError as error:
@@ -89,6 +90,7 @@ class FSDP2(Strategy):
 
     def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
+        self._warn_if_one_unit(model_with_loss)
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
         try:
@@ -111,6 +113,17 @@ class FSDP2(Strategy):
         if changed := [name for name, p in trainable if p.dtype not in dtypes]:
             raise Failure(f"sharding has changed the dtype of {len(changed)} parameters, for example {changed[0]}")
         return module, optimizer
+
+    def _warn_if_one_unit(self, model_with_loss: torch.nn.Module) -> None:
+        """Warn if the whole model is gathered at once, because no class of its layers is known."""
+        plugin = self.accelerator.state.fsdp_plugin
+        if plugin.transformer_cls_names_to_wrap or private_apis.layer_class_names(model_with_loss):
+            return
+        warn(
+            f"{self.name} gathers the whole model at once, because {type(model_with_loss.model).__name__} does not name its "
+            'repeated layers: set `_no_split_modules = ["NameOfTheLayerClass"]` in its class, or fsdp_transformer_layer_cls_to_wrap '
+            "in the accelerate file"
+        )
 
     @contextmanager
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:

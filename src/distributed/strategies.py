@@ -5,7 +5,7 @@ tensor parallelism. fsdp2.py and deepspeed.py override the methods that differ.
 Tests: tests/distributed/ and tests/training/test_step.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -67,8 +67,10 @@ class Strategy:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
-        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
+    def build_model(self, task: Any, weights: Any, check: Callable[[torch.nn.Module], None] | None = None):
+        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights.
+
+        `check(model)` may raise UsageError; where only the main process has the weights, only it checks."""
         if (
             self.accelerator.mixed_precision == "fp16"
             and getattr(getattr(task, "config", None), "dtype", None) is torch.bfloat16
@@ -78,6 +80,8 @@ class Strategy:
                 "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
             )
         model = task.build(weights)
+        if check:
+            check(model)
         tensor_parallel.split_layers(self.accelerator, model)
         return model
 

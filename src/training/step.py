@@ -4,7 +4,7 @@ Tests: tests/training/test_step.py and tests/conformance/.
 """
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training import batch_loss
+from src.training.first_rows import check_first_rows
 from src.training.train_state import DeviceFlag, Window
 
 
@@ -42,9 +43,13 @@ class ModelWithLoss(torch.nn.Module):
         return self.task.loss(self.model, inputs)
 
 
-def build_model(cfg: RunConfig, strategy: Strategy, task: Task, weights: str | Path | None) -> ModelWithLoss:
-    """Return the task's model and loss in one module, compiled and with activation checkpointing as `cfg` says."""
-    model = strategy.build_model(task, weights)
+def build_model(
+    cfg: RunConfig, strategy: Strategy, task: Task, train_set: Any, weights: str | Path | None
+) -> ModelWithLoss:
+    """Return the task's model and loss in one module, compiled and with activation checkpointing as `cfg` says.
+
+    Raise UsageError on all ranks if the model does not compute the loss of the first training rows."""
+    model = strategy.build_model(task, weights, lambda model: check_first_rows(model, task, train_set))
     return ModelWithLoss(compile_and_recompute(model, cfg, strategy.accelerator.device), task)
 
 

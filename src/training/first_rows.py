@@ -1,0 +1,89 @@
+"""Check before step 1: the evaluation loss of two training rows, together and one by one.
+
+Tests: tests/training/test_first_rows.py.
+"""
+
+import traceback
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from src.config.errors import UsageError, warn
+from src.data.data_loader import seed_everything
+from src.models.model_files import reason
+from src.tasks import Task
+
+LIMIT = 1e12  # parameters × tokens: more would take a CPU longer than a few seconds
+TOLERANCE = 1e-4  # some layers compute in float32, also in a float64 model
+SOURCE = Path(__file__).resolve().parents[1]
+
+
+def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None:
+    """Raise UsageError if the loss of two short training rows cannot be computed; warn if the rows are not independent.
+
+    The model is on the CPU, and stays as it is: it runs in evaluation mode, without gradients."""
+    if not (segments := train_set.segments()):  # a stream has no rows before the first step
+        return
+    _, _, part = segments[0]
+    lengths = np.asarray(part.lengths[:1000], np.int64)
+    shortest = np.argsort(lengths, kind="stable")
+    longer = shortest[lengths[shortest] > lengths[shortest[0]]]  # beside it, the shortest row has padding
+    ids = [int(shortest[0]), *(longer if len(longer) else shortest[1:])[:1].tolist()]
+    if sum(p.numel() for p in model.parameters()) * 2 * lengths[ids].sum() > LIMIT:
+        return
+    rows = part.rows(np.array(ids))
+    with _evaluation(model):
+        together = _sums(model, task, rows, ids)
+        alone = [_sums(model, task, [row], [id]) for row, id in zip(rows, ids, strict=True)]
+    if task.has_batch_loss or task.cfg.dtype == "bfloat16":
+        return
+    loss, one_by_one = (float(value) for value in (together["loss"], sum(sums["loss"] for sums in alone)))
+    if not np.isfinite(loss):
+        warn(f"the loss of training rows {ids} is {loss} before the first step")
+    elif abs(loss - one_by_one) > TOLERANCE * abs(loss):
+        warn(
+            f"the loss of training rows {ids} is {loss:.6g} in one micro-batch, but {one_by_one:.6g} one by one: it depends "
+            "on the padding or on the rows beside a row, so results will depend on per_device_batch_size"
+        )
+
+
+def _sums(model: torch.nn.Module, task: Task, rows: list[dict], ids: list[int]) -> dict[str, torch.Tensor]:
+    """Return what the task returns for `rows`; raise UsageError if it fails or returns something else than sums."""
+    seed_everything(0)
+    call = task.represent if task.has_batch_loss else task.loss
+    try:
+        sums = call(model, task.collate(rows, training=False).inputs)
+    except UsageError:
+        raise
+    except Exception as error:
+        where = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(SOURCE)][-1]
+        raise UsageError(
+            f"task {task.cfg.task}: the loss of training rows {ids} cannot be computed by {type(model).__name__}: "
+            f"{type(error).__name__}: {reason(error)} ({Path(where.filename).name}, line {where.lineno}, in {where.name}). "
+            "Task, model and data do not fit together"
+        ) from error
+    if not task.has_batch_loss and "loss" not in sums:
+        raise UsageError(f"task {task.cfg.task}: `loss` returned {', '.join(sums) or 'nothing'}, but no sum named loss")
+    for name, value in sums.items():
+        if not torch.is_tensor(value) or (value.dim() and len(value) != len(rows)) or (name == "loss" and value.dim()):
+            kind = f"a tensor of shape {list(value.shape)}" if torch.is_tensor(value) else f"a {type(value).__name__}"
+            raise UsageError(
+                f"task {task.cfg.task}: {name} is {kind} for {len(rows)} rows: return a sum (a tensor without dimensions) "
+                "or a tensor with one entry per row"
+            )
+    return sums
+
+
+@contextmanager
+def _evaluation(model: torch.nn.Module):
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
