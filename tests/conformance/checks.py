@@ -12,7 +12,7 @@ from src.data.data_loader import seed_everything
 ROWS = 10
 
 
-class _NoWaiting(TorchDispatchMode):
+class NoWaiting(TorchDispatchMode):
     """Within, an operation that makes the host wait for the device raises AssertionError."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -35,7 +35,7 @@ def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> t
     for name in ("weight", "tokens", "padded_tokens"):
         assert not torch.is_tensor(getattr(batch, name)), f"`collate` returns {name} as a tensor: return a number"
     seed_everything(seed)
-    with torch.no_grad(), _NoWaiting():
+    with torch.no_grad(), NoWaiting():
         out = (task.represent if task.has_batch_loss else task.loss)(model, batch.inputs)
     sums = {name: float(value) for name, value in out.items() if value.dim() == 0}
     assert task.has_batch_loss or "loss" in sums, "`loss` returns no scalar named loss"

@@ -2,16 +2,26 @@
 
 import json
 import math
+import re
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 
+import train
+from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
+from src.distributed.strategies import make_strategy
+from src.runtime.private_apis import known_masks
 from src.tasks import OPTIONS, causal_lm
+from src.training import auto_batch_size
+from src.training.step import ModelWithLoss
+from tests.conformance import checks
 from tests.helpers import kit
 
 STEPS = 10  # three of 24 rows and a tail of 11 are an epoch of 83
@@ -24,7 +34,8 @@ GPT2 = kit.TINY | {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 def pair_vectors(model, inputs) -> torch.Tensor:
     """Return (rows, 2, features): the first token's vector times ten, and the mean over the others."""
-    hidden = model.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
+    with known_masks(packed=False):  # without it, transformers waits for the device
+        hidden = model.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
     real = (inputs["targets"] != -100).to(hidden.dtype)[..., None]
     mean = (hidden[:, 1:] * real[:, :-1]).sum(1) / real.sum(1)
     pair = F.normalize(torch.stack([hidden[:, 0], mean], 1), dim=-1)
@@ -98,6 +109,17 @@ class Unrepeatable(Contrastive):
         return {"pairs": pairs + torch.rand(pairs.shape, generator=self.generator), "first": inputs["input_ids"][:, 0]}
 
 
+class Spoiled(Contrastive):
+    """Vectors of rows that begin with this token are not finite."""
+
+    token = 0
+
+    def represent(self, model, inputs):
+        vectors = super().represent(model, inputs)
+        factor = torch.where(vectors["first"] == self.token, math.inf, 1.0)
+        return vectors | {"pairs": vectors["pairs"] * factor[:, None, None]}
+
+
 class OtherShapes(Contrastive):
     """Vectors as long as the micro-batch is wide."""
 
@@ -106,7 +128,7 @@ class OtherShapes(Contrastive):
         return {"pairs": hidden, "first": inputs["input_ids"][:, 0]}
 
 
-TASKS = (Contrastive, WithinTheMicroBatch, HardExamples, Unrepeatable, OtherShapes)
+TASKS = (Contrastive, WithinTheMicroBatch, HardExamples, Unrepeatable, Spoiled, OtherShapes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,12 +141,18 @@ def _tasks():
         del sys.modules[f"src.tasks.{task.__name__}"], OPTIONS[task.__name__]
 
 
-def recipe(tiny, task, dropout=True, **fields) -> list[str]:
-    values = tiny | {"task": task.__name__, "dtype": "float64", "global_batch_size": 24, "max_steps": STEPS}
+def recipe(data, task, dropout=True, **fields) -> list[str]:
+    values = data | {
+        "validation_file": None,
+        "task": task.__name__,
+        "dtype": "float64",
+        "global_batch_size": 24,
+        "max_steps": STEPS,
+    }
     values |= {"learning_rate": 3e-3, "lr_scheduler_type": "constant", "logging_steps": 1}
     if not dropout:
         no_dropout = {key: 0.0 for key in GPT2 if key.endswith("pdrop")}
-        model = tiny["model_config"].with_name("no_dropout.yaml")
+        model = data["model_config"].with_name("no_dropout.yaml")
         values["model_config"] = kit.write_yaml(model, GPT2 | no_dropout)
     return kit.flags(**{name: value for name, value in (values | fields).items() if value is not None})
 
@@ -230,3 +258,142 @@ def test_sharded_model(data, loops, tmp_path, world):
 def test_hardest_examples_of_the_global_batch(data, tmp_path, world, micro):
     run = kit.run_training(world, tmp_path / "run", *recipe(data, HardExamples, per_device_batch_size=micro))
     check(run, plain_loop(data, micro, hardest_mean))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stream(data, tmp_path, world):
+    """It has one shard, so that the second process has nothing but dummy batches."""
+    fields = {"streaming": True, "per_device_batch_size": 5, "max_steps": 4, "output_dir": tmp_path / "run"}
+    run = kit.run_training(world, tmp_path / "run", *recipe(data, Contrastive, **fields))
+    assert [line["weight"] for line in run.kind("train")] == [24, 24, 24, 11]
+    expected = getattr(test_stream, "losses", run.losses())
+    test_stream.losses = expected
+    assert run.losses() == pytest.approx(expected, rel=1e-10)
+
+
+def test_loss_that_is_not_finite_skips_the_update_of_all_ranks(data, tmp_path):
+    rows = [json.loads(line)["input_ids"] for line in data["train_file"].read_text().splitlines()]
+    Spoiled.token = rows[0][0]
+    bad = [i for i, row in enumerate(rows) if row[0] == Spoiled.token]
+    lengths = np.array([len(row) for row in rows])
+    steps = {}  # step -> (its examples by micro-batch, those among them that are not finite)
+    for step in range(4):
+        parts = [part.ids.tolist() for part in plan(PlanConfig(83, 24, 5, 42, lengths), 0, step)]
+        if spoiled := [ids for ids in parts if set(ids) & set(bad)]:
+            steps[step + 1] = spoiled
+    assert 0 < len(steps) < 4
+    run = kit.run_training(2, tmp_path / "run", *recipe(data, Spoiled, per_device_batch_size=5, max_steps=4))
+    assert {line["step"] for line in run.kind("train") if line["loss"] is None} == set(steps)
+    assert run.kind("train")[-1]["skipped"] == len(steps)
+    assert all(value.isfinite().all() for value in run.weights.values())
+    output = "".join((tmp_path / "run.out" / f"rank{rank}.txt").read_text() for rank in (0, 1))
+    for step, spoiled in steps.items():
+        named = re.findall(rf"step {step}: the loss of examples (\[.*?\]) is not finite", output)
+        assert sorted(i for ids in named for i in json.loads(ids)) == sorted(i for ids in spoiled for i in ids)
+
+
+@pytest.mark.parametrize(
+    "task, fields, words",
+    [
+        (Unrepeatable, {}, ["Unrepeatable", "`pairs`", "twice"]),
+        (OtherShapes, {}, ["OtherShapes", "`pairs`", "(5, "]),
+        (Contrastive, {"local_sgd_steps": 4}, ["local_sgd_steps is 4", "Contrastive"]),
+    ],
+)
+def test_refused_in_one_sentence(data, tmp_path, task, fields, words):
+    flags = recipe(data, task, per_device_batch_size=5, output_dir="run", **fields)
+    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
+    assert 2 in codes
+    assert 0 not in codes
+    found = [line for line in "".join(outputs).splitlines() if "error: " in line]
+    assert found
+    assert all(word in found[0] for word in words), found
+
+
+def _watched(argv):
+    """Train on this rank; assert that the host does not wait for the device after the first step."""
+    gradient = train.compute_gradient
+
+    def watched(strategy, module, window, weight):
+        with checks.NoWaiting() if window[0][0].step else nullcontext():
+            return gradient(strategy, module, window, weight)
+
+    train.compute_gradient = watched
+    train.main([str(word) for word in argv])
+
+
+def test_nothing_waits_for_the_device(data, tmp_path):
+    argv = recipe(
+        data, Contrastive, per_device_batch_size=5, max_steps=3, logging_steps=100, output_dir=tmp_path / "run"
+    )
+    # With two ranks, the host waits for the other host in addition. accelerate's debug mode reads from the device.
+    kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
+
+
+def test_auto_batch_size_tries_a_backward_pass(data):
+    task, splits = kit.open_data(**data | {"task": "Contrastive"})
+    module = ModelWithLoss(task.build(), task)
+    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
+    seen = []
+    hook = module.model.transformer.wte.weight.register_hook(lambda gradient: seen.append(gradient.abs().sum().item()))
+    assert auto_batch_size.fits(strategy, module, task, splits["train"].rows(np.arange(4)))
+    hook.remove()
+    assert seen[0] > 0
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def evaluated(data, tiny, tmp_path_factory):
+    """A run of two steps that evaluates 21 rows in global batches of 8, 8 and 5."""
+    fields = {"validation_file": tiny["validation_file"], "global_batch_size": 8, "per_device_eval_batch_size": 3}
+    folder = tmp_path_factory.mktemp("evaluated") / "run"
+    return kit.run_training(2, folder, *recipe(data, Contrastive, per_device_batch_size=3, max_steps=2, **fields))
+
+
+def test_evaluation_is_the_loss_of_consecutive_global_batches(evaluated, tiny):
+    """Computed here by transformers, one row at a time. The mutant takes the micro-batches for global batches."""
+    from transformers import GPT2LMHeadModel
+
+    model = GPT2LMHeadModel.from_pretrained(evaluated.folder / "final").eval()
+    rows = [torch.tensor([json.loads(line)["input_ids"]]) for line in tiny["validation_file"].read_text().splitlines()]
+    inputs = [{"input_ids": row, "targets": F.pad(row[:, 1:], (0, 1), value=-100)} for row in rows]
+    with torch.no_grad():
+        pairs = torch.cat([pair_vectors(model, one) for one in inputs])
+    first = torch.cat([row[:, 0] for row in rows])
+
+    def mean(size):
+        return sum(info_nce(*parts).item() for parts in zip(pairs.split(size), first.split(size), strict=True)) / 21
+
+    line = evaluated.kind("eval")[-1]
+    assert line["loss"] == pytest.approx(mean(8), rel=1e-12)
+    assert mean(3) != pytest.approx(mean(8), rel=0.1)
+    assert (line["weight"], line["rows"], line["examples"]) == (21, 21, 21)
+    assert (line["first"], line["norm"]) == (first.sum(), pytest.approx(21 * 101, rel=1e-12))
+
+
+def test_evaluation_is_bitwise_the_same_on_one_and_three_processes(evaluated, tmp_path):
+    reported = evaluated.kind("eval")[-1]
+    for world in (1, 3):
+        assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", evaluated.folder) == reported
+
+
+def test_sources_of_a_mixture_are_evaluated_alone(data, tiny, tmp_path):
+    """The blocks of a mixture never hold rows of two sources: here they are those of one file of 21 rows."""
+    lines = tiny["validation_file"].read_text().splitlines(True)
+    mixture = {}
+    for name, part in (("one", lines[:8]), ("two", lines[8:])):
+        (file := tmp_path / f"{name}.jsonl").write_text("".join(part))
+        mixture[name] = {"train_file": str(file), "validation_file": str(file)}
+    fields = {"global_batch_size": 8, "per_device_eval_batch_size": 3, "max_steps": 1, "train_file": None}
+    run = kit.run_training(2, tmp_path / "run", *recipe(data, Contrastive, **fields, mixture=json.dumps(mixture)))
+    line = run.kind("eval")[-1]
+    assert (8 * line["one/loss"] + 13 * line["two/loss"]) / 21 == pytest.approx(line["loss"], rel=1e-12)
+    fields = {
+        "task": "Contrastive",
+        "model_name_or_path": run.folder / "final",
+        "validation_file": tiny["validation_file"],
+    }
+    flags = kit.flags(**fields, global_batch_size=8, dtype="float64")
+    assert kit.run_evaluation(1, tmp_path / "eval", *flags)["loss"] == pytest.approx(line["loss"], rel=1e-12)
