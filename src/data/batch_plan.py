@@ -206,7 +206,7 @@ def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[li
         rank = min((r for r in range(world_size) if len(windows[r]) < room), key=lambda r: (loads[r], r))
         windows[rank].append(replace(micro, last=False))
         loads[rank] += micro.cost
-    dummy = replace(micro_batches[-1], ids=micro_batches[-1].ids[:1], dummy=True)
+    dummy = replace(micro_batches[-1], ids=micro_batches[-1].ids[:2], dummy=True)  # two: batch norm refuses one row
     for window in windows:
         window[-1:] = [replace(window[-1] if window else dummy, last=True)]
     return windows

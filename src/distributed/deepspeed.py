@@ -33,7 +33,7 @@ class DeepSpeed(Strategy):
     def name(self) -> str:
         return f"DeepSpeed ZeRO-{self.accelerator.state.deepspeed_plugin.zero_stage}"
 
-    def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (DeepSpeed engine, its sharded optimizer); its float32 master weights are those of the given model."""
         originals = {name: p.detach().clone() for name, p in model_with_loss.named_parameters() if p.requires_grad}
         self.engine, _ = self.accelerator.prepare(model_with_loss, optimizer)
@@ -51,8 +51,8 @@ class DeepSpeed(Strategy):
         module.set_gradient_accumulation_boundary(last)
         yield
 
-    def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Run the backward pass of an already scaled loss; accelerate's backward would also update the weights."""
+    def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
+        """Run the backward pass; accelerate's backward would also update the weights."""
         module.backward(loss, scale_wrt_gas=False)
 
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:

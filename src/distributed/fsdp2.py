@@ -88,14 +88,14 @@ class FSDP2(Strategy):
                 parameter.requires_grad_(trainable[name])
         return model
 
-    def prepare(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
+    def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
         self._warn_if_one_unit(model_with_loss)
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
         try:
             with self._broadcast_buffers(model_with_loss):
-                module, optimizer = super().prepare(model_with_loss, optimizer)
+                module, optimizer = super().wrap(model_with_loss, optimizer)
         except ValueError as error:
             if "layer class" not in str(error):
                 raise
@@ -139,7 +139,13 @@ class FSDP2(Strategy):
             buffer = getattr(module, name).to(self.accelerator.device)
             torch.distributed.broadcast(buffer, 0)
             module.register_buffer(name, buffer, persistent=False)
+        # A batch norm that finds no count of its batches in a state dict would add one, as for old checkpoints.
+        tracking = [module for module, name in persistent if name == "num_batches_tracked"]
+        for module in tracking:
+            module.track_running_stats = False
         yield
+        for module in tracking:
+            module.track_running_stats = True
         for module, name in persistent:
             module.register_buffer(name, getattr(module, name), persistent=True)
 

@@ -1,4 +1,4 @@
-"""Comparison of the model replicas of all ranks (DDP) by a hash of every parameter.
+"""Comparison of the model replicas of all ranks (DDP) by a hash of every parameter and saved buffer.
 
 Tests: tests/distributed/test_replica_check.py.
 """
@@ -10,6 +10,7 @@ import torch.distributed as dist
 import xxhash
 
 from src.config.errors import Failure
+from src.distributed.step_buffers import persistent_buffers
 
 if TYPE_CHECKING:
     from src.distributed.host_group import HostGroup
@@ -19,11 +20,17 @@ INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int6
 
 
 def digests(model: torch.nn.Module) -> torch.Tensor:
-    """Return a 64-bit hash of each parameter, of every bit of its values and their order, as a vector on the host."""
-    parameters = [parameter.detach().reshape(-1) for parameter in model.parameters()]
-    if all(parameter.device.type == "cpu" for parameter in parameters):
-        return torch.tensor([xxhash.xxh3_64_intdigest(p.view(torch.uint8).numpy()) - (1 << 63) for p in parameters])
-    return torch.stack([_digest_on_device(parameter) for parameter in parameters]).cpu()
+    """Return a 64-bit hash of each parameter and persistent buffer, as a vector on the host.
+
+    It depends on every bit of the values and on their order."""
+    tensors = [tensor.detach().reshape(-1) for tensor in _named_tensors(model).values()]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return torch.tensor([xxhash.xxh3_64_intdigest(t.view(torch.uint8).numpy()) - (1 << 63) for t in tensors])
+    return torch.stack([_digest_on_device(tensor) for tensor in tensors]).cpu()
+
+
+def _named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return dict(model.named_parameters()) | persistent_buffers(model)
 
 
 def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
@@ -40,18 +47,18 @@ def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
 
 
 def check_replicas(host_group: "HostGroup", model: torch.nn.Module, step: int) -> None:
-    """Raise Failure on every rank if two replicas differ in a bit; the message names rank and first parameter.
+    """Raise Failure on every rank if two replicas differ in a bit; the message names rank and first tensor.
 
-    Collective. Reads every parameter once and sends eight bytes per parameter and rank."""
+    Collective. Reads every tensor once and sends eight bytes per tensor and rank."""
     mine = digests(model)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(ranks, mine, group=host_group.group)
-    table = torch.stack(ranks)  # (ranks, parameters)
+    table = torch.stack(ranks)  # (ranks, tensors)
     differs = (table != table[0]).any(dim=0)
     if not differs.any():
         return
     column = int(differs.nonzero()[0])
-    name = [name for name, _ in model.named_parameters()][column]
+    name = list(_named_tensors(model))[column]
     if len(table) == 2:
         which = "ranks 0 and 1 differ"
     else:

@@ -16,6 +16,7 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import strategy_checks, tensor_parallel
 from src.distributed.sharded_tensors import is_partial, plain_name
+from src.distributed.step_buffers import StepBuffers
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ class Strategy:
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
+        strategy_checks.check_model(self, model_with_loss)
+        module, optimizer = self.wrap(model_with_loss, optimizer)
+        several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
+        self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
+        return module, optimizer
+
+    def wrap(
+        self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        """Return what `prepare` returns; each strategy defines it."""
         accelerator = self.accelerator
         module, optimizer = accelerator.prepare(model_with_loss, optimizer)
         if accelerator.scaler is None and accelerator.device.type != "xla":
@@ -136,8 +147,17 @@ class Strategy:
             with self.accelerator.no_sync(module):
                 yield
 
-    def backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
-        """Run the backward pass of an already scaled loss; its gradient is added to `.grad`."""
+    def backward(self, module: torch.nn.Module, loss: torch.Tensor, micro: Any) -> None:
+        """Run the backward pass of an already scaled loss of `micro`; its gradient is added to `.grad`.
+
+        Call it right after the forward pass and within `buffers.step`: it records what that pass did to the buffers."""
+        if not micro.dummy:
+            self.buffers.record()
+        self.run_backward(module, loss)
+        self.buffers.restore()
+
+    def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
+        """Run the backward pass and nothing else; each strategy defines it."""
         self.accelerator.backward(loss)
 
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:

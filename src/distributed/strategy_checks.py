@@ -6,6 +6,8 @@ Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 
@@ -95,3 +97,16 @@ def _check_local_sgd(strategy: "Strategy", cfg: RunConfig) -> None:
             f"local_sgd_steps is {cfg.local_sgd_steps}, but with fp16 each process would have its own loss scale: use "
             "mixed_precision: bf16"
         )
+
+
+# ---- before the model is wrapped ---------------------------------------------------------------------------------------
+
+
+def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
+    """Raise UsageError for a layer whose results would depend on the number of processes."""
+    for name, layer in model.named_modules():
+        if isinstance(layer, torch.nn.SyncBatchNorm) and strategy.accelerator.num_processes > 1:
+            raise UsageError(
+                f"{name} is a SyncBatchNorm, whose results depend on the number of processes: use BatchNorm, whose running "
+                "statistics are the same on all processes here"
+            )

@@ -79,7 +79,9 @@ class RunLogger:
         state = due.state
         plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
         self.say(table(plan | topology(self.strategy, self.cfg)))
-        for note in notes + run_notes(self.cfg, datasets, resume_from, state, due.complete()):
+        for note in (
+            notes + run_notes(self.cfg, datasets, resume_from, state, due.complete()) + self.strategy.buffers.notes()
+        ):
             self.say(note)
         if due.complete():
             return

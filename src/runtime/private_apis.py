@@ -35,6 +35,13 @@ def multiply_all_(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None
     torch._foreach_mul_(tensors, factor)
 
 
+def copy_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+    """Copy each source into its target in one kernel for all. Test: tests/training/test_step_buffers.py."""
+    import torch
+
+    torch._foreach_copy_(targets, sources)
+
+
 def local_slices(sharded: "torch.Tensor") -> tuple[slice, ...]:
     """Return the slices of a DTensor that this rank holds, so that it reads only these from a file.
 

@@ -29,9 +29,10 @@ def choose_batch_size(
     size = 1 << (share.bit_length() - 1)
     if strategy.accelerator.device.type == "cpu":
         return min(size, LARGEST_ON_CPU)
-    return largest_that_fits(
-        size, lambda n: fits(strategy, module, task, train_set.rows(train_set.longest(n))), host_group
-    )
+    with strategy.buffers.unchanged():
+        return largest_that_fits(
+            size, lambda n: fits(strategy, module, task, train_set.rows(train_set.longest(n))), host_group
+        )
 
 
 def largest_that_fits(size: int, fits: Callable[[int], bool], host_group: HostGroup) -> int:

@@ -62,7 +62,7 @@ def backward_in_two_passes(
                 product = product + (again[name] * scaled).sum()
             if not product.requires_grad:
                 raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
-            strategy.backward(module, product)
+            strategy.backward(module, product, micro)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
             _check_repeated(task, mine, again)
@@ -109,10 +109,11 @@ def _global_vectors(
     Rows are in the order of the plan, which does not depend on the number of ranks or the micro-batch size."""
     # Only the forward pass of a sharded model is a collective; without DDP's wrapper no other is.
     caller = module if strategy.is_sharded else model_with_loss
-    computed = [
-        {} if micro.dummy and not strategy.is_sharded else _represent(strategy, caller, micro, batch)
-        for micro, batch in window
-    ]
+    computed = []
+    for micro, batch in window:
+        with strategy.buffers.unchanged():  # pass 2 updates running statistics
+            needed = strategy.is_sharded or not micro.dummy
+            computed.append(_represent(strategy, caller, micro, batch) if needed else {})
     real = [(micro, vectors) for (micro, _), vectors in zip(window, computed, strict=True) if not micro.dummy]
     parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
     parts_by_rank = _all_parts(strategy, hosts, parts)

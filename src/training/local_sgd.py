@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
+from src.distributed.step_buffers import StepBuffers
 from src.distributed.strategies import Strategy
 from src.training.train_state import TrainState
 
@@ -23,9 +24,11 @@ class LocalSGD:
         state.local_updates = True
         if not optimizer.state:
             _create_moments(optimizer)
+        self.buffers = StepBuffers(strategy.buffers.module, self.accelerator.device, all_ranks=True)
+        self.buffers.begin()
 
     def average(self) -> None:
-        """Average weights and moments over ranks; raise Failure on all ranks if one skipped too many updates in a row.
+        """Average weights, moments and buffers over ranks; raise Failure on all ranks if one skipped too many updates in a row.
 
         Collective: an all-reduce of a small vector, then of the weights and of each kind of moment as one flat copy.
         The copy is the size of the gradients, which are freed by now."""
@@ -40,6 +43,9 @@ class LocalSGD:
         state.check_skipped(most, state.step)
         for tensors in self._tensors_by_kind().values():
             self._average_tensors(tensors)
+        self.buffers.record()
+        self.buffers.finish()
+        self.buffers.begin()
 
     def _tensors_by_kind(self) -> dict[str, list[torch.Tensor]]:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]

@@ -84,14 +84,14 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
 
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
-    non-finite. The losses are a float64 vector on the device, one per micro-batch. Nothing here waits for the device.
+    non-finite. The losses are a float64 vector on the device, one per micro-batch. Every forward pass begins with the
+    buffers of the step before; then they are set to the mean over the micro-batches. Nothing here waits for the device.
     """
     device = strategy.accelerator.device
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
-    if model_with_loss.task.has_batch_loss:
-        losses = batch_loss.backward_in_two_passes(strategy, module, window, total_weight)
-    else:
-        losses = _backward(strategy, module, window, total_weight)
+    backward = batch_loss.backward_in_two_passes if model_with_loss.task.has_batch_loss else _backward
+    with strategy.buffers.step():
+        losses = backward(strategy, module, window, total_weight)
     stacked = torch.stack(losses)
     return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
 
@@ -107,7 +107,7 @@ def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total
             # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
             # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
             factor = 0.0 * loss.detach() + (0.0 if micro.dummy else scale)
-            strategy.backward(module, loss * factor)
+            strategy.backward(module, loss * factor, micro)
         losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
     return losses
 

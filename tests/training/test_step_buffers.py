@@ -1,0 +1,156 @@
+"""Buffers that training changes: the mean over the micro-batches of a step, whatever rank computed them."""
+
+import shutil
+
+import pytest
+import torch
+
+from src.config.errors import UsageError
+from src.distributed import replica_check, strategy_checks
+from src.distributed.step_buffers import StepBuffers, persistent_buffers
+from src.tasks import text_classification
+from tests.helpers import batch_norm, kit
+
+CPU = torch.device("cpu")
+CONSTANT = "constant"
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_classification.Task, "build", batch_norm.build)
+        yield batch_norm.recipe(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def one(flags, tmp_path_factory) -> kit.Run:
+    return kit.run_training(1, tmp_path_factory.mktemp("one") / "run", *flags)
+
+
+@pytest.fixture(scope="module")
+def two(flags, tmp_path_factory) -> kit.Run:
+    return kit.run_training(2, tmp_path_factory.mktemp("two") / "run", *flags)
+
+
+def check_same_numbers(one: kit.Run, other: kit.Run) -> None:
+    ours, theirs = dict(one.weights), dict(other.weights)
+    assert any("running_var" in name for name in ours)
+    assert torch.equal(ours.pop(CONSTANT).view(torch.int64), theirs.pop(CONSTANT).view(torch.int64))
+    assert kit.distance(ours, theirs) <= 1e-10
+    for a, b in zip(one.kind("eval"), other.kind("eval"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-10)
+        assert b["accuracy"] == a["accuracy"]
+
+
+def test_numbers_do_not_depend_on_the_number_of_processes(flags, one, two, tmp_path):
+    check_same_numbers(one, two)
+    check_same_numbers(one, kit.run_training(4, tmp_path / "four", *flags))
+    assert one.weights["blocks.0.norm.num_batches_tracked"].item() == 16  # the steps, not the micro-batches
+    notes = [(run.folder.with_suffix(".out") / "rank0.txt").read_text() for run in (one, two)]
+    assert all("5 saved buffers (first model.constant)" in text for text in notes)
+
+
+def test_fsdp2_and_recomputation_give_the_same_buffers(flags, one, tmp_path):
+    """A recomputed forward pass of batch norm updates its statistics a second time."""
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    check_same_numbers(one, kit.run_training(2, tmp_path / "fsdp2", *flags, env=env))
+    check_same_numbers(one, kit.run_training(1, tmp_path / "again", *flags, "--gradient_checkpointing", "true"))
+
+
+def evaluated(run: kit.Run, folder) -> tuple[dict, dict]:
+    """Return what the run reported last, and what eval.py finds for its last checkpoint on one process."""
+    return run.kind("eval")[-1], kit.run_evaluation(1, folder, "--checkpoint", run.folder)
+
+
+def test_two_processes_evaluate_and_resume_bitwise(flags, two, tmp_path):
+    reported, found = evaluated(two, tmp_path / "eval")
+    assert found == reported
+    shutil.copytree(two.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000016")
+    resumed = kit.run_training(2, tmp_path / "run", *flags)
+    assert kit.same(resumed.weights, two.weights)
+    assert resumed.kind("eval") == two.kind("eval")
+
+
+def test_local_sgd_averages_buffers(flags, tmp_path):
+    run = kit.run_training(2, tmp_path / "run", *flags, "--local_sgd_steps", 4)  # it compares replicas at each save
+    reported, found = evaluated(run, tmp_path / "eval")
+    assert found == reported
+
+
+def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
+    for name in ("record", "restore", "finish"):
+        monkeypatch.setattr(StepBuffers, name, lambda self: None)
+    with pytest.raises(kit.RankFailed, match=r"running_mean"):  # by the check of replicas before the first save
+        kit.run_training(2, tmp_path / "run", *flags)
+    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
+    reported, found = evaluated(kit.run_training(2, tmp_path / "run", *flags), tmp_path / "eval")
+    assert found["loss"] != pytest.approx(reported["loss"], rel=1e-4)
+
+
+# ---- the arithmetic ----------------------------------------------------------------------------------------------------
+
+
+class Counters(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([1.0, 2.0, -0.0]))
+        self.register_buffer("least", torch.tensor(float("inf")))
+        self.register_buffer("count", torch.tensor([0, 2**60 + 1]))
+        self.register_buffer("seen", torch.tensor([False, True]))
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, value):
+        self.mean[:2] += value
+        self.least = torch.minimum(self.least, value)  # replaced instead of changed
+        self.count[0] += 1
+        self.seen[0] = True
+        self.cache += 1
+
+
+def test_mean_over_the_passes_of_a_step():
+    module = Counters()
+    buffers = StepBuffers(module, CPU, all_ranks=False)
+    with buffers.step():
+        for value in (1.0, 2.0, 6.0):
+            module(torch.tensor(value))
+            buffers.record()
+            module(torch.tensor(100.0))  # a recomputation in the backward pass
+            buffers.restore()
+    assert module.mean.tolist() == [4.0, 5.0, 0.0]
+    assert module.mean[2].signbit()  # no pass changed it
+    assert module.least == 3
+    assert module.count.tolist() == [1, 2**60 + 1]
+    assert module.seen.tolist() == [True, True]
+    assert list(persistent_buffers(module)) == ["mean", "least", "count", "seen"]
+
+
+def test_a_pass_with_a_nan_changes_no_buffer_to_nan():
+    module = torch.nn.BatchNorm1d(2)
+    buffers = StepBuffers(module, CPU, all_ranks=False)
+    with buffers.step():
+        module(torch.tensor([[1.0, float("nan")], [3.0, 4.0]]))
+        buffers.record()
+        buffers.restore()
+    assert module.running_mean.tolist() == pytest.approx([0.2, 0.0])
+    assert module.running_var[1] == 1
+
+
+def test_probes_leave_buffers_unchanged():
+    module = Counters()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(ValueError), StepBuffers(module, CPU, all_ranks=False).unchanged():
+        module(torch.tensor(5.0))
+        raise ValueError
+    assert kit.same(before, module.state_dict())
+
+
+def test_synchronized_batch_norm_is_refused_on_several_processes():
+    class Two:
+        class accelerator:
+            num_processes = 2
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
+    with pytest.raises(UsageError, match=r"1 is a SyncBatchNorm"):
+        strategy_checks.check_model(Two, model)
