@@ -14,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 
 from src.checkpointing import checkpoint_format, checkpoint_list, final_model, host_copy, model_folder
 from src.checkpointing.sharded_checkpoint import ShardWriters, assign_tensors_to_ranks
@@ -24,6 +23,7 @@ from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
 from src.runtime import console, run_status
 from src.storage import atomic_folder, lost_run_folder
+from src.storage.disk_errors import is_disk_error
 from src.storage.jsonl import JsonlWriter
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
@@ -78,7 +78,8 @@ class CheckpointWriter:
     def failed(self) -> float:
         """Return 1 if the run must end because `max_failed_saves` checkpoints in a row failed, else 0.
 
-        Raise the stored exception of the last write. A disk error of a checkpoint is not stored, only counted."""
+        Raise the stored exception of the last write: an error of code, which ends the run with its traceback. A disk
+        error of a checkpoint is not stored, only counted."""
         if self.error is not None:
             error, self.error = self.error, None
             raise error
@@ -137,7 +138,7 @@ class CheckpointWriter:
 
         self._start(self._write_final, copy)
 
-    def save_failed(self, step: int, error: Exception) -> None:
+    def save_failed(self, step: int, error: BaseException) -> None:
         """Count and report a checkpoint that could not be written."""
         if lost_run_folder.lost_folder(self.folder):
             return  # StopSignals notices this at its next check, ends the process and reports the reason
@@ -184,21 +185,22 @@ class CheckpointWriter:
                 self.saved = (step, train_state["evaluated"])
                 self._delete_old(train_state["best_step"])
                 self._report_saved(folder, tensors, copying, time.perf_counter() - began)
-        except (OSError, SafetensorError) as error:
-            if _is_disk_error(error):
+        except Failure as error:  # another rank's error: that rank ends the run with its traceback
+            log.error("the checkpoint of step %s is not saved: %s", step, error)
+        except BaseException as error:
+            if is_disk_error(error) or lost_run_folder.lost_folder(self.folder):
                 self.save_failed(step, error)
             else:
                 self.error = error
-        except BaseException as error:
-            self.error = error
         self.stop_signals.save_seconds = max(self.stop_signals.save_seconds, time.perf_counter() - began)
 
     def _write_final(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except (OSError, SafetensorError) as error:
-            self.error = Failure(f"{self.folder / 'final'} could not be written: {error}; run the same command again")
         except BaseException as error:
+            if is_disk_error(error) or lost_run_folder.lost_folder(self.folder):
+                text = f"{self.folder / 'final'} could not be written: {error}; run the same command again"
+                error = Failure(text)
             self.error = error
 
     def _publish(self, folder: Path, write: Callable[[Path], None], step: int) -> None:
@@ -238,7 +240,3 @@ class CheckpointWriter:
             checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")
-
-
-def _is_disk_error(error: Exception) -> bool:
-    return isinstance(error, OSError) or "os error" in str(error)  # safetensors wraps an OSError in a SafetensorError

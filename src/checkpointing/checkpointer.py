@@ -199,6 +199,8 @@ class Checkpointer:
         """Wait until no rank writes; return True on every rank if the last checkpoint was saved."""
         self._wait_on_all_ranks()
         failed_here = isinstance(self.writer.error, Failure)
+        if not failed_here:
+            self.writer.failed()  # raises an error of code here, before the others are asked: this rank has the traceback
         if self.hosts.sum([float(failed_here)])[0] and not failed_here:
             raise Failure("the final model could not be written: see the error of the rank that failed")
         self.writer.failed()

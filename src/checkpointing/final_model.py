@@ -11,6 +11,7 @@ from src.checkpointing.checkpoint_list import read_state
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
+from src.storage.disk_errors import DiskError
 from src.training.train_state import TrainState
 
 
@@ -44,7 +45,7 @@ def publish_copy(
         if not errors:
             return _publish_copy(folder, checkpoint, write_card, mixed_precision)
         warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", any_rank=True)
-    raise OSError(None, "no intact checkpoint to copy it from")
+    raise DiskError(None, "no intact checkpoint to copy it from")
 
 
 def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, int], None], mixed_precision: str) -> int:

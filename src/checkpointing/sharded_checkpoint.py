@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from src.config.errors import UsageError
+from src.config.errors import Failure, UsageError
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial
 from src.runtime import private_apis
 from src.storage import atomic_folder
+from src.storage.disk_errors import DiskError, is_disk_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -88,28 +89,30 @@ class ShardWriters(NamedTuple):
                 atomic_folder.fsync(path)
             hashes = {path.name: atomic_folder.hash_file(path) for path in files}
         except Exception as error:
-            atomic_folder.rewrite(outcome, json.dumps({"error": str(error)}))
-            is_disk_error = isinstance(error, OSError) or "os error" in str(error)  # safetensors wraps an OSError
-            if not is_disk_error:
+            atomic_folder.rewrite(outcome, json.dumps({"error": str(error), "disk": is_disk_error(error)}))
+            if not is_disk_error(error):
                 raise
         else:
             atomic_folder.rewrite(outcome, json.dumps({"files": hashes}))
 
     def collect_shards(self, parts: Path, folder: Path) -> dict[str, dict]:
-        """Move all other ranks' files into `folder`; return their hashes. Raise OSError if a rank failed or is late."""
+        """Move all other ranks' files into `folder`; return their hashes.
+
+        Raise DiskError if a rank's disk failed or a rank is late, Failure if a rank has an error that ends the run."""
         end, hashes = time.monotonic() + self.patience, {}
         for rank in range(1, self.world):
             outcome = parts / f"{rank}.json"
             while not outcome.exists():
                 if time.monotonic() > end:
-                    raise OSError(
+                    raise DiskError(
                         None,
                         f"rank {rank} has not written its shard in {self.patience:g} s: do all nodes see this folder?",
                     )
                 time.sleep(0.02)
             result = json.loads(outcome.read_text())
             if "error" in result:
-                raise OSError(None, f"{result['error']}, on rank {rank}")
+                text = f"{result['error']}, on rank {rank}"
+                raise DiskError(None, text) if result["disk"] else Failure(text)
             for name in result["files"]:
                 (parts / str(rank) / name).rename(folder / name)
             hashes |= result["files"]

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors import SafetensorError
 
 import train
 from src.checkpointing import async_writer, checkpoint_format, checkpoint_list, checkpointer, host_copy, model_folder
 from src.config.parsing import RunConfig
 from src.reporting import ledger
 from src.storage import atomic_folder
+from src.storage.disk_errors import DiskError, is_disk_error
 from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import STEPS, at_step, command, same_state, saved
@@ -86,6 +88,43 @@ def test_bug_in_the_writer_ends_all_ranks_with_its_traceback(tiny, tmp_path, mon
     assert outputs[0].rstrip().endswith("RuntimeError: a bug in the writing")
     assert "a bug in the writing" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
     assert "Traceback" not in "".join(outputs[1:])
+
+
+MISSING = FileNotFoundError(errno.ENOENT, "No such file or directory", "config.json")
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_bug_that_looks_like_a_disk_error_ends_the_run(tiny, tmp_path, monkeypatch, mutant):
+    """A fork's save_pretrained reads a file that it has not written. The mutant counts every OSError as the disk's."""
+    fail_at(range(99), MISSING, monkeypatch)
+    if mutant:
+        monkeypatch.setattr(async_writer, "is_disk_error", lambda error: isinstance(error, OSError))
+    codes, outputs = command(recipe.flags(tiny, max_failed_saves=9), tmp_path)
+    assert codes == [0 if mutant else 1], outputs
+    assert ("training continues" in outputs[0]) == mutant
+    assert ("Traceback" in outputs[0]) == (not mutant)
+    if not mutant:
+        assert outputs[0].rstrip().endswith("FileNotFoundError: [Errno 2] No such file or directory: 'config.json'")
+        assert json.loads((tmp_path / "run" / "status.json").read_text())["exit_code"] == 1
+
+
+def test_disk_errors_are_told_by_their_number():
+    disk = [
+        FULL,
+        PermissionError(errno.EACCES, "denied"),
+        DiskError(None, "late"),
+        TimeoutError(errno.ETIMEDOUT, "nfs"),
+    ]
+    disk.append(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"))
+    code = [
+        BUG,
+        MISSING,
+        OSError("no file named config.json"),
+        OSError(None, "of a library"),
+        TimeoutError("of a library"),
+    ]
+    code.append(SafetensorError("No such file or directory (os error 2)"))
+    assert [is_disk_error(error) for error in disk + code] == [True] * len(disk) + [False] * len(code)
 
 
 def test_failed_final_model_ends_all_ranks_and_the_same_command_writes_it(tiny, straight, tmp_path):

@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from src.checkpointing import sharded_checkpoint
 from src.checkpointing.model_folder import write_index
 from src.checkpointing.sharded_checkpoint import ShardWriters, TensorReader, assign_tensors_to_ranks, file_name
-from src.config.errors import UsageError
+from src.config.errors import Failure, UsageError
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full, is_partial
 from src.storage import atomic_folder
+from src.storage.disk_errors import DiskError
 from tests.helpers import kit
 
 # ---- which rank writes what --------------------------------------------------------------------------------------------
@@ -125,7 +126,7 @@ def test_error_of_a_rank_reaches_the_main_process(tmp_path, error):
     with pytest.raises(TypeError) if is_bug else nullcontext():
         ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", writes(1, error=error))
     text = "a bug, on rank 1" if is_bug else "No space left on device, on rank 1"
-    with pytest.raises(OSError, match=text):
+    with pytest.raises(Failure if is_bug else DiskError, match=text):
         ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
