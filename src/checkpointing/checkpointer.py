@@ -18,6 +18,7 @@ from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.sharded_checkpoint import check_shared_folder
+from src.checkpointing.trial_save import try_to_save
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
@@ -74,6 +75,9 @@ class Checkpointer:
             self.writer.saved = (self.state.step, self.state.evaluated)
         if self.writer.all_ranks_write and num_nodes() > 1:
             check_shared_folder(self.accelerator, self.hosts, self.folder)
+        if self.resume_from is None and self.cfg.check_save and not due.complete():
+            state = {"progress": asdict(self.state)} | self.metadata
+            try_to_save(self.strategy, self.writer, self.model, self.parts, state)
         if not due.complete():
             resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata["lineage"])
 

@@ -48,6 +48,12 @@ def write_model(
         _write_shard(model, folder, tensors or {}, rank, world)
     if rank > 0:
         return
+    if not (folder / "config.json").exists():
+        names = ", ".join(sorted(path.name for path in folder.iterdir()))
+        raise RuntimeError(
+            f"save_pretrained of {type(model).__name__} has written no config.json, only {names}: `build` could not load this "
+            "folder; let the task's `saved` return the model inside, or give the class its own save_pretrained"
+        )
     if has_tensors:
         _set_dtype(folder / "config.json", dtypes)
     if getattr(task, "tokenizer", None) is not None:

@@ -165,6 +165,9 @@ def fork(world: int, target, *args, out, env=None) -> list:
     Takes half a second (a launcher: fifteen), because imports are done once."""
     for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
+    from transformers import conversion_mapping
+
+    conversion_mapping.get_checkpoint_conversion_mapping("llama")  # cached: hundreds of patterns that every save needs
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     context = torch.multiprocessing.get_context("fork")
