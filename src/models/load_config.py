@@ -46,19 +46,21 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         raise UsageError(
             f"no model: give --model_name_or_path, or --model_config for random weights of task {cfg.task}"
         )
-    return _pretrained_config(cfg) if cfg.model_name_or_path else _config_from_file(cfg, tokenizer)
+    if cfg.model_name_or_path:
+        return pretrained_config(cfg, str(cfg.model_name_or_path))
+    return _config_from_file(cfg, tokenizer)
 
 
-def _pretrained_config(cfg: RunConfig) -> "PreTrainedConfig":
+def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_path") -> "PreTrainedConfig":
+    """Return the configuration of the pretrained model `name`, which the option `field` names."""
     from transformers import AutoConfig
 
-    name = str(cfg.model_name_or_path)
     try:
-        folder = model_folder(cfg, name)
+        folder = model_folder(cfg, name, field)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
         raise UsageError(
-            f"model_name_or_path: no model could be read from {name}: {not_found_locally(name)}{reason(error)} (give a "
+            f"{field}: no model could be read from {name}: {not_found_locally(name)}{reason(error)} (give a "
             "folder made by save_pretrained, or a Hub id)"
         ) from error
     file = Path(folder, "config.json")

@@ -20,7 +20,7 @@ def chunk_rows(device_type: str, vocabulary: int) -> int:
 def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
     """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored."""
     if training:
-        return {"loss": F.cross_entropy(_at_least_float32(logits), targets, reduction="sum")}
+        return {"loss": F.cross_entropy(at_least_float32(logits), targets, reduction="sum")}
     loss, correct = scores(logits, targets)
     return {"loss": loss, "correct": correct}
 
@@ -65,7 +65,7 @@ def linear_cross_entropy(
 def _chunk(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    return F.cross_entropy(_at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
+    return F.cross_entropy(at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
 
 
 @torch.no_grad()
@@ -84,10 +84,11 @@ def linear_scores(
 
 def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (summed cross-entropy, number of correct predictions) of logits (rows, classes), both float64."""
-    logits = _at_least_float32(logits)
+    logits = at_least_float32(logits)
     loss = F.cross_entropy(logits, targets, reduction="none")
     return loss.double().sum(), (logits.argmax(-1) == targets).double().sum()
 
 
-def _at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits of 16 bits in float32, others unchanged."""
     return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits

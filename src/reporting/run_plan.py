@@ -38,7 +38,8 @@ def plan_table(
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
     forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
     rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, train.stats.get("longest", 1))
-    disk = _disk_bytes(cfg, parameters, trainable, total)
+    saved = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
+    disk = _disk_bytes(cfg, saved.parameters, trainable, total)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 

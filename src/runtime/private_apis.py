@@ -93,8 +93,10 @@ def layer_class_names(model: "torch.nn.Module") -> set[str]:
 
 
 def copy_layer_class_names(model: "torch.nn.Module", wrapper: "torch.nn.Module") -> None:
-    """Give a wrapper the layer class names by which accelerate shards. Test: tests/distributed/test_fsdp2.py."""
-    wrapper._no_split_modules = sorted(layer_class_names(model)) or None
+    """Add the layer class names of `model` to a wrapper: accelerate shards by them.
+
+    Tests: tests/distributed/test_fsdp2.py and tests/distributed/test_frozen_teacher.py."""
+    wrapper._no_split_modules = sorted(layer_class_names(wrapper) | layer_class_names(model)) or None
 
 
 def has_model_class(auto_class: type, config: Any) -> bool:

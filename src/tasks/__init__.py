@@ -15,6 +15,8 @@ def _options(name: str):
 
 OPTIONS = {  # task name (also its file name) -> function that returns its Options dataclass
     "causal_lm": _options("causal_lm"),
+    "distillation": _options("distillation"),
+    "preference": _options("preference"),
     "text_classification": _options("text_classification"),
 }
 

@@ -18,6 +18,7 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
+GPT2 = kit.GPT2 | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 SENTENCE = "the cat sat on a mat while one red fox ran over seven lazy dogs and no other saw it go home again"
 
 
@@ -47,4 +48,28 @@ def text_classification(folder) -> list:
     )
 
 
-RECIPES = [causal_lm, text_classification]
+def preference(folder) -> list:
+    """Pairs of random words; the reference is the model itself before training."""
+    generator = np.random.default_rng(3)
+    for split, count in (("train", 203), ("validation", 31)):
+        rows = []
+        for length in 2 + (20 * generator.random(count) ** 2).astype(int):
+            texts = [" ".join(generator.choice(SENTENCE.split(), size)) for size in (3, length, length // 2 + 1)]
+            rows.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
+        kit.write_jsonl(folder / f"{split}.jsonl", rows)
+    return kit.flags(
+        task="preference",
+        model_config=kit.write_yaml(folder / "model.yaml", GPT2),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer"),
+        beta=0.5,
+    )
+
+
+def distillation(folder) -> list:
+    """The rows of causal_lm, and a teacher of another architecture."""
+    flags = causal_lm(folder)
+    teacher = kit.save_model(folder / "teacher", GPT2 | {"n_embd": 48, "initializer_range": 0.4})
+    return flags + kit.flags(task="distillation", teacher_name_or_path=teacher, distillation_alpha=0.7)
+
+
+RECIPES = [causal_lm, preference, distillation, text_classification]

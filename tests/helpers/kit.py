@@ -441,6 +441,15 @@ CHATML = (
 )
 
 
+def save_model(folder, config: dict, seed: int = 7) -> Path:
+    """Save a causal language model with random weights, as transformers does; return its folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model(**config)).save_pretrained(folder)
+    return Path(folder)
+
+
 def tiny_tokenizer(folder, texts=(), size: int = 320, chat_template: str | None = None) -> Path:
     """Save a byte-level BPE tokenizer trained on `texts`; it can encode any text."""
     from tokenizers import ByteLevelBPETokenizer

@@ -1,0 +1,85 @@
+"""Losses per token of language models, in chunks of logits: log-probabilities of targets, divergence from a teacher.
+
+Used by the tasks preference and distillation. Tests: tests/models/test_token_losses.py.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+from src.models.losses import at_least_float32, chunk_rows
+from src.runtime.private_apis import known_masks
+
+
+class Scored(NamedTuple):
+    """What a language model computes for a micro-batch: hidden states (rows, features) and the head on them.
+
+    Without a head, the hidden states are the logits."""
+
+    hidden: torch.Tensor
+    head: torch.nn.Linear | None
+
+    def chunks(self, rows: int) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        """Yield (hidden states, weight, bias) for each `rows` rows."""
+        head = (None, None) if self.head is None else (self.head.weight, self.head.bias)
+        return ((hidden, *head) for hidden in self.hidden.split(rows))
+
+    def rows_per_chunk(self) -> int:
+        vocabulary = self.hidden.shape[-1] if self.head is None else self.head.weight.shape[0]
+        return chunk_rows(self.hidden.device.type, vocabulary)
+
+
+def score_tokens(model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_head: bool) -> Scored:
+    """Run a language model on `input_ids` and `position_ids` of packed rows; the head runs only if it is not linear."""
+    positions = inputs.get("position_ids")
+    arguments = {"input_ids": inputs["input_ids"], "position_ids": positions, "use_cache": False}
+    with known_masks(packed=positions is not None):
+        output = model.base_model(**arguments) if plain_head else model(**arguments)
+    if plain_head:
+        return Scored(output.last_hidden_state.flatten(0, 1), model.get_output_embeddings())
+    return Scored(output.logits.flatten(0, 1), None)
+
+
+def token_log_probs(scored: Scored, targets: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each target, (rows,), float32 or better; zero for a target of -100."""
+    rows = scored.rows_per_chunk()
+    chunks = zip(scored.chunks(rows), targets.split(rows), strict=True)
+    return torch.cat([_recomputed(_log_probs_of_chunk, *one, chosen) for one, chosen in chunks])
+
+
+def distillation_terms(
+    student: Scored, teacher: Scored, targets: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (KL divergence, cross-entropy, 1 if predicted correctly) of each row, zero for a target of -100.
+
+    The divergence is that of the teacher's distribution at `temperature` from the student's."""
+    rows = student.rows_per_chunk()
+    chunks = zip(student.chunks(rows), teacher.chunks(rows), targets.split(rows), strict=True)
+    terms = [_recomputed(_terms_of_chunk, *one, *other, chosen, temperature) for one, other, chosen in chunks]
+    kl, cross_entropy, correct = (torch.cat(values) for values in zip(*terms, strict=True))
+    return kl, cross_entropy, correct
+
+
+def _recomputed(function: Callable, *arguments):
+    """Call the function; backward calls it again instead of keeping its intermediate values."""
+    return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def _logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+    return at_least_float32(hidden if weight is None else F.linear(hidden, weight, bias))
+
+
+def _log_probs_of_chunk(hidden, weight, bias, targets: torch.Tensor) -> torch.Tensor:
+    return -F.cross_entropy(_logits(hidden, weight, bias), targets, reduction="none")
+
+
+def _terms_of_chunk(hidden, weight, bias, other, other_weight, other_bias, targets: torch.Tensor, temperature: float):
+    student, teacher = _logits(hidden, weight, bias), _logits(other, other_weight, other_bias)
+    log_student = F.log_softmax(student / temperature, -1)
+    log_teacher = F.log_softmax(teacher / temperature, -1)
+    kl = F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
+    cross_entropy = F.cross_entropy(student, targets, reduction="none")
+    return kl * (targets != -100), cross_entropy, student.argmax(-1) == targets

@@ -1,0 +1,85 @@
+"""Distillation: a small language model learns from the distributions of a larger one, its teacher.
+
+loss = alpha · T² · KL(teacher ‖ student, both at temperature T) + (1 − alpha) · cross-entropy, summed over target tokens
+(Hinton et al. 2015). Rows are those of causal_lm. Tests: tests/tasks/test_distillation.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from src.config.fields import option
+from src.config.untrusted_values import plain_data
+from src.models.frozen_teacher import FrozenModel, StudentAndTeacher
+from src.models.model_checks import check_packing, has_plain_lm_head
+from src.models.token_losses import distillation_terms, score_tokens
+from src.tasks import causal_lm
+
+
+@dataclass
+class Options(causal_lm.Options):
+    # may_change_on_resume, because teacher_revision tells whether the teacher's weights are the same.
+    teacher_name_or_path: str | None = option(
+        "Hub id, folder or run of the teacher, which has the student's vocabulary",
+        is_path=True,
+        may_change_on_resume=True,
+        from_checkpoint=plain_data,
+    )
+    teacher_revision: str | None = option(
+        "branch, tag or commit of a Hub teacher (default: main); of a folder the hash of its weights, filled in",
+        from_checkpoint=True,
+    )
+    distillation_alpha: float = option(
+        "share of the teacher in the loss; the rest is cross-entropy", 0.5, min=0, max=1, from_checkpoint=True
+    )
+    distillation_temperature: float = option(
+        "divides the logits of both models in the teacher's share", 2.0, above=0, from_checkpoint=True
+    )
+
+    def check(self) -> list[str]:
+        if self.teacher_name_or_path:
+            return []
+        return ["teacher_name_or_path is missing: distillation needs a teacher, a Hub id or the folder of a model"]
+
+
+class Task(causal_lm.Task):
+    attributes_from_weights = ("plain_head", "teacher_plain_head")
+
+    def load(self) -> None:
+        super().load()
+        o = self.options
+        self.teacher = FrozenModel(self.cfg, "teacher", o.teacher_name_or_path, o.teacher_revision)
+        self.teacher.check_fit(self.config, self.tokenizer, self.max_length)
+        o.teacher_revision = self.teacher.version  # now an option of the run, which resume and eval.py compare
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        student, teacher = super().build(weights, empty), self.teacher.build(empty)
+        if not empty:
+            self.teacher_plain_head = has_plain_lm_head(teacher)
+            if self.options.packing:
+                check_packing(teacher)
+        return StudentAndTeacher(student, teacher)
+
+    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.get_submodule("student")
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        o, targets = self.options, inputs["targets"].flatten()
+        # The student first: FSDP2 gathers layers for backward in the reverse order of forward, ending with the student's.
+        student = score_tokens(model.get_submodule("student"), inputs, self.plain_head)
+        with torch.no_grad():
+            teacher = score_tokens(model.get_submodule("teacher"), inputs, self.teacher_plain_head)
+        kl, cross_entropy, correct = distillation_terms(student, teacher, targets, o.distillation_temperature)
+        if not model.training:
+            kl, cross_entropy = kl.double(), cross_entropy.double()
+        alpha, scale = (
+            o.distillation_alpha,
+            o.distillation_temperature**2,
+        )  # gradients shrink with the temperature squared
+        sums = {"kl": kl.sum(), "cross_entropy": cross_entropy.sum()}
+        sums["loss"] = alpha * scale * sums["kl"] + (1 - alpha) * sums["cross_entropy"]
+        return sums if model.training else sums | {"correct": correct.sum()}
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        of_student = super().metrics(sums | {"loss": sums["cross_entropy"]}, weight)
+        return of_student | {"kl": sums["kl"] / weight}
