@@ -115,10 +115,11 @@ def save_on_every_rank(model: "torch.nn.Module") -> None:
 def known_masks(packed: bool) -> Iterator[None]:
     """Tell transformers whether rows are packed or padded, so that it does not read this from the device.
 
-    Otherwise it calls `mask.all()` in every forward pass, and the host waits for all queued work. If a version lacks
-    these functions, only this wait comes back. Tests: tests/training/test_step.py and tests/tasks/test_causal_lm.py."""
+    Otherwise it calls `mask.all()` in every forward pass, or looks for padding tokens to warn of, and the host waits
+    for all queued work. If a version lacks these functions, only this wait comes back.
+    Tests: tests/training/test_step.py, tests/tasks/test_causal_lm.py and tests/conformance/test_task.py."""
     import torch
-    from transformers import masking_utils
+    from transformers import PreTrainedModel, masking_utils
 
     def find_packed_sequence_indices(position_ids):
         if not packed:
@@ -128,16 +129,20 @@ def known_masks(packed: bool) -> Iterator[None]:
     def ignore_mask(padding_mask, kv_length, local_attention_size=None):
         return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
 
-    ours = {
-        "find_packed_sequence_indices": find_packed_sequence_indices,
-        "_ignore_bidirectional_mask_sdpa": ignore_mask,
-    }
-    original = {name: getattr(masking_utils, name) for name in ours if hasattr(masking_utils, name)}
+    ours = [
+        (masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices),
+        (masking_utils, "_ignore_bidirectional_mask_sdpa", ignore_mask),
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda model, input_ids, attention_mask: None),
+    ]
+    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in ours if hasattr(owner, name)]
     try:
-        vars(masking_utils).update({name: ours[name] for name in original})
+        for owner, name, function in ours:
+            if hasattr(owner, name):
+                setattr(owner, name, function)
         yield
     finally:
-        vars(masking_utils).update(original)
+        for owner, name, function in originals:
+            setattr(owner, name, function)
 
 
 # ---- accelerate 1.15 -----------------------------------------------------------------------------------------------------
