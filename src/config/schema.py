@@ -61,7 +61,8 @@ class RunConfig:
     )
 
     dataset_name: str | None = option(
-        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings",
+        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings, "
+        "stdlib_tokens",
         group="data",
         is_path=True,
         may_change_on_resume=True,

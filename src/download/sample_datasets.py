@@ -1,22 +1,25 @@
-"""Three sample datasets built from Python's standard library, so that training needs no network.
+"""Four sample datasets built from Python's standard library, so that training needs no network.
 
 Delete this file and its uses when you have your own data. Tests: tests/download/test_sample_datasets.py.
 """
 
 import ast
 import hashlib
+import io
 import json
+import keyword
 import os
 import re
 import shutil
 import sysconfig
 import textwrap
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
 
-SAMPLES = ("stdlib_code", "stdlib_functions", "stdlib_docstrings")
+SAMPLES = ("stdlib_code", "stdlib_functions", "stdlib_docstrings", "stdlib_tokens")
 VOCABULARY = 2048
 VERSION = "1"  # increase it if the code below makes other rows
 # fmt: off
@@ -76,12 +79,17 @@ def stdlib_sources() -> list[tuple[str, str]]:
 
 def _make(name: str, target: Path) -> None:
     """Write train.jsonl and validation.jsonl, and a tokenizer trained on the training texts."""
-    make_rows = {"stdlib_code": _code_rows, "stdlib_functions": _function_rows, "stdlib_docstrings": _docstring_rows}
-    rows = make_rows[name]()
+    make_rows, columns = {
+        "stdlib_code": (_code_rows, ["text"]),
+        "stdlib_functions": (_function_rows, ["text"]),
+        "stdlib_docstrings": (_docstring_rows, ["code", "docstring"]),
+        "stdlib_tokens": (_token_rows, ["tokens"]),
+    }[name]
+    rows = make_rows()
     for split, examples in rows.items():
         (target / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in examples), encoding="utf-8")
-    columns = ("code", "docstring") if name == "stdlib_docstrings" else ("text",)
-    _train_tokenizer([row[column] for row in rows["train"] for column in columns], target / "tokenizer")
+    texts = [row[column] for row in rows["train"] for column in columns]
+    _train_tokenizer([text if isinstance(text, str) else " ".join(text) for text in texts], target / "tokenizer")
 
 
 def _code_rows() -> dict[str, list[dict]]:
@@ -132,6 +140,33 @@ def _split_docstring(source: str) -> tuple[str, str]:
     lines = source.splitlines(keepends=True)
     paragraph = " ".join(docstring.split("\n\n")[0].split())
     return "".join(lines[: first.lineno - 1] + lines[first.end_lineno :]), re.split(r"(?<=\w\.) ", paragraph)[0]
+
+
+def _token_rows() -> dict[str, list[dict]]:
+    """Return one row per function: its tokens, each with a tag, split like the functions."""
+    rows = {}
+    for split, functions in _function_rows().items():
+        tagged = [_tagged_tokens(row["text"]) | {"path": row["path"]} for row in functions]
+        rows[split] = [row for row in tagged if row["tokens"]]
+    return rows
+
+
+def _tagged_tokens(source: str) -> dict[str, list[str]]:
+    """Return the tokens of a function, of 20 characters at most, and their tags; no tokens if it is incomplete."""
+    try:
+        found = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
+    except (tokenize.TokenError, SyntaxError):
+        return {"tokens": [], "tags": []}
+    texts = [token.string for token in found]
+    kinds = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
+    tags = []
+    for token, before, after in zip(found, ["", *texts], [*texts[1:], ""], strict=False):
+        tag = kinds.get(token.type, "O")  # O: operators and brackets
+        if token.type == tokenize.NAME:
+            tag = "call" if after == "(" else "attribute" if before == "." else "name"
+            tag = "keyword" if keyword.iskeyword(token.string) else tag
+        tags.append(tag)
+    return {"tokens": [text[:20] for text in texts], "tags": tags}
 
 
 def _functions(text: str) -> Iterator[str]:

@@ -77,10 +77,40 @@ def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
         assert len(row["docstring"].splitlines()) == 1
 
 
+def test_tokens_are_tagged_by_their_role():
+    source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
+    row = sample_datasets._tagged_tokens(source)
+    tagged = dict(zip(row["tokens"], row["tags"], strict=True))
+    assert tagged == dict.fromkeys("()=:,.*", "O") | {
+        "def": "keyword",
+        "return": "keyword",
+        "or": "keyword",
+        "read": "call",
+        "self": "name",
+        "n": "name",
+        "file": "attribute",
+        "2": "number",
+        "9": "number",
+        "'abc'": "string",
+        "# bytes": "comment",
+    }
+    assert sample_datasets._tagged_tokens("def f(")["tokens"] == []
+
+
+def test_tokens_are_those_of_the_functions(root):
+    for name in ("stdlib_functions", "stdlib_tokens"):
+        sample_datasets.sample_folder(name, root)
+    for split in ("train", "validation"):
+        functions, tokens = (rows(root, name, split) for name in ("stdlib_functions", "stdlib_tokens"))
+        assert len(tokens) > 0.9 * len(functions)
+        assert all(len(row["tokens"]) == len(row["tags"]) > 0 for row in tokens)
+
+
 @pytest.mark.parametrize("name", sample_datasets.SAMPLES)
 def test_tokenizer_decodes_every_text(root, name):
     tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
-    texts = [text for row in rows(root, name, "validation") for text in row.values()]
+    values = [value for row in rows(root, name, "validation") for value in row.values()]
+    texts = [value if isinstance(value, str) else " ".join(value) for value in values]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     strange = "für 漢字 🙂\t\r\n\x00"
     assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
