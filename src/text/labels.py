@@ -1,39 +1,41 @@
 """Class labels: names from the model or the data, and their ids.
 
-Tests: tests/tasks/test_text_classification.py.
+Tests: tests/tasks/test_text_classification.py and tests/tasks/test_token_classification.py.
 """
 
+import bisect
+import itertools
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedConfig
 
 
-def labels_of_model(config: "PreTrainedConfig") -> list[str] | None:
-    """Return the labels of a pretrained classifier in the order of their ids, None for any other model."""
+def labels_of_model(config: "PreTrainedConfig", head: str = "SequenceClassification") -> list[str] | None:
+    """Return the labels of a pretrained model with this head in the order of their ids, None for any other model."""
     names = config.id2label or {}
-    is_classifier = any("SequenceClassification" in name for name in config.architectures or [])
+    is_classifier = any(head in name for name in config.architectures or [])
     is_named = not all(str(name).startswith("LABEL_") for name in names.values())
     return [names[i] for i in sorted(names)] if is_classifier or is_named else None
 
 
-def class_names(examples: "Dataset", column: str, split: str) -> list[str] | None:
-    """Return the names of a ClassLabel column, None for strings, integers and bools. Raise UsageError otherwise."""
+def class_names(feature, column: str, split: str) -> list[str] | None:
+    """Return the names of a ClassLabel feature, None for strings, integers and bools. Raise UsageError otherwise."""
     from datasets import ClassLabel
 
-    feature = examples.features[column]
     dtype = str(getattr(feature, "dtype", "lists or objects"))
     if not any(known in dtype for known in ("int", "string", "bool")):
         raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
     return feature.names if isinstance(feature, ClassLabel) else None
 
 
-def labels_of_rows(examples: "Dataset", column: str) -> list[str]:
+def labels_of_rows(values: Iterable) -> list[str]:
     """Return the distinct labels, sorted. Numbers are sorted by value: 2 before 10."""
-    values = set(examples.unique(column)) - {None}
+    values = set(values) - {None}
     return [str(value) for value in sorted(values, key=lambda value: (str(type(value)), value))]
 
 
@@ -50,3 +52,32 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
             raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {known}")
         ids.append(id_of[label])
     return ids
+
+
+def require_numbers(values: list, column: str, locations) -> list[float]:
+    """Return the values as floats. Raise UsageError for the first one that is not a finite number."""
+    for i, value in enumerate(values):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise UsageError(f"{locations[i]}: `{column}` holds {value!r}: regression needs a number in every row")
+    return [float(value) for value in values]
+
+
+def set_labels(config: "PreTrainedConfig", labels: list[str]) -> None:
+    """Store the label names in the model's configuration, which also sets the size of its head."""
+    config.num_labels = len(labels)
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: i for i, label in enumerate(labels)}
+
+
+def word_of_each_token(spans: list[tuple[int, int]], words: list[str]) -> list[int | None]:
+    """Return the index of the word that each token begins, None for further tokens of a word and special tokens.
+
+    `spans` are the (begin, end) characters of the tokens in the words joined by single spaces."""
+    starts = [0, *itertools.accumulate(len(word) + 1 for word in words)]
+    seen, found = -1, []
+    for begin, end in spans:
+        # A token may begin with the space before its word, so its last character decides.
+        word = bisect.bisect_right(starts, end - 1) - 1 if end > begin else -1
+        found.append(word if word > seen else None)
+        seen = max(seen, word)
+    return found

@@ -4,6 +4,7 @@ Tests: tests/text/test_tokenization.py.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -32,6 +33,21 @@ def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
         size += len(text)
     if batch:
         yield batch
+
+
+def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **options) -> tuple[Any, dict[str, list]]:
+    """Return (the tokenizer's output, truncated to max_length; columns `length` and `cut`, the tokens truncated).
+
+    `texts` holds one list of texts, or two lists for pairs."""
+    encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False, **options)
+    lengths = [len(ids) for ids in encoded["input_ids"]]
+    truncated = [0] * len(lengths)
+    full = [i for i, length in enumerate(lengths) if length == max_length]
+    if full:  # tokenized again without the limit, only to report how much was truncated
+        whole = tokenizer(*([column[i] for i in full] for column in texts), verbose=False)["input_ids"]
+        for i, ids in zip(full, whole, strict=True):
+            truncated[i] = len(ids) - max_length
+    return encoded, {"length": lengths, "cut": truncated}
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:

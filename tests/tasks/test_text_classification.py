@@ -13,6 +13,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Bert
 
 from src.config.errors import UsageError
 from src.config.paths import REPOSITORY
+from src.metrics.spearman import ranks
+from tests.conformance import checks
 from tests.helpers import kit
 
 BERT = {
@@ -282,3 +284,56 @@ def test_final_loads_with_the_names_of_the_labels(folder, trained):
     assert not info["unexpected_keys"]
     assert model.config.id2label == dict(enumerate(LABELS))
     assert pipeline("text-classification", model=str(trained.folder / "final"))("a blue sky")[0]["label"] in LABELS
+
+
+# ---- regression ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scored(folder):
+    """Texts with a quarter of the number of their words as label."""
+    rows = [{"text": row["text"], "label": len(row["text"].split()) / 4} for row in raw_rows(folder)]
+    file = kit.write_jsonl(folder / "scored.jsonl", rows)
+    return open_data(folder, train_file=file, validation_file=file, regression=True)
+
+
+def test_regression_loss_is_that_of_transformers(scored):
+    task, splits = scored
+    model = task.build().eval()
+    assert (model.config.problem_type, model.num_labels) == ("regression", 1)
+    rows = splits["train"].rows(np.arange(9))
+    with torch.no_grad():
+        expected = [model(**task.collate([row], False).inputs).loss.item() for row in rows]
+    checks.check_rows_are_independent(task, model, rows, training=False)
+    sums, values = checks.run_batch(task, model, rows, training=False)
+    assert sums["loss"] == pytest.approx(sum(expected), rel=1e-9)
+    errors = values["prediction"] - values["label"]
+    assert values["label"].tolist() == [row["label"] for row in rows]
+    assert task.metrics(sums, 9) == {
+        "mse": pytest.approx(np.mean(errors**2)),
+        "mae": pytest.approx(np.mean(np.abs(errors))),
+    }
+
+
+def test_correlations(scored):
+    task, _ = scored
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=50).round(1)  # with ties
+    y = x**3 + generator.normal(size=50)
+    naive = [(v < x).sum() for v in x]
+    assert ranks(x).tolist() == [(x < v).sum() + ((x == v).sum() + 1) / 2 for v in x]
+    found = task.row_metrics({"prediction": x, "label": y})
+    assert found == {
+        "pearson": pytest.approx(np.corrcoef(x, y)[0, 1]),
+        "spearman": pytest.approx(np.corrcoef(ranks(x), ranks(y))[0, 1]),
+    }
+    assert found["spearman"] != pytest.approx(np.corrcoef(naive, ranks(y))[0, 1], abs=1e-4)  # the mutant: no ties
+    assert np.isnan(task.row_metrics({"prediction": x * 0, "label": y})["spearman"])
+
+
+@pytest.mark.parametrize("value", ["high", None])
+def test_regression_refuses_labels_that_are_no_numbers(folder, value):
+    file = labelled(folder, "scores.jsonl", [0.5, 1.5])
+    bad = labelled(folder, "no_numbers.jsonl", [value, value])
+    with pytest.raises(UsageError, match=r"validation data, row 0: `label` holds .*number"):
+        open_data(folder, train_file=file, validation_file=bad, regression=True)
