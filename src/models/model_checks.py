@@ -15,7 +15,7 @@ from src.runtime.private_apis import known_masks
 
 
 @contextmanager
-def _probing(model: torch.nn.Module, inputs: str):
+def probing(model: torch.nn.Module, inputs: str):
     """Within, the model runs without gradients and dropout. Raise UsageError if it fails on these inputs."""
     training = model.training
     model.eval()
@@ -52,7 +52,7 @@ def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
         return seen["logits"]
 
     ids = torch.arange(_length(model)).remainder(vocab_size)[None]
-    with _probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
+    with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
         hook = head.register_forward_hook(replace_logits)
         logits = model(input_ids=ids, use_cache=False).logits
         hook.remove()
@@ -70,7 +70,7 @@ def check_packing(model: Any, vocab_size: int) -> None:
     second = torch.arange(half) % vocab_size
     rows = torch.stack([torch.cat([torch.full((half,), token), second]) for token in (0, vocab_size - 1)])
     positions = torch.arange(half).repeat(len(rows), 2)
-    with _probing(model, "position_ids: give --packing false"), known_masks(packed=True):
+    with probing(model, "position_ids: give --packing false"), known_masks(packed=True):
         one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
     if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
         raise UsageError(

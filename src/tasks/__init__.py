@@ -17,6 +17,8 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
     "causal_lm": _options("causal_lm"),
     "distillation": _options("distillation"),
     "preference": _options("preference"),
+    "masked_lm": _options("masked_lm"),
+    "token_classification": _options("token_classification"),
     "text_classification": _options("text_classification"),
 }
 

@@ -72,4 +72,36 @@ def distillation(folder) -> list:
     return flags + kit.flags(task="distillation", teacher_name_or_path=teacher, distillation_alpha=0.7)
 
 
-RECIPES = [causal_lm, preference, distillation, text_classification]
+def masked_lm(folder) -> list:
+    """Sentences of random words; some are longer than a row."""
+    generator = np.random.default_rng(3)
+    for split, count in (("train", 203), ("validation", 31)):
+        lengths = 2 + (20 * generator.random(count) ** 2).astype(int)
+        texts = [" ".join(generator.choice(SENTENCE.split(), length)) for length in lengths]
+        kit.write_jsonl(folder / f"{split}.jsonl", [{"text": text} for text in texts])
+    return kit.flags(
+        task="masked_lm",
+        model_config=kit.write_yaml(folder / "model.yaml", BERT),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
+        max_length=24,
+    )
+
+
+def token_classification(folder) -> list:
+    """Sentences of random words, each tagged by its length."""
+    generator = np.random.default_rng(4)
+    for split, count in (("train", 203), ("validation", 31)):
+        lengths = 1 + (20 * generator.random(count) ** 2).astype(int)
+        rows = [generator.choice(SENTENCE.split(), length).tolist() for length in lengths]
+        tags = [[{1: "O", 2: "O", 3: "B-THREE"}.get(len(word), "B-LONG") for word in row] for row in rows]
+        kit.write_jsonl(
+            folder / f"{split}.jsonl", [{"tokens": row, "tags": t} for row, t in zip(rows, tags, strict=True)]
+        )
+    return kit.flags(
+        task="token_classification",
+        model_config=kit.write_yaml(folder / "model.yaml", BERT),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
+    )
+
+
+RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]
