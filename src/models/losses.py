@@ -27,7 +27,7 @@ def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool
 
 def squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
     """Return sums over predictions (rows,): `loss`, the squared error, and in evaluation `absolute_error` (float64)."""
-    error = (_at_least_float32(predictions) if training else predictions.double()) - values
+    error = (at_least_float32(predictions) if training else predictions.double()) - values
     return {"loss": error.square().sum()} | ({} if training else {"absolute_error": error.abs().sum()})
 
 
