@@ -16,7 +16,7 @@ from src.config.schema import RunConfig
 from src.download import fetch_records, hub
 from src.download.cache_folder import cache_root
 from src.models.build_model import build_model
-from src.models.load_config import check_fit, pretrained_config
+from src.models.load_config import check_fit, pretrained_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer
 from src.runtime import private_apis
 from src.storage.atomic_folder import hash_file
@@ -116,7 +116,7 @@ class FrozenModel:
             )
         self.version = found
 
-    def check_fit(self, config: "PreTrainedConfig", tokenizer: Any, max_length: int) -> None:
+    def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
         """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
         from transformers import AutoModelForCausalLM
 
@@ -128,10 +128,9 @@ class FrozenModel:
         self.config = pretrained_config(cfg, self.folder, field)
         if getattr(self.config, "is_decoder", None) is False:
             self.config.is_decoder = True
-        sizes = [getattr(one, "vocab_size", None) for one in (config, self.config)]
-        if sizes[0] != sizes[1]:
+        if (size := vocabulary_size(cfg, self.config)) != vocab_size:
             raise UsageError(
-                f"{field}: {self.name} has a vocabulary of {sizes[1]} tokens, but the trained model has {sizes[0]}: "
+                f"{field}: {self.name} has a vocabulary of {size} tokens, but the trained model has {vocab_size}: "
                 "give a model with the same vocabulary"
             )
         check_fit(cfg, self.config, tokenizer, max_length, AutoModelForCausalLM)

@@ -49,15 +49,15 @@ class Task(causal_lm.Task):
         super().load()
         o = self.options
         self.teacher = FrozenModel(self.cfg, "teacher", o.teacher_name_or_path, o.teacher_revision)
-        self.teacher.check_fit(self.config, self.tokenizer, self.max_length)
+        self.teacher.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
         o.teacher_revision = self.teacher.version  # now an option of the run, which resume and eval.py compare
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         student, teacher = super().build(weights, empty), self.teacher.build(empty)
         if not empty:
-            self.teacher_plain_head = has_plain_lm_head(teacher)
+            self.teacher_plain_head = has_plain_lm_head(teacher, self.vocab_size)
             if self.options.packing:
-                check_packing(teacher)
+                check_packing(teacher, self.vocab_size)
         return StudentAndTeacher(student, teacher)
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:

@@ -83,7 +83,7 @@ class Task(causal_lm.Task):
         cfg, o = self.cfg, self.options
         o.reference_name_or_path = o.reference_name_or_path or cfg.init_from or cfg.model_name_or_path or RANDOM
         self.reference = FrozenModel(cfg, "reference", o.reference_name_or_path, o.reference_revision)
-        self.reference.check_fit(self.config, self.tokenizer, self.max_length)
+        self.reference.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
         # Now options of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.
         o.reference_revision = self.reference.version
 
@@ -93,7 +93,7 @@ class Task(causal_lm.Task):
         from datasets import Features, List, Value
 
         o = self.options
-        encoder = Encoder(self.tokenizer, self.config.vocab_size, self.max_length, False, "", o.append_eos)
+        encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, False, "", o.append_eos)
         self.pairs = PairEncoder(encoder, examples, split)
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
@@ -106,7 +106,7 @@ class Task(causal_lm.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         model, reference = super().build(weights, empty), self.reference.build(empty)
         if not empty:
-            self.reference_plain_head = has_plain_lm_head(reference)
+            self.reference_plain_head = has_plain_lm_head(reference, self.vocab_size)
         return StudentAndTeacher(model, reference)
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
