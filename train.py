@@ -94,7 +94,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
             losses = compute_gradient(strategy, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
-            lr = state.learning_rate = lr_at(state.updates)
+            lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.pending = UpdateResult(skipped, state.step, batch, losses)
         logger.add_step(state.step, losses, totals, data_seconds)

@@ -28,6 +28,7 @@ def metric_warnings(cfg: RunConfig) -> list[str]:
             f"metric_for_best_model is {name}: the evaluation with the GREATEST {name} counts as the best, because the name does "
             "not end in loss (transformers' rule). If smaller is better, give --greater_is_better false"
         ]
-    if cfg.greater_is_better is not None and not cfg.metric_for_best_model and not cfg.early_stopping_patience:
+    uses = cfg.metric_for_best_model or cfg.early_stopping_patience or cfg.lr_scheduler_type == "reduce_lr_on_plateau"
+    if cfg.greater_is_better is not None and not uses:
         return ["greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"]
     return []

@@ -12,7 +12,7 @@ from src.config.untrusted_values import plain_data, plain_name
 OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-SCHEDULES += ("flat_cos", "one_cycle", "cosine_restarts_min")  # of src/training/schedules.py
+SCHEDULES += ("flat_cos", "one_cycle", "cosine_restarts_min", "reduce_lr_on_plateau")  # of src/training/schedules.py
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 

@@ -129,6 +129,11 @@ def whole_warmup_steps(cfg: RunConfig) -> Iterator[str]:
         yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
 
 
+def plateau_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
+    if cfg.lr_scheduler_type == "reduce_lr_on_plateau" and not cfg.eval_steps:
+        yield "lr_scheduler_type is reduce_lr_on_plateau, which acts after evaluations: give --eval_steps"
+
+
 def local_sgd(cfg: RunConfig) -> Iterator[str]:
     """Yield the errors of intervals that do not fit `local_sgd_steps`."""
     every = cfg.local_sgd_steps or 0
@@ -189,5 +194,13 @@ def _redacted_values(values: dict[str, Any]) -> list[str]:
 
 
 RULES = [trusted_attention, one_source, named_subset, mixture_errors, whole_warmup_steps, writable_folders]
-TRAINING_RULES = [one_model, training_data, stream, micro_batch_within_global_batch, local_sgd, hub_upload]
+TRAINING_RULES = [
+    plateau_needs_evaluations,
+    one_model,
+    training_data,
+    stream,
+    micro_batch_within_global_batch,
+    local_sgd,
+    hub_upload,
+]
 EVALUATION_RULES = [trained_model, evaluation_data]

@@ -146,8 +146,11 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
             f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: "
             f"raise it to at least {longest:,}, or lower --max_length"
         )
-    for name in ("metric_for_best_model", "early_stopping_patience"):
-        if (value := getattr(cfg, name)) and "validation" not in splits:
+    needs_evaluation = {name: getattr(cfg, name) for name in ("metric_for_best_model", "early_stopping_patience")}
+    if cfg.lr_scheduler_type == "reduce_lr_on_plateau":
+        needs_evaluation["lr_scheduler_type"] = cfg.lr_scheduler_type
+    for name, value in needs_evaluation.items():
+        if value and "validation" not in splits:
             raise UsageError(
                 f"{name} is {value}, but there is no evaluation data: give --validation_file (or a dataset with a validation "
                 f"split), or remove {name}"

@@ -54,8 +54,11 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     warmup = warmup_updates(cfg, total)
     kwargs = dict(cfg.lr_scheduler_kwargs or {})
     try:
-        if cfg.lr_scheduler_type in OWN_SCHEDULES:
-            after_warmup = _own_schedule(cfg.lr_scheduler_type, warmup, total, kwargs)
+        if cfg.lr_scheduler_type == PLATEAU:
+            _plateau(cfg, greater=False)  # raises TypeError for unknown arguments
+            after_warmup = _own_schedule(warmup, total, lambda x: 1.0, {})
+        elif cfg.lr_scheduler_type in OWN_SCHEDULES:
+            after_warmup = _own_schedule(warmup, total, OWN_SCHEDULES[cfg.lr_scheduler_type], kwargs)
         else:
             after_warmup = _transformers_schedule(cfg, warmup, total, kwargs)
         if not all(math.isfinite(after_warmup(update)) for update in (0, total // 2, total - 1)):
@@ -72,8 +75,7 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     return learning_rate
 
 
-def _own_schedule(name: str, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
-    schedule = OWN_SCHEDULES[name]
+def _own_schedule(warmup: int, total: int, schedule: Callable[..., float], kwargs: dict) -> Callable[[int], float]:
     schedule(0.0, **kwargs)  # raises TypeError for unknown arguments
 
     def factor(updates: int) -> float:
@@ -98,6 +100,36 @@ def _transformers_schedule(cfg: RunConfig, warmup: int, total: int, kwargs: dict
         scheduler_specific_kwargs=kwargs,
     )
     return scheduler.lr_lambdas[0]
+
+
+# ---- reduce_lr_on_plateau: the only schedule that depends on evaluations -----------------------------------------------
+
+PLATEAU = "reduce_lr_on_plateau"
+PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
+
+
+def _plateau(cfg: RunConfig, greater: bool) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """Return torch's scheduler for a factor that begins at 1; its arguments are `lr_scheduler_kwargs`."""
+    kwargs = dict(cfg.lr_scheduler_kwargs or {})
+    if "min_lr" in kwargs:
+        kwargs["min_lr"] = kwargs["min_lr"] / cfg.learning_rate  # of the factor
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max" if greater else "min", **kwargs)
+
+
+def after_evaluation(cfg: RunConfig, state: dict | None, value: float | None, greater: bool) -> dict | None:
+    """Return the state of reduce_lr_on_plateau after an evaluation with the metric `value`; None for other schedules.
+
+    The state is JSON: `factor` multiplies the learning rate, the rest are numbers of torch's scheduler."""
+    if cfg.lr_scheduler_type != PLATEAU:
+        return None
+    scheduler = _plateau(cfg, greater)
+    if state:
+        vars(scheduler).update({name: state[name] for name in PLATEAU_STATE if state[name] is not None})
+        scheduler.optimizer.param_groups[0]["lr"] = state["factor"]
+    scheduler.step(math.nan if value is None else value)
+    found = {name: getattr(scheduler, name) for name in PLATEAU_STATE}
+    return found | {"factor": scheduler.optimizer.param_groups[0]["lr"]}
 
 
 def total_steps(cfg: RunConfig, examples: int) -> int:

@@ -17,6 +17,7 @@ from src.config.errors import Failure, UsageError, did_you_mean
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch
 from src.tasks import Batch
+from src.training.schedules import after_evaluation
 
 Window = list[tuple[MicroBatch, Batch]]
 
@@ -63,11 +64,17 @@ class TrainState:
     evals_without_improvement: int = 0  # evaluations since the best one
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
+    plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
     stream: dict | None = None  # position in each shard group of a streamed dataset
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
         self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
+
+    @property
+    def lr_factor(self) -> float:
+        """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
+        return self.plateau["factor"] if self.plateau else 1.0
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
@@ -102,6 +109,7 @@ class TrainState:
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
             self.best, self.best_step, self.evals_without_improvement = None, 0, 0
+            self.plateau = self.plateau and self.plateau | {"best": None, "num_bad_epochs": 0}
         self.best_metric, self.best_greater = name, greater
 
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:
@@ -115,6 +123,7 @@ class TrainState:
             )
         self.evaluated = self.step
         value = metrics[name]
+        self.plateau = after_evaluation(cfg, self.plateau, value, self.best_greater)
         sign = -1 if self.best_greater else 1
         if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.best_step, self.evals_without_improvement = value, self.step, 0
