@@ -56,8 +56,9 @@ def write_model(
         )
     if has_tensors:
         _set_dtype(folder / "config.json", dtypes)
-    if getattr(task, "tokenizer", None) is not None:
-        task.tokenizer.save_pretrained(folder)
+    for name in ("tokenizer", "image_processor"):
+        if (part := getattr(task, name, None)) is not None:
+            part.save_pretrained(folder)
 
 
 def _write_plain(model: torch.nn.Module, folder: Path, tensors: dict | None, rank: int, world: int) -> None:

@@ -1,22 +1,29 @@
-"""Columns of Arrow tables: zero-copy row readers, and errors for columns of mixed types.
+"""Columns of Arrow tables: raw values, prepared rows, zero-copy row readers, and errors for columns of mixed types.
 
 Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
 """
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pyarrow as pa
 
 from src.config.errors import UsageError
 from src.data.file_errors import describe_file_error
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 COUNTS = ("length", "targets", "cut")  # columns for the batch plan and statistics; not passed to `collate`
+MEDIA = ("Image", "Audio", "Video")  # features of `datasets` that are stored as bytes and a path
 
 
 def column_readers(batch: pa.RecordBatch) -> list[tuple[str, Callable[[int], object]]]:
     """Return (name, function that returns the value of row i) of each column that `collate` gets.
 
-    Lists of numbers become numpy views (no copy), numbers numpy scalars, and other values Python objects."""
+    Lists of numbers, arrays of a fixed shape and bytes become numpy views (no copy), numbers numpy scalars, and other
+    values Python objects."""
     columns = zip(batch.schema.names, batch.columns, strict=True)
     return [(name, _reader(column)) for name, column in columns if name not in COUNTS]
 
@@ -25,13 +32,50 @@ def _reader(column: pa.Array) -> Callable[[int], object]:
     if pa.types.is_list(column.type) and _is_number(column.type.value_type):
         offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
         return lambda i: values[offsets[i] : offsets[i + 1]]
-    if _is_number(column.type) and not column.null_count:
+    if (_is_number(column.type) or _is_array(column.type)) and not column.null_count:
         return column.to_numpy().__getitem__
+    if pa.types.is_binary(column.type) and not column.null_count:
+        _, starts, data = column.buffers()
+        offsets = np.frombuffer(starts, np.int32)[column.offset :]
+        values = np.frombuffer(data or b"", np.uint8)
+        return lambda i: values[offsets[i] : offsets[i + 1]]
     return lambda i: column[i].as_py()
 
 
 def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _is_array(kind: pa.DataType) -> bool:
+    """Return True for Array2D … Array5D of `datasets`, if no length is left open."""
+    return isinstance(kind, pa.ExtensionType) and None not in getattr(kind, "shape", (None,))
+
+
+def record_batch(rows: dict[str, list], schema: pa.Schema) -> pa.RecordBatch:
+    """Return the columns that `encode` returned as Arrow columns. Numpy arrays are written without Python lists."""
+    return pa.record_batch([_column(rows[field.name], field.type) for field in schema], schema=schema)
+
+
+def _column(values: list, kind: pa.DataType) -> pa.Array:
+    if not _is_array(kind) or not len(values):
+        return pa.array(values, kind)
+    from datasets.features.features import numpy_to_pyarrow_listarray
+
+    stacked = np.stack([np.asarray(value) for value in values])
+    return pa.ExtensionArray.from_storage(kind, numpy_to_pyarrow_listarray(stacked, pa.type_for_alias(kind.value_type)))
+
+
+def has_media(rows: "Dataset") -> bool:
+    """Return True if a column holds images, audio or video."""
+    return any(type(feature).__name__ in MEDIA for feature in rows.features.values())
+
+
+def keep_encoded(rows: "Dataset") -> "Dataset":
+    """Return `rows` with images, audio and video as {"bytes": …, "path": …}, as they are stored, not decoded."""
+    for name, feature in rows.features.items():
+        if type(feature).__name__ in MEDIA:
+            rows = rows.cast_column(name, type(feature)(decode=False))
+    return rows
 
 
 def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:

@@ -17,7 +17,8 @@ import xxhash
 
 from src.config.errors import UsageError
 from src.data.arrow_cache import RawRows
-from src.data.row_errors import RowLocations, check_decodable
+from src.data.arrow_columns import column_readers, record_batch
+from src.data.row_errors import RowLocations, read_rows
 from src.storage import atomic_folder
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
@@ -39,13 +40,13 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
         for start in starts:
             work.peers.raise_if_failed()
             rows = _encode_block(task, raw, start, min(start + starts.step, starts.stop))
-            batch = pa.record_batch([pa.array(rows[field.name], field.type) for field in schema], schema=schema)
+            batch = record_batch(rows, schema)
             writer.write_batch(batch)
             digest.update(batch.serialize())
             length, targets, cut = (np.asarray(rows[name], np.int64) for name in ("length", "targets", "cut"))
             blocks.append(len(length))
             lengths.append(length)
-            hashes.append(np.array([xxhash.xxh3_64_intdigest(c) for c in _contents(rows)], np.uint64))
+            hashes.append(np.array([xxhash.xxh3_64_intdigest(c) for c in _contents(batch)], np.uint64))
             sums["tokens"] += int(length.sum())
             sums["targets"] += int(targets.sum())
             sums["rows_cut"] += int((cut > 0).sum())
@@ -75,22 +76,26 @@ def temporary_path(final: Path, work: SharedWork) -> Path:
 
 def _encode_block(task: Task, raw: RawRows, start: int, stop: int) -> dict[str, list]:
     locations = RowLocations(raw.source.split, start, stop, raw.describe_row)
-    try:
-        batch = raw.rows[start:stop]
-    except UnicodeDecodeError:
-        check_decodable(locations, lambda i: raw.rows[start + i])
-        raise
-    return task.encode(batch, locations)
+    return task.encode(read_rows(raw.rows, start, locations), locations)
 
 
-def _contents(rows: dict) -> list[bytes]:
-    """Return the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
-    ids = rows.get("input_ids", [])
-    if "documents" in rows:
-        ends = [np.cumsum([0, *sizes]) for sizes in rows["documents"]]
-        return [bytes(np.asarray(r[a:b], np.int32)) for r, e in zip(ids, ends, strict=True) for a, b in pairwise(e)]
-    names = sorted(set(rows) - {"length", "targets", "cut", "bytes"})
-    return [repr(row).encode() for row in zip(*(rows[name] for name in names), strict=True)]
+def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
+    """Yield the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
+    readers = dict(sorted(column_readers(batch)))
+    readers.pop("bytes", None)
+    for i in range(batch.num_rows):
+        if "documents" in readers:
+            ids, ends = readers["input_ids"](i), np.cumsum([0, *readers["documents"](i)])
+            yield from (ids[a:b].tobytes() for a, b in pairwise(ends))
+        else:
+            yield b"|".join(_value_bytes(read(i)) for read in readers.values())
+
+
+def _value_bytes(value) -> bytes:
+    """Return all bytes of an array (its repr would omit the middle), and the repr of any other value."""
+    if isinstance(value, np.ndarray | np.generic):
+        return repr(value.shape).encode() + value.tobytes()
+    return repr(value).encode()
 
 
 def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:

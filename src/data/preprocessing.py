@@ -14,11 +14,12 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
 from src.data.arrow_cache import RawRows, load_raw_rows
-from src.data.arrow_columns import refuse_mixed_types
+from src.data.arrow_columns import has_media, keep_encoded, refuse_mixed_types
 from src.data.encode_fingerprint import encode_fingerprint
 from src.data.prepared_pieces import STATS, write_piece, write_stats
 from src.data.sources import Source
@@ -27,13 +28,16 @@ from src.runtime import console
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
 PIECE = 4 << 20  # bytes of raw rows in a piece; a process works on one piece at a time
 PIECES = 4096  # maximum number of pieces: with more rows each piece is larger
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
 WEEK = 7 * 24 * 3600
 # Files that, besides `encode`, determine the prepared bytes
-CODE = ("preprocessing.py", "prepared_pieces.py", "file_readers.py")
+CODE = ("preprocessing.py", "prepared_pieces.py", "file_readers.py", "arrow_columns.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
@@ -55,7 +59,7 @@ def _key(task: Task, source: Source) -> str:
     import datasets
 
     code = [(Path(__file__).parent / name).read_text() for name in CODE] + [encode_fingerprint(task)]
-    parts = (source.key(), source.split, task.fingerprint(), code, datasets.__version__)
+    parts = (source.key(), source.split, task.fingerprint(), task.decode_media, code, datasets.__version__)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
@@ -65,15 +69,17 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
     if raw is None:  # the dataset has no such split
         work.run_once(folder / STATS, lambda: write_atomic(folder / STATS, '{"examples": 0}'), what)
         return
-    count, size = len(raw.rows), raw.rows.data.nbytes
+    count = len(raw.rows)
     if count == 0:
         raise UsageError(f"{what}: {source} holds no rows")
     columns, features = task.inspect_columns(raw.rows, source.split)
     refuse_mixed_types(raw.rows.data.schema, columns, source.files, f"{source.field}: {source}")
+    rows = raw.rows.with_format(None).select_columns(columns)
+    size = raw.rows.data.nbytes + bytes_in_files(rows)
     bounds = piece_bounds(count, size)
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
     block = max(1, min(BLOCK_ROWS, BLOCK * count // max(1, size)))
-    raw = replace(raw, rows=raw.rows.with_format(None).select_columns(columns))
+    raw = replace(raw, rows=rows if task.decode_media else keep_encoded(rows))
     bar = _ProgressBar(f"preparing {source.split}", targets)
 
     def make(i: int) -> None:
@@ -89,6 +95,16 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
         raise
     finally:
         bar.close()
+
+
+def bytes_in_files(rows: "Dataset") -> int:
+    """Return about how many bytes the files hold that rows of images name, from the sizes of a hundred files."""
+    if not has_media(rows):
+        return 0
+    chosen = range(0, len(rows), max(1, len(rows) // 100))
+    values = [value for row in keep_encoded(rows).select(chosen) for value in row.values() if isinstance(value, dict)]
+    files = [value["path"] for value in values if value.get("path") and value.get("bytes") is None]
+    return len(rows) * sum(os.path.getsize(file) for file in files if os.path.exists(file)) // len(chosen)
 
 
 def piece_bounds(rows: int, size: int) -> list[int]:

@@ -5,10 +5,14 @@ Files are read again only to explain an error. Tests: tests/data/test_bad_rows.p
 
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError
 from src.data.file_errors import JSON, json_values
 from src.data.file_readers import csv_records
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 
 class RowLocations:
@@ -36,13 +40,22 @@ class RowLocation:
         return self.describe(self.row)
 
 
-def check_decodable(locations: RowLocations, read_row: Callable[[int], object]) -> None:
-    """Raise UsageError for the first row that `read_row(i)` cannot decode as UTF-8. Arrow accepts any bytes as text."""
-    for i in range(len(locations)):
-        try:
-            read_row(i)
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{locations[i]}: not UTF-8 text ({error.reason})") from None
+def read_rows(rows: "Dataset", start: int, locations: RowLocations) -> dict[str, list]:
+    """Return the columns of the raw rows from `start` on, with one row per location.
+
+    Raise UsageError for the first row that cannot be decoded: text that is not UTF-8 (Arrow accepts any bytes as text),
+    or a broken image."""
+    try:
+        return rows[start : start + len(locations)]
+    except Exception:
+        for i in range(len(locations)):
+            try:
+                rows[start + i]
+            except UnicodeDecodeError as error:
+                raise UsageError(f"{locations[i]}: not UTF-8 text ({error.reason})") from None
+            except Exception as error:
+                raise UsageError(f"{locations[i]}: this row cannot be decoded ({error})") from error
+        raise
 
 
 def locate_row(files: Iterable[str], row: int) -> str | None:

@@ -10,11 +10,11 @@ import pyarrow as pa
 
 from src.config.errors import UsageError
 from src.data import file_readers
-from src.data.arrow_columns import column_readers, refuse_mixed_types
+from src.data.arrow_columns import column_readers, keep_encoded, record_batch, refuse_mixed_types
 from src.data.batch_plan import derive_seed, permute
 from src.data.dataset_folder import refuse_files_outside, unread_files, warn_of_unread
 from src.data.file_errors import explain_read_error
-from src.data.row_errors import RowLocations, check_decodable
+from src.data.row_errors import RowLocations, read_rows
 from src.data.sources import Source
 from src.download import remote_files
 from src.tasks import Task
@@ -113,19 +113,18 @@ class StreamShards:
                 raise UsageError(f"{name} changed during training: restore the file and run again")
 
     def _encode(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
+        from datasets import Dataset
+
         name, first = self.names[shard], block * BLOCK
         locations = RowLocations("train", first, first + table.num_rows, lambda row: f"{name}, row {row}: train data")
-        try:
-            batch = table.to_pydict()
-        except UnicodeDecodeError:
-            check_decodable(locations, lambda i: table.slice(i, 1).to_pydict())
-            raise
-        return self.task.encode(batch, locations)
+        rows = Dataset(table)  # decodes values as the rows of prepared data: a table would return images as bytes
+        rows = rows if self.task.decode_media else keep_encoded(rows)
+        return self.task.encode(read_rows(rows, 0, locations), locations)
 
     def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
         """Encode a block and return its rows, in an order that depends on seed, shard, block and epoch."""
         rows = self._encode(table, shard, block)
-        batch = pa.record_batch([pa.array(rows[f.name], f.type) for f in self.schema], schema=self.schema)
+        batch = record_batch(rows, self.schema)
         columns, count = column_readers(batch), batch.num_rows
         if not count:
             return []

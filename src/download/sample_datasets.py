@@ -1,4 +1,4 @@
-"""Four sample datasets built from Python's standard library, so that training needs no network.
+"""Sample datasets built from Python's standard library or drawn, so that training needs no network.
 
 Delete this file and its uses when you have your own data. Tests: tests/download/test_sample_datasets.py.
 """
@@ -19,7 +19,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-SAMPLES = ("stdlib_code", "stdlib_functions", "stdlib_docstrings", "stdlib_tokens")
+from src.download import drawn_images
+
+TEXTS = ("stdlib_code", "stdlib_functions", "stdlib_docstrings", "stdlib_tokens")
+SAMPLES = (*TEXTS, *drawn_images.SAMPLES)
 VOCABULARY = 2048
 VERSION = "1"  # increase it if the code below makes other rows
 # fmt: off
@@ -51,15 +54,15 @@ def sample_folder(name: str, cache: Path) -> str | None:
             if not marker.exists():
                 shutil.rmtree(target, ignore_errors=True)
                 target.mkdir()
-                print(f"building the sample dataset {name} from Python's standard library in {target}", flush=True)
+                print(f"building the sample dataset {name} in {target}", flush=True)
                 _make(name, target)
                 marker.touch()
     return str(target)
 
 
 def sample_tokenizer(name: str, cache: Path) -> str | None:
-    """Return the folder of the tokenizer of the sample `name`; None if there is no such sample."""
-    return f"{sample_folder(name, cache)}/tokenizer" if name in SAMPLES else None
+    """Return the folder of the tokenizer of the sample `name`; None if there is no such sample of texts."""
+    return f"{sample_folder(name, cache)}/tokenizer" if name in TEXTS else None
 
 
 def stdlib_sources() -> list[tuple[str, str]]:
@@ -78,7 +81,9 @@ def stdlib_sources() -> list[tuple[str, str]]:
 
 
 def _make(name: str, target: Path) -> None:
-    """Write train.jsonl and validation.jsonl, and a tokenizer trained on the training texts."""
+    """Write the files of train and validation; for texts, also a tokenizer trained on the training texts."""
+    if name in drawn_images.SAMPLES:
+        return drawn_images.draw_sample(name, target)
     make_rows, columns = {
         "stdlib_code": (_code_rows, ["text"]),
         "stdlib_functions": (_function_rows, ["text"]),

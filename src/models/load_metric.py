@@ -17,6 +17,11 @@ def shipped_metrics() -> dict[str, Path]:
     return {path.stem: path for path in METRICS.glob("*.py")}
 
 
+def all_shipped(names) -> bool:
+    """Return True for a list of metrics that run no code from a checkpoint."""
+    return isinstance(names, list) and set(names) <= {"none", *shipped_metrics()}
+
+
 def load_metric(name: str, trust_remote_code: bool):
     """Return the metric `name`: a file of src/metrics/, or with `trust_remote_code` a Hub or local script."""
     shipped = shipped_metrics()

@@ -25,6 +25,17 @@ def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool
     return {"loss": loss, "correct": correct}
 
 
+def mixed_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, others: torch.Tensor, shares: torch.Tensor, smoothing: float
+) -> torch.Tensor:
+    """Return the summed cross-entropy for rows that are a mixture (mixup): `shares` of `labels`, the rest of `others`.
+
+    `smoothing` is the probability that is spread over all classes."""
+    logits = at_least_float32(logits)
+    own, other = (F.cross_entropy(logits, t, reduction="none", label_smoothing=smoothing) for t in (labels, others))
+    return (shares * own + (1 - shares) * other).sum()
+
+
 def squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
     """Return sums over predictions (rows,): `loss`, the squared error, and in evaluation `absolute_error` (float64)."""
     error = (at_least_float32(predictions) if training else predictions.double()) - values

@@ -20,6 +20,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
     "masked_lm": _options("masked_lm"),
     "token_classification": _options("token_classification"),
     "text_classification": _options("text_classification"),
+    "image_classification": _options("image_classification"),
 }
 
 

@@ -47,6 +47,9 @@ class Task:
     # because the loss of a row depends on the other rows of the global batch (contrastive losses, hard examples).
     has_batch_loss: bool = False
 
+    # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
+    decode_media: bool = True
+
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
 

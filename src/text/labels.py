@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from src.config.errors import UsageError
 
 if TYPE_CHECKING:
+    from datasets import Dataset
     from transformers import PreTrainedConfig
 
 
@@ -37,6 +38,30 @@ def labels_of_rows(values: Iterable) -> list[str]:
     """Return the distinct labels, sorted. Numbers are sorted by value: 2 before 10."""
     values = set(values) - {None}
     return [str(value) for value in sorted(values, key=lambda value: (str(type(value)), value))]
+
+
+def require_columns(examples: "Dataset", columns: list[str], split: str, flags: str) -> list[str]:
+    """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
+    for column in columns:
+        if column not in examples.column_names:
+            there = ", ".join(examples.column_names)
+            raise UsageError(f"{split} data: there is no column `{column}` among {there}: set {flags}")
+    return columns
+
+
+def labels_of_data(examples: "Dataset", column: str, split: str, names: list[str] | None, whole: bool) -> list[str]:
+    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError if there are less than two."""
+    if names is None and not whole:
+        raise UsageError(
+            f"{split} data: the labels of a stream are not known before its end: give data whose `{column}` is a "
+            "ClassLabel, or a classifier whose config has the labels"
+        )
+    labels = names or labels_of_rows(examples.unique(column))
+    if len(labels) < 2:
+        raise UsageError(
+            f"{split} data: `{column}` is {', '.join(labels) or 'empty'} in every row: give data with two labels or more"
+        )
+    return labels
 
 
 def label_ids(values: list, labels: list[str], names: list[str] | None, column: str, locations) -> list[int]:

@@ -6,7 +6,7 @@ Switch dropout off. 203 rows to train on and 31 to evaluate on give the suite an
 
 import numpy as np
 
-from tests.helpers import kit
+from tests.helpers import images, kit
 
 BERT = {
     "model_type": "bert",
@@ -104,4 +104,10 @@ def token_classification(folder) -> list:
     )
 
 
+def image_classification(folder) -> list:
+    """Small images with crops, flips, mixup and cutmix, which the seed of a micro-batch draws."""
+    return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing=0.1)
+
+
 RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]
+RECIPES += [image_classification]

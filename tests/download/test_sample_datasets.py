@@ -106,7 +106,7 @@ def test_tokens_are_those_of_the_functions(root):
         assert all(len(row["tokens"]) == len(row["tags"]) > 0 for row in tokens)
 
 
-@pytest.mark.parametrize("name", sample_datasets.SAMPLES)
+@pytest.mark.parametrize("name", sample_datasets.TEXTS)
 def test_tokenizer_decodes_every_text(root, name):
     tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
     values = [value for row in rows(root, name, "validation") for value in row.values()]

@@ -1,0 +1,157 @@
+"""Image classification with any vision model: cross-entropy, augmentation, mixup, accuracy, and `evaluate` metrics.
+
+A row is {"image": …, "label": "cat"}; the image is an Image column of `datasets`, the label a name or an integer.
+Tests: tests/tasks/test_image_classification.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from src.config.errors import warn
+from src.config.fields import option
+from src.config.schema import RunConfig
+from src.images import augmentation
+from src.images.decoding import open_image, read_image
+from src.images.image_processor import normalize, read_image_processor, stack
+from src.models.build_model import build_model
+from src.models.load_config import check_fit, load_config
+from src.models.load_metric import all_shipped, compute_metrics, load_metric
+from src.models.losses import mixed_cross_entropy, sums_from_logits
+from src.tasks import base
+from src.tasks.base import Batch
+from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
+
+HEAD = "ImageClassification"
+NEW_HEAD = ("classifier", "head.")  # modules that may be new in a pretrained model
+TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
+
+
+@dataclass
+class Options:
+    needs_model = True  # model_name_or_path or model_config
+
+    image_size: int | None = option(
+        "height and width of the model's input, in pixels (default: the model's)", min=1, from_checkpoint=True
+    )
+    image_mean: list[float] = option("mean of each channel, from 0 to 1 (default: the model's)", [])
+    image_std: list[float] = option("standard deviation of each channel (default: the model's)", [])
+    image_column: str = option("column of the image", "image", from_checkpoint=True)
+    label_column: str = option("column of the label", "label", from_checkpoint=True)
+    random_crop: float = option(
+        "training: random crops of at least this share of the image; 1: no crops", 0.3, above=0, max=1
+    )
+    horizontal_flip: float = option("training: probability of mirroring an image", 0.5, min=0, max=1)
+    mixup: float = option("training: mix images; parameter of the Beta distribution; 0: never", 0.0, min=0)
+    cutmix: float = option("training: paste parts of other images; like mixup", 0.0, min=0)
+    label_smoothing: float = option("training: probability spread over all classes", 0.0, min=0, below=1)
+    metrics: list[str] = option(
+        "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
+        "trust_remote_code); or none",
+        ["f1"],
+        may_change_on_resume=True,
+        from_checkpoint=all_shipped,
+    )
+
+
+class Task(base.Task):
+    decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
+
+    def __init__(self, cfg: RunConfig, options: Options):
+        super().__init__(cfg, options)
+        self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+
+    def load(self) -> None:
+        from transformers import AutoModelForImageClassification
+
+        self.config = load_config(self.cfg, None)
+        check_fit(self.cfg, self.config, None, None, AutoModelForImageClassification)
+        self.image_processor = read_image_processor(self.cfg, self.config, self.options)
+        for name in self._metric_names():
+            load_metric(name, self.cfg.trust_remote_code)  # fail here, not at the first evaluation
+        if self.cfg.model_name_or_path:
+            self.labels = labels_of_model(self.config, HEAD)
+
+    def _metric_names(self) -> list[str]:
+        return [name for name in self.options.metrics if name != "none"]
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        return repr((self.options.image_column, self.options.label_column, self.image_processor.channels, self.labels))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import ClassLabel, Features, Value
+
+        columns = [self.options.image_column, self.options.label_column]
+        needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
+        if self.labels is None or split == "train":
+            known = self.labels is not None and not whole and self.class_names is None
+            found = self.labels if known else labels_of_data(examples, needed[1], split, self.class_names, whole)
+            if not set(found) <= set(self.labels or ()):  # other classes than those of the pretrained model
+                self.labels = found
+        features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}
+        return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        column, label_column = self.options.image_column, self.options.label_column
+        channels = self.image_processor.channels
+        images = [read_image(v, column, channels, locations[i])[0] for i, v in enumerate(batch[column])]
+        ids = label_ids(batch[label_column], self.labels, self.class_names, label_column, locations)
+        ones = [1] * len(ids)  # all inputs have one size, so the length of a row is one image
+        return {"image": images, "label": ids, "length": ones, "targets": ones, "cut": [0] * len(ids)}
+
+    def on_prepared(self, features) -> None:
+        self.labels = features["label"].names
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModelForImageClassification
+
+        of_model = labels_of_model(self.config, HEAD) if self.cfg.model_name_or_path else None
+        if of_model and of_model != self.labels:
+            warn(f"the {len(of_model)} classes of the model are replaced by the {len(self.labels)} classes of the data")
+        set_labels(self.config, self.labels)
+        return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        o, processor, images = self.options, self.image_processor, []
+        for row in rows:
+            image = open_image(row["image"], processor.channels, 2 * processor.size if training else None)
+            if training and o.random_crop < 1:
+                image = augmentation.random_resized_crop(image, processor.size, o.random_crop, processor.resample)
+            else:
+                image = processor.center(image)
+            images.append(augmentation.random_flip(image, o.horizontal_flip) if training else image)
+        pixels, labels = stack(images), torch.tensor([int(row["label"]) for row in rows])
+        inputs = processor.scale(getattr(torch, self.cfg.dtype)) | {"labels": labels}
+        if training:
+            pixels, other, shares = augmentation.mix(pixels, o.mixup, o.cutmix)
+            inputs |= {"other_labels": labels[torch.from_numpy(other)], "shares": torch.from_numpy(shares).float()}
+        return Batch(
+            inputs | {"pixels": torch.from_numpy(pixels)}, weight=len(rows), tokens=len(rows), padded_tokens=len(rows)
+        )
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels, logits = inputs["labels"], model(pixel_values=normalize(model, inputs)).logits
+        if model.training:
+            others, shares = inputs["other_labels"], inputs["shares"]
+            return {"loss": mixed_cross_entropy(logits, labels, others, shares, self.options.label_smoothing)}
+        sums = sums_from_logits(logits, labels, False) | {"prediction": logits.argmax(-1), "label": labels}
+        if len(self.labels) >= TOP_FIVE:
+            sums["correct_in_five"] = (logits.topk(5).indices == labels[:, None]).double().sum()
+        return sums
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        found = {"accuracy": sums["correct"] / weight}
+        return found | ({"top5_accuracy": sums["correct_in_five"] / weight} if "correct_in_five" in sums else {})
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
+        return compute_metrics(self._metric_names(), predictions, labels, self.cfg.trust_remote_code)
