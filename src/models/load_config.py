@@ -121,6 +121,10 @@ def _set_vocabulary(values: dict, defaults: Any, tokenizer: "PreTrainedTokenizer
             values.setdefault(name, getattr(tokenizer, name))
         elif isinstance(published, int) and published >= values.get("vocab_size", published + 1):
             values.setdefault(name, None)
+    if tokenizer is not None and config_value(defaults, "is_encoder_decoder"):
+        values.setdefault("decoder_start_token_id", tokenizer.pad_token_id)
+        if config_value(defaults, "forced_eos_token_id") is not None:  # BART: the last token of a generation
+            values.setdefault("forced_eos_token_id", tokenizer.eos_token_id)
 
 
 def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
@@ -168,8 +172,11 @@ def check_fit(
     tokenizer: "PreTrainedTokenizerBase | None",
     max_length: int | None,
     auto_class: type,
+    option: str = "max_length",
 ) -> int:
-    """Return the maximum row length. Raise UsageError if task, tokenizer, model and max_length do not fit together."""
+    """Return the maximum row length. Raise UsageError if task, tokenizer, model and max_length do not fit together.
+
+    `option` is the name of the field max_length."""
     source = cfg.model_name_or_path or cfg.model_config
     if not private_apis.has_model_class(auto_class, config) and not getattr(config, "auto_map", None):
         raise UsageError(
@@ -185,7 +192,7 @@ def check_fit(
     limit = _max_positions(config)
     if max_length and limit and max_length > limit:
         raise UsageError(
-            f"max_length is {max_length}, but {source} has {limit} positions: give at most --max_length {limit}"
+            f"{option} is {max_length}, but {source} has {limit} positions: give at most --{option} {limit}"
         )
     return max_length or min(DEFAULT_MAX_LENGTH, limit or DEFAULT_MAX_LENGTH)
 

@@ -6,6 +6,8 @@ Tests: tests/config/test_foreign_code.py and tests/tasks/test_text_classificatio
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
+import numpy as np
+
 from src.config.errors import UsageError
 from src.config.paths import REPOSITORY
 
@@ -20,6 +22,14 @@ def shipped_metrics() -> dict[str, Path]:
 def all_shipped(names) -> bool:
     """Return True for a list of metrics that run no code from a checkpoint."""
     return isinstance(names, list) and set(names) <= {"none", *shipped_metrics()}
+
+
+def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
+    """Return the names without `none`, after loading each metric: it should fail before the first evaluation."""
+    names = [name for name in names if name != "none"]
+    for name in names:
+        load_metric(name, trust_remote_code)
+    return names
 
 
 def load_metric(name: str, trust_remote_code: bool):
@@ -58,13 +68,11 @@ def _load_shipped(name: str, path: Path):
     raise UsageError(f"metrics: {path} defines no subclass of evaluate.Metric")
 
 
-def compute_metrics(
-    names: list[str], predictions: list[int], references: list[int], trust_remote_code: bool
-) -> dict[str, float]:
-    """Return the values of the named metrics. F1, precision and recall use the macro average."""
+def compute_metrics(names: list[str], predictions: list, references: list, trust_remote_code: bool) -> dict[str, float]:
+    """Return the numbers of the named metrics of class ids or texts. F1, precision and recall use the macro average."""
     values = {}
     for name in names:
         options = {"average": "macro"} if name in ("f1", "precision", "recall") else {}
         metric = load_metric(name, trust_remote_code)
         values |= metric.compute(predictions=predictions, references=references, **options)
-    return {name: float(value) for name, value in values.items()}
+    return {name: float(value) for name, value in values.items() if isinstance(value, int | float | np.number)}

@@ -3,6 +3,7 @@
 Tests: tests/tasks/test_causal_lm.py.
 """
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +38,24 @@ def _length(model: Any) -> int:
 
 
 def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
-    """Return True if the logits are exactly the output embedding applied to the last hidden state.
+    """Return True if the logits are exactly the output embedding applied to the last hidden state."""
+    if model.base_model is model:
+        return False
+    ids = torch.arange(_length(model)).remainder(vocab_size)[None]
+    return is_plain_head(
+        model,
+        lambda: model(input_ids=ids, use_cache=False).logits,
+        lambda: model.base_model(input_ids=ids, use_cache=False).last_hidden_state,
+    )
+
+
+def is_plain_head(model: Any, logits_of: Callable[[], Any], hidden_of: Callable[[], Any]) -> bool:
+    """Return True if `logits_of()` is exactly the output embedding applied to `hidden_of()`.
 
     Some models scale or cap their logits. A loss computed from their hidden states would be silently wrong. Random
     weights give logits near zero, where a cap has no effect, so the probe replaces the logits with large values."""
     head = model.get_output_embeddings()
-    if not isinstance(head, torch.nn.Linear) or model.base_model is model:
+    if not isinstance(head, torch.nn.Linear):
         return False
     seen = {}
 
@@ -51,12 +64,11 @@ def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
         seen["logits"] = torch.linspace(-1e3, 1e3, logits.numel(), dtype=logits.dtype).view_as(logits)
         return seen["logits"]
 
-    ids = torch.arange(_length(model)).remainder(vocab_size)[None]
     with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
         hook = head.register_forward_hook(replace_logits)
-        logits = model(input_ids=ids, use_cache=False).logits
+        logits = logits_of()
         hook.remove()
-        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = hidden_of()
     if not seen or seen["hidden"].shape != hidden.shape:
         return False
     return torch.equal(logits.to(seen["logits"].dtype), seen["logits"]) and torch.allclose(seen["hidden"], hidden)

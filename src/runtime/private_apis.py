@@ -129,8 +129,14 @@ def known_masks(packed: bool) -> Iterator[None]:
     def ignore_mask(padding_mask, kv_length, local_attention_size=None):
         return padding_mask is None and (local_attention_size is None or kv_length < local_attention_size)
 
+    ignores_causal_mask = getattr(masking_utils, "_ignore_causal_mask_sdpa", lambda *args, **kwargs: False)
+
+    def ignore_causal_mask(padding_mask, *args, **kwargs):
+        return padding_mask is None and ignores_causal_mask(padding_mask, *args, **kwargs)
+
     ours = [
         (masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices),
+        (masking_utils, "_ignore_causal_mask_sdpa", ignore_causal_mask),
         (masking_utils, "_ignore_bidirectional_mask_sdpa", ignore_mask),
         (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda model, input_ids, attention_mask: None),
     ]

@@ -19,6 +19,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
     "preference": _options("preference"),
     "masked_lm": _options("masked_lm"),
     "token_classification": _options("token_classification"),
+    "seq2seq": _options("seq2seq"),
     "text_classification": _options("text_classification"),
     "image_classification": _options("image_classification"),
 }

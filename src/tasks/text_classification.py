@@ -14,7 +14,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.load_metric import compute_metrics, load_metric, shipped_metrics
+from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import squared_error_sums, sums_from_logits
 from src.runtime.private_apis import known_masks
@@ -26,10 +26,6 @@ from src.text.tokenization import require_text, tokenize_truncated
 
 # Modules that a pretrained encoder lacks.
 NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
-
-
-def all_shipped(names) -> bool:
-    return isinstance(names, list) and set(names) <= {"none", *shipped_metrics()}
 
 
 @dataclass

@@ -3,9 +3,11 @@
 Tests: tests/conformance/test_task.py runs them for every recipe, and for mutants that they must catch.
 """
 
+from contextlib import contextmanager
+
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from src.data.data_loader import seed_everything
 
@@ -27,6 +29,21 @@ class NoWaiting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@contextmanager
+def _generation_may_wait(model):
+    """Within, `model.generate` may read from the device: it must know whether all rows have ended."""
+    if generate := getattr(model, "generate", None):
+        model.generate = lambda *args, **kwargs: _outside_of_modes(generate, *args, **kwargs)
+    yield
+    if generate:
+        del model.generate
+
+
+def _outside_of_modes(function, *args, **kwargs):
+    with _disable_current_modes():
+        return function(*args, **kwargs)
+
+
 def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> tuple[dict, dict]:
     """Return (weight and sums, values per row) of a batch, all in float64 on the host."""
     model.train(training)
@@ -35,7 +52,7 @@ def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> t
     for name in ("weight", "tokens", "padded_tokens"):
         assert not torch.is_tensor(getattr(batch, name)), f"`collate` returns {name} as a tensor: return a number"
     seed_everything(seed)
-    with torch.no_grad(), NoWaiting():
+    with torch.no_grad(), _generation_may_wait(model), NoWaiting():
         out = (task.represent if task.has_batch_loss else task.loss)(model, batch.inputs)
     sums = {name: float(value) for name, value in out.items() if value.dim() == 0}
     assert task.has_batch_loss or "loss" in sums, "`loss` returns no scalar named loss"

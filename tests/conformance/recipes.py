@@ -19,6 +19,18 @@ BERT = {
     "attention_probs_dropout_prob": 0.0,
 }
 GPT2 = kit.GPT2 | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+BART = {
+    "model_type": "bart",
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 128,
+    "dropout": 0.0,
+}
 SENTENCE = "the cat sat on a mat while one red fox ran over seven lazy dogs and no other saw it go home again"
 
 
@@ -104,10 +116,27 @@ def token_classification(folder) -> list:
     )
 
 
+def seq2seq(folder) -> list:
+    """Sentences of random words, and a short text that tells whether the cat is in them: generated and compared."""
+    generator = np.random.default_rng(3)
+    for split, count in (("train", 203), ("validation", 31)):
+        lengths = 2 + (20 * generator.random(count) ** 2).astype(int)
+        texts = [" ".join(generator.choice(SENTENCE.split(), length)) for length in lengths]
+        rows = [{"source": text, "target": "a cat" if "cat" in text else "none"} for text in texts]
+        kit.write_jsonl(folder / f"{split}.jsonl", rows)
+    return kit.flags(
+        task="seq2seq",
+        model_config=kit.write_yaml(folder / "model.yaml", BART),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE]),
+        max_target_length=12,
+        learning_rate=1e-2,
+    )
+
+
 def image_classification(folder) -> list:
     """Small images with crops, flips, mixup and cutmix, which the seed of a micro-batch draws."""
     return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing=0.1)
 
 
 RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]
-RECIPES += [image_classification]
+RECIPES += [image_classification, seq2seq]
