@@ -9,8 +9,6 @@ import math
 import datasets
 import evaluate
 
-from src.config.errors import UsageError
-
 KINDS = ["rouge1", "rouge2", "rougeL", "rougeLsum"]  # rougeLsum: by line
 
 
@@ -18,13 +16,8 @@ class Rouge(evaluate.Metric):
     """The mean F-measures of common words, word pairs, and longest common subsequences of texts and of lines."""
 
     def _info(self):
-        try:
-            from rouge_score.rouge_scorer import RougeScorer
-        except ImportError as error:
-            raise UsageError(
-                f"metrics: rouge needs the package rouge_score ({error}): pip install -r requirements-extra.txt, or "
-                "give other metrics"
-            ) from error
+        from rouge_score.rouge_scorer import RougeScorer
+
         self.scorer = RougeScorer(KINDS, use_stemmer=True)
         features = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})
         return evaluate.MetricInfo(description=self.__doc__, citation="", inputs_description="texts", features=features)

@@ -64,7 +64,12 @@ def _load_shipped(name: str, path: Path):
     spec.loader.exec_module(module)
     for value in vars(module).values():
         if isinstance(value, type) and issubclass(value, evaluate.Metric) and value.__module__ == module.__name__:
-            return value()
+            try:
+                return value()
+            except ImportError as error:
+                raise UsageError(
+                    f"metrics: {name}: {error}: pip install -r requirements-extra.txt, or give other metrics"
+                ) from error
     raise UsageError(f"metrics: {path} defines no subclass of evaluate.Metric")
 
 

@@ -23,7 +23,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
 from src.text.text_pairs import PairEncoder, decode_rows
-from src.text.tokenization import IGNORED, pad_rows, tokenize_truncated
+from src.text.tokenization import IGNORED, pad_rows
 
 
 @dataclass
@@ -150,9 +150,8 @@ class Task(base.Task):
         o = self.options
         if not o.sample_prompt:
             return None
-        text = o.source_prefix + o.sample_prompt
-        ids = torch.tensor(tokenize_truncated(self.tokenizer, [text], self.max_length)[0], device=model.device)
+        ids = torch.tensor([self.encoder.source_ids(o.sample_prompt)], device=model.device)
         model.eval()  # without dropout
         torch.manual_seed(self.cfg.seed)
         tokens = self._generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-        return f"{text}\n=> {decode_rows(self.tokenizer, tokens.cpu().numpy())[0]}"
+        return f"{o.sample_prompt}\n=> {decode_rows(self.tokenizer, tokens.cpu().numpy())[0]}"

@@ -51,19 +51,27 @@ class PairEncoder:
         for column in (self.source_column, self.target_column):
             require_text(batch[column], column, locations)
         sources = [self.prefix + text for text in batch[self.source_column]]
-        sources, cut = tokenize_truncated(self.tokenizer, sources, self.max_source_length)
-        sources = [ids or [self.end] for ids in sources]  # attention needs a token
-        targets, cut_targets = tokenize_truncated(
-            self.tokenizer, batch[self.target_column], self.max_target_length, target=True
+        source, source_columns = tokenize_truncated(self.tokenizer, [sources], self.max_source_length)
+        sources = [ids or [self.end] for ids in source["input_ids"]]  # attention needs a token
+        limit = self.max_target_length
+        target, target_columns = tokenize_truncated(
+            lambda texts, **options: self.tokenizer(text_target=texts, **options),  # differs for translation models
+            [batch[self.target_column]],
+            limit,
         )
-        targets = [ids if ids[-1:] == [self.end] else [*ids[: self.max_target_length - 1], self.end] for ids in targets]
+        targets = [ids if ids[-1:] == [self.end] else [*ids[: limit - 1], self.end] for ids in target["input_ids"]]
         return {
             "input_ids": sources,
             "labels": targets,
             "length": [len(source) + len(target) for source, target in zip(sources, targets, strict=True)],
             "targets": [len(target) for target in targets],
-            "cut": [one + other for one, other in zip(cut, cut_targets, strict=True)],
+            "cut": [one + other for one, other in zip(source_columns["cut"], target_columns["cut"], strict=True)],
         }
+
+    def source_ids(self, text: str) -> list[int]:
+        """Return the token ids of one source."""
+        text = self.prefix + text
+        return self.tokenizer(text, truncation=True, max_length=self.max_source_length)["input_ids"] or [self.end]
 
 
 def decode_rows(tokenizer: Any, rows: np.ndarray) -> list[str]:
