@@ -20,6 +20,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
     "masked_lm": _options("masked_lm"),
     "token_classification": _options("token_classification"),
     "seq2seq": _options("seq2seq"),
+    "embeddings": _options("embeddings"),
     "text_classification": _options("text_classification"),
     "image_classification": _options("image_classification"),
 }

@@ -138,5 +138,25 @@ def image_classification(folder) -> list:
     return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing=0.1)
 
 
+def embeddings(folder) -> list:
+    """Sentences of random words, some of the same words in another order, and a sentence of others."""
+    generator = np.random.default_rng(3)
+    for split, count in (("train", 203), ("validation", 31)):
+        rows = []
+        for length in 3 + (15 * generator.random(count) ** 2).astype(int):
+            anchor, negative = generator.choice(SENTENCE.split(), (2, length))
+            positive = generator.permutation(anchor)[: generator.integers(2, length + 1)]
+            texts = {"anchor": anchor, "positive": positive, "negative": negative}
+            rows.append({name: " ".join(words) for name, words in texts.items()})
+        kit.write_jsonl(folder / f"{split}.jsonl", rows)
+    return kit.flags(
+        task="embeddings",
+        model_config=kit.write_yaml(folder / "model.yaml", BERT),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer"),
+        negative_column="negative",
+        learn_temperature=True,
+    )
+
+
 RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]
-RECIPES += [image_classification, seq2seq]
+RECIPES += [image_classification, seq2seq, embeddings]
