@@ -22,6 +22,7 @@ from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
+from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
 from src.models.text_sample import sample_text
 from src.runtime.private_apis import known_masks
 from src.tasks import base
@@ -43,6 +44,12 @@ class Options:
         "pack documents into full rows; attention never crosses documents", False, from_checkpoint=True
     )
     text_column: str = option("column that holds the text", "text", from_checkpoint=True)
+    router_aux_loss_coef: float | None = option(
+        "weight of the load-balancing loss of a mixture of experts, computed row by row (default: the model's own if its "
+        "output_router_logits is true, else 0)",
+        min=0,
+        from_checkpoint=True,
+    )
     append_eos: bool = option("end every document with the tokenizer's end-of-text token", True, from_checkpoint=True)
     # from_checkpoint is false, because the tokenizer of a checkpoint already has the template.
     chat_template: str | None = option(
@@ -74,6 +81,7 @@ class Task(base.Task):
             self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
         )
         self.vocab_size = vocabulary_size(self.cfg, self.config)
+        self.router_coefficient = router_coefficient(self.config, self.options.router_aux_loss_coef)
         for name in ("chat_template", "sample_prompt"):
             if getattr(self.options, name) and self.tokenizer is None:
                 raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or omit {name}")
@@ -112,11 +120,15 @@ class Task(base.Task):
         from transformers import AutoModelForCausalLM
 
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
+        if self.cfg.dtype == "float64" and experts_per_token(self.config):
+            model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
         if empty:
             return model
         self.plain_head = has_plain_lm_head(model, self.vocab_size)
         if self.options.packing:
             check_packing(model, self.vocab_size)
+        if self.router_coefficient:
+            check_router(model, self.vocab_size)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
@@ -138,6 +150,8 @@ class Task(base.Task):
         inputs = {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
         if self.options.packing:
             inputs["position_ids"] = torch.from_numpy(positions)
+        if self.router_coefficient:
+            inputs["lengths"] = torch.tensor(lengths)
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
         return Batch(inputs, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
 
@@ -145,18 +159,30 @@ class Task(base.Task):
         targets = inputs["targets"].flatten()
         # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
         arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
+        if self.router_coefficient:
+            arguments["output_router_logits"] = True
         with known_masks(packed="position_ids" in inputs):
             output = model.base_model(**arguments) if self.plain_head else model(**arguments)
         if self.plain_head:
             hidden = output.last_hidden_state.flatten(0, 1)
-            return sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training)
-        return sums_from_logits(output.logits.flatten(0, 1), targets, model.training)
+            sums = sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training)
+        else:
+            sums = sums_from_logits(output.logits.flatten(0, 1), targets, model.training)
+        if not self.router_coefficient:
+            return sums
+        is_real = torch.arange(inputs["input_ids"].shape[1], device=targets.device) < inputs["lengths"][:, None]
+        balance = balance_losses(output.router_logits, is_real, experts_per_token(model.config))
+        aux_loss = (balance * (inputs["targets"] != IGNORED).sum(1)).sum()
+        return sums | {"loss": sums["loss"] + self.router_coefficient * aux_loss, "aux_loss": aux_loss.detach()}
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        loss = sums["loss"] / weight
-        numbers = {"perplexity": math.exp(min(loss, 700.0)), "accuracy": sums["correct"] / weight}
+        cross_entropy = sums["loss"] - self.router_coefficient * sums.get("aux_loss", 0.0)
+        perplexity = math.exp(min(cross_entropy / weight, 700.0))
+        numbers = {"perplexity": perplexity, "accuracy": sums["correct"] / weight}
+        if "aux_loss" in sums:
+            numbers["aux_loss"] = sums["aux_loss"] / weight
         if sums["bytes"]:
-            numbers["bits_per_byte"] = sums["loss"] / math.log(2) / sums["bytes"]
+            numbers["bits_per_byte"] = cross_entropy / math.log(2) / sums["bytes"]
         return numbers
 
     def sample(self, model: torch.nn.Module) -> str | None:

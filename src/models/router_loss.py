@@ -1,0 +1,73 @@
+"""Load-balancing loss of a mixture of experts, as a sum over rows.
+
+transformers computes it from the mean routing of all tokens of a micro-batch, padding included, so it would depend on how
+the global batch is split. Here each row has a loss of its own (the sequence-wise balance loss of DeepSeek-V3, 2024),
+weighted by its targets: for a row alone both are equal. Tests: tests/models/test_router_loss.py.
+"""
+
+from typing import Any
+
+import torch
+
+from src.config.errors import UsageError, warn
+from src.models.load_config import config_value, text_config
+from src.models.losses import at_least_float32
+from src.models.model_checks import probing
+
+TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
+
+
+def router_coefficient(config: Any, chosen: float | None) -> float:
+    """Return the weight of the load-balancing loss: `chosen`, else the model's own if its config asks for that loss.
+
+    Warn if the model has a weight, but its config does not ask. Raise UsageError if it asks, but has none."""
+    config = text_config(config)
+    known, wanted = (config_value(config, name) for name in ("router_aux_loss_coef", "output_router_logits"))
+    if chosen is not None:
+        return chosen
+    if wanted and known is None:
+        raise UsageError(
+            f"output_router_logits is true, but {config.model_type} has no router_aux_loss_coef: give the weight of the "
+            "load-balancing loss as --router_aux_loss_coef, 0 for none"
+        )
+    if known and not wanted:
+        warn(
+            f"the experts are trained without the load-balancing loss, because output_router_logits is false: give "
+            f"--router_aux_loss_coef {known:g} for it, or 0 to silence this warning"
+        )
+    return known if wanted else 0.0
+
+
+def experts_per_token(config: Any) -> int:
+    """Return how many experts a token is sent to, 0 if the configuration does not tell."""
+    return next((int(k) for name in TOP_K_NAMES if (k := config_value(text_config(config), name))), 0)
+
+
+def balance_losses(router_logits: tuple[torch.Tensor, ...], is_real: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Return the load-balancing loss of each row (Fedus et al. 2021, equations 4 to 6, over all layers together).
+
+    Each layer's logits are (rows × width, experts); `is_real` (rows, width) is false for padding."""
+    chosen = probability = 0.0
+    for logits in router_logits:
+        shares = at_least_float32(logits).softmax(-1).view(*is_real.shape, -1)
+        sent = torch.zeros_like(shares).scatter(-1, shares.topk(top_k, dim=-1).indices, 1.0)
+        chosen = chosen + (sent * is_real[..., None]).sum(1)
+        probability = probability + (shares * is_real[..., None]).sum(1)
+    tokens = is_real.sum(1, keepdim=True).clamp(min=1) * len(router_logits)
+    return (chosen / tokens * probability / tokens).sum(-1) * router_logits[0].shape[-1]
+
+
+def check_router(model: Any, vocab_size: int) -> None:
+    """Raise UsageError unless the load-balancing loss of this model is the one that `balance_losses` computes."""
+    ids, top_k = torch.arange(8).remainder(vocab_size)[None], experts_per_token(model.config)
+    with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
+        output = model(input_ids=ids, use_cache=False, output_router_logits=True)
+    logits, expected = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
+    known = bool(logits) and torch.is_tensor(expected) and top_k > 0
+    if not known or not torch.allclose(
+        balance_losses(logits, torch.ones_like(ids), top_k)[0].float(), expected.float()
+    ):
+        raise UsageError(
+            f"the load-balancing loss of {type(model).__name__} is not known here: give --router_aux_loss_coef 0 to train "
+            "without it"
+        )

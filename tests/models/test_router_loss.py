@@ -1,0 +1,104 @@
+"""Load-balancing loss of a mixture of experts: equal to that of transformers for a row, and a sum over rows."""
+
+import numpy as np
+import pytest
+import torch
+
+from src.config.errors import UsageError
+from tests.conformance import checks
+from tests.helpers import kit
+
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
+MODELS = {
+    "mixtral": kit.LLAMA | EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3_moe": kit.LLAMA | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16},
+    "olmoe": kit.LLAMA | EXPERTS | {"model_type": "olmoe", "num_experts": 4},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("experts")
+    generator = np.random.default_rng(0)
+    rows = [{"input_ids": generator.integers(0, 500, n).tolist()} for n in generator.integers(2, 30, 40)]
+    kit.write_jsonl(folder / "rows.jsonl", rows)
+    for name, values in MODELS.items():
+        kit.write_yaml(folder / f"{name}.yaml", values)
+    kit.write_yaml(folder / "silent.yaml", MODELS["mixtral"] | {"output_router_logits": False})
+    kit.write_yaml(folder / "dense.yaml", kit.LLAMA)
+    return folder
+
+
+def fields(folder, model, **more):
+    return {"model_config": folder / f"{model}.yaml", "train_file": folder / "rows.jsonl", "dtype": "float64"} | more
+
+
+def open_model(folder, model, **more):
+    task, splits = kit.open_data(**fields(folder, model, cache_dir=folder / "cache", **more))
+    return task, task.build(), splits["train"].rows(np.arange(checks.ROWS))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_of_a_row_is_that_of_transformers(folder, name):
+    task, model, rows = open_model(folder, name)
+    for row in rows[:4]:
+        batch = task.collate([row], True)
+        model.train()
+        ours = task.loss(model, batch.inputs)
+        ids = batch.inputs["input_ids"]
+        expected = model(input_ids=ids, labels=ids)
+        assert ours["loss"].item() / batch.weight == pytest.approx(expected.loss.item(), rel=1e-6)
+        assert ours["aux_loss"].item() / batch.weight == pytest.approx(expected.aux_loss.item(), rel=1e-6)
+        parameters = [p for n, p in model.named_parameters() if "gate" in n]
+        one, other = (torch.autograd.grad(x, parameters) for x in (ours["loss"] / batch.weight, expected.loss))
+        assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(one, other, strict=True))
+
+
+def test_sums_do_not_depend_on_the_rows_beside_a_row(folder):
+    task, model, rows = open_model(folder, "mixtral")
+    for training in (True, False):
+        checks.check_rows_are_independent(task, model, rows, training)
+
+
+def test_mutant_balance_over_the_micro_batch_is_caught(folder, monkeypatch):
+    """The loss of transformers: the mean routing of all tokens of a micro-batch, padding included."""
+    from src.tasks import causal_lm
+
+    def over_the_batch(logits, is_real, top_k):
+        whole = balance(logits, torch.ones(1, is_real.numel(), device=is_real.device), top_k)
+        return whole.expand(len(is_real))
+
+    balance = causal_lm.balance_losses
+    monkeypatch.setattr(causal_lm, "balance_losses", over_the_batch)
+    task, model, rows = open_model(folder, "mixtral")
+    with pytest.raises(AssertionError, match="depends on the rows or the padding"):
+        checks.check_rows_are_independent(task, model, rows, training=True)
+
+
+def test_weights_do_not_depend_on_the_split(folder, tmp_path):
+    flags = fields(
+        folder, "mixtral", global_batch_size=16, max_steps=4, learning_rate=1e-3, per_device_eval_batch_size=4
+    )
+    flags |= {"validation_file": folder / "rows.jsonl", "logging_steps": 1}
+    one = kit.run_training(1, tmp_path / "one", *kit.flags(**flags, per_device_batch_size=16))
+    two = kit.run_training(2, tmp_path / "two", *kit.flags(**flags, per_device_batch_size=3))
+    assert kit.distance(one.weights, two.weights) <= 1e-6  # RMSNorm and router compute in float32
+    (first,), (second,) = one.kind("eval"), two.kind("eval")
+    assert first["aux_loss"] == pytest.approx(second["aux_loss"], rel=1e-6)
+    assert np.log(first["perplexity"]) == pytest.approx(first["loss"] - 0.2 * first["aux_loss"], rel=1e-9)
+
+
+def test_coefficient_is_the_models_or_the_users(folder, capsys):
+    assert open_model(folder, "mixtral")[0].router_coefficient == 0.2
+    assert open_model(folder, "mixtral", router_aux_loss_coef=0)[0].router_coefficient == 0
+    assert "router_aux_loss_coef" not in capsys.readouterr().err
+    task, model, rows = open_model(folder, "silent")
+    assert task.router_coefficient == 0
+    assert "--router_aux_loss_coef 0.2" in capsys.readouterr().err
+    assert set(task.loss(model.train(), task.collate(rows, True).inputs)) == {"loss"}
+    assert open_model(folder, "silent", router_aux_loss_coef=0.5)[0].router_coefficient == 0.5
+
+
+def test_model_without_experts_is_refused(folder):
+    with pytest.raises(UsageError, match=r"LlamaForCausalLM.*--router_aux_loss_coef 0"):
+        open_model(folder, "dense", router_aux_loss_coef=0.1)
