@@ -37,7 +37,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train eval test test-fast test-gpu test-cluster lint format bench report ledger storm clean distclean
+.PHONY: help setup data train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
@@ -99,6 +99,10 @@ ledger: .venv/done ## check that RUN trained on the data of its plan, or of OTHE
 
 storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compare it with an undisturbed run
 	$(VENV)/python -m tests.helpers.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
+
+fork: .venv/done ## copy the template to DEST=folder [TASKS="causal_lm …"] [NAME=…] without history and other tasks
+	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
+	@$(VENV)/python -m src.config.fork '$(DEST)' --tasks $(TASKS) --name '$(NAME)'
 
 clean: ## remove caches of tools; keeps .venv, data/, runs/ and prepared data
 	rm -rf .pytest_cache .ruff_cache
