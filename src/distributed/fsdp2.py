@@ -91,6 +91,10 @@ class FSDP2(Strategy):
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
         self._warn_if_one_unit(model_with_loss)
+        if shared := layers_that_share(model_with_loss):  # torch refuses a parameter of two units, at the first step
+            private_apis.set_layer_class_names(
+                model_with_loss, private_apis.layer_class_names(model_with_loss.model) - shared
+            )
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
         try:
@@ -106,8 +110,7 @@ class FSDP2(Strategy):
             raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:
             raise Failure(
-                "sharding has untied the model's tied weights: give the model a method tie_weights, like those of "
-                "transformers, or set fsdp_cpu_ram_efficient_loading to false"
+                "sharding has untied the model's tied weights: set fsdp_cpu_ram_efficient_loading to false in the accelerate file"
             )
         trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
         if changed := [name for name, p in trainable if p.dtype not in dtypes]:
@@ -157,3 +160,17 @@ class FSDP2(Strategy):
         module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
         module.set_requires_all_reduce(last)
         yield
+
+
+def layers_that_share(model: torch.nn.Module) -> set[str]:
+    """Return the class names of repeated layers that share a parameter with a module outside of them."""
+    owners: dict[int, set[int]] = {}  # id of a parameter -> ids of the modules that hold it
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+    found, names = set(), private_apis.layer_class_names(model)
+    for layer in (module for module in model.modules() if type(module).__name__ in names):
+        inside = {id(module) for module in layer.modules()}
+        if any(not owners[id(parameter)] <= inside for parameter in layer.parameters()):
+            found.add(type(layer).__name__)
+    return found

@@ -119,7 +119,7 @@ class Strategy:
         if not self.is_sharded:
             return self.accelerator.prepare_model(model_with_loss, evaluation_mode=True)
         # Without an optimizer, accelerate would neither shard the model nor move it to the device.
-        return self.accelerator.prepare(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
+        return self.wrap(model_with_loss, torch.optim.SGD(model_with_loss.parameters(), lr=0.0))[0]
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 

@@ -86,9 +86,10 @@ def storage_id(tensor: "torch.Tensor") -> int:
 def layer_class_names(model: "torch.nn.Module") -> set[str]:
     """Return the class names of a model's repeated layers: the units to shard, compile and count.
 
-    A model may also name layers that it does not have. A class of your own can have this attribute, too.
+    A model may also name layers that it does not have. A class of your own can have this attribute, too. A module
+    that contains models has the layers of all of them.
     Tests: tests/distributed/test_fsdp2.py and tests/models/test_compile_and_recompute.py."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     return names & {kind.__name__ for module in model.modules() for kind in type(module).__mro__} if names else names
 
 
@@ -97,6 +98,11 @@ def copy_layer_class_names(model: "torch.nn.Module", wrapper: "torch.nn.Module")
 
     Tests: tests/distributed/test_fsdp2.py and tests/distributed/test_frozen_teacher.py."""
     wrapper._no_split_modules = sorted(layer_class_names(wrapper) | layer_class_names(model)) or None
+
+
+def set_layer_class_names(wrapper: "torch.nn.Module", names: set[str]) -> None:
+    """Give a wrapper the layer class names by which accelerate shards. Test: tests/distributed/test_fsdp2.py."""
+    wrapper._no_split_modules = sorted(names) or None
 
 
 def has_model_class(auto_class: type, config: Any) -> bool:

@@ -31,16 +31,28 @@ class ModelWithLoss(torch.nn.Module):
         super().__init__()
         self.model, self.task = model, task
         private_apis.copy_layer_class_names(model, self)
+        self.tied = tied_names(model)
 
     def tie_weights(self) -> None:
         """Tie weights again: accelerate shards a copy of the model on the meta device, which has lost the ties."""
-        if hasattr(self.model, "tie_weights"):
-            self.model.tie_weights()
+        for first, *others in self.tied:
+            parameter = self.model.get_parameter(first)
+            for name in others:
+                path, _, leaf = name.rpartition(".")
+                self.model.get_submodule(path).register_parameter(leaf, parameter)
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.task.has_batch_loss:
             return self.task.represent(self.model, inputs)
         return self.task.loss(self.model, inputs)
+
+
+def tied_names(model: torch.nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [group for group in names.values() if len(group) > 1]
 
 
 def build_model(

@@ -312,10 +312,10 @@ def _train(argv):
     return seen
 
 
-def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "Run":
+def run_training(world: int, folder, *argv, env=None, timeout: float = 180, units: int = 2) -> "Run":
     """Train in `folder` on `world` processes through train.py's main; return the run.
 
-    Assert that the group had that size and that FSDP2, if chosen, sharded every layer over its mesh."""
+    Assert that the group had that size and that FSDP2, if chosen, sharded at least so many units over its mesh."""
     argv = [*argv, "--output_dir", folder]
     seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
     assert [s["world"] for s in seen] == [world] * world
@@ -323,7 +323,7 @@ def run_training(world: int, folder, *argv, env=None, timeout: float = 180) -> "
     mesh = (copies, world // copies) if copies > 1 else (world,)
     for s in seen:
         assert s["mesh"] == (mesh if "ACCELERATE_USE_FSDP" in (env or {}) else None)
-        assert s["mesh"] is None or s["units"] > 1
+        assert s["mesh"] is None or s["units"] >= units
     return Run(folder)
 
 

@@ -38,6 +38,8 @@ class Block(torch.nn.Module):
 class Net(torch.nn.Module):
     """The outputs of the first two blocks are added to the inputs of the last two, as in a U-Net."""
 
+    _no_split_modules = ["Block"]  # the units that FSDP2 shards
+
     def __init__(self, width=16, norm=False, dropout=0.1, tied=False, unused=False):
         super().__init__()
         self.enter, self.leave = torch.nn.Linear(FEATURES, width), torch.nn.Linear(width, LABELS * CLASSES)

@@ -1,0 +1,80 @@
+"""Plain torch modules under FSDP2 and ZeRO: the numbers of one process, resumed, evaluated, whole in final/."""
+
+import shutil
+
+import pytest
+
+from src.checkpointing import trial_save
+from src.distributed.fsdp2 import layers_that_share
+from src.training.step import ModelWithLoss
+from tests.helpers import kit, plain_task
+from tests.helpers.plain_task import flags
+from tests.helpers.strategy_runs import where
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.mark.parametrize("fields", [{}, {"tied": True}, {"teacher": True}], ids=str)
+def test_fsdp2_trains_resumes_and_evaluates_a_plain_module(plain, tmp_path, fields):
+    """Two processes; killed after step 16 and resumed bitwise. The two tied layers are not units of their own."""
+    argv, env, units = flags(plain, **fields), where("fsdp2", 2), 1 if "tied" in fields else 5
+    one = kit.run_training(1, tmp_path / "one", *argv)
+    two = kit.run_training(2, tmp_path / "two", *argv, env=env, units=units)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    assert two.losses() == pytest.approx(one.losses(), rel=1e-10)
+    assert {path.name for path in (two.folder / "final").glob("*.safetensors")} == {
+        f"model-0000{rank}-of-00002.safetensors" for rank in (1, 2)
+    }
+    folder = shutil.copytree(two.folder, tmp_path / "run")
+    shutil.rmtree(folder / "final")
+    shutil.rmtree(folder / "checkpoints" / "step_00000024")
+    run = kit.run_training(2, folder, *argv, env=env, units=units)
+    assert kit.same(run.weights, two.weights)
+    line = kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", folder, env=env)
+    assert line == two.kind("eval")[-1] == run.kind("eval")[-1]
+    line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", folder)  # from the files of two ranks
+    assert line == pytest.approx(two.kind("eval")[-1])
+
+
+def test_layers_that_share_a_parameter_are_found():
+    for tied in (False, True):
+        model = ModelWithLoss(plain_task.Net(tied=tied), None)
+        assert layers_that_share(model) == ({"Block"} if tied else set())
+        assert model.tied == ([["blocks.0.linear.weight", "blocks.3.linear.weight"]] if tied else [])
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_trial_save_finds_a_dropped_parameter_in_the_file_of_another_rank(plain, tmp_path, monkeypatch, mutant):
+    """The task forgets to load a layer that rank 1 writes. The mutant saves the initial values."""
+
+    class Forgets(plain_task.Task):
+        def build(self, weights=None, empty=False):
+            model, fresh = super().build(weights, empty), super().build(None, empty)
+            model.blocks[int(self.cfg.seed)] = fresh.blocks[int(self.cfg.seed)]
+            return model
+
+    module = type("module", (), {"Options": plain_task.Options, "Task": Forgets})
+    if mutant:
+        monkeypatch.setattr(trial_save, "_alter", lambda tensors: None)
+    for block in (0,) if mutant else (0, 1):  # the two ranks write one of them each
+        with plain_task.registered(module, "fork"):
+            argv = flags(plain, task="fork", seed=block, output_dir="run", max_steps=1)
+            run = {"folder": tmp_path / f"{block}", "world": 2, "env": where("fsdp2", 2)}
+            codes, outputs = kit.run_command("train.py", *argv, **run)
+        assert codes == ([0, 0] if mutant else [2, 2]), outputs
+        assert mutant or f"blocks.{block}.linear.bias comes back with other values" in outputs[0]
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
+    argv = flags(plain, dtype="float32", teacher=name == "zero3")
+    one = kit.run_training(1, tmp_path / "one", *argv)
+    two = kit.run_training(2, tmp_path / "two", *argv, env=where(name, 2), timeout=500)
+    assert kit.distance(one.weights, two.weights) <= 1e-4
+    shutil.rmtree(two.folder / "final")
+    shutil.rmtree(two.folder / "checkpoints" / "step_00000024")
+    run = kit.run_training(2, two.folder, *argv, env=where(name, 2), timeout=500)
+    assert kit.distance(run.weights, two.weights) <= 1e-6
+    line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", two.folder)
+    assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
