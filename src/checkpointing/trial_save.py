@@ -181,7 +181,8 @@ def _message(kind: str, errors: list[str]) -> str:
     return (
         f"check_save: {kind} cannot be saved and loaded again: {'; '.join(errors[:SHOWN])}{more}. A run could not resume from "
         "such a checkpoint: `build(weights)` must return the model that was saved. from_pretrained drops a parameter "
-        "that its model class does not have: declare it in the class, or load it in `build`"
+        "or buffer that its model class does not have: declare it in the class, load it in `build`, or register a constant "
+        "buffer with persistent=False"
     )
 
 
