@@ -78,7 +78,9 @@ def load_checkpoint(
         if part == "optimizer":
             strategy.load_moments(model_with_loss.model, holder, reader, numbers)
         else:
-            holder.load_state_dict(numbers | {name: reader.whole(name) for name in reader.where})
+            current = holder.state_dict()  # sharded, if the part was made from a sharded model
+            tensors = {name: reader.like(name, current.get(name)) for name in reader.where}
+            holder.load_state_dict(numbers | tensors)
     if strategy.accelerator.scaler is not None and state["scaler"]:
         strategy.accelerator.scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -56,9 +56,12 @@ class Checkpointer:
         )
         return self.resume_from or init_weights(self.cfg)
 
-    def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter) -> TrainState:
-        """Return the TrainState to train from; restore optimizer, gradient scaler and meter if a run is resumed."""
-        self.model, self.parts, self.meter = model, {"optimizer": optimizer}, meter  # parts: saved with the model
+    def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter, **parts: Any) -> TrainState:
+        """Return the TrainState to train from; restore optimizer, `parts`, gradient scaler and meter if a run is resumed.
+
+        A part (ema=ema) is saved beside the model: an object with a flat `state_dict` of tensors, numbers and strings,
+        and `load_state_dict`."""
+        self.model, self.parts, self.meter = model, {"optimizer": optimizer} | parts, meter
         if self.resume_from is None:
             self.state = TrainState()
         else:

@@ -25,7 +25,6 @@ from safetensors import safe_open
 
 from src.config.errors import Failure, UsageError
 from src.distributed.host_group import HostGroup
-from src.distributed.sharded_tensors import is_partial
 from src.runtime import private_apis
 from src.storage import atomic_folder
 from src.storage.disk_errors import DiskError, is_disk_error
@@ -167,14 +166,14 @@ class TensorReader:
         self.mapped += value.nbytes
         return value
 
-    def like(self, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    def like(self, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
         """Return the tensor sharded like `parameter`; each process reads only its own slice.
 
         Return the full tensor if `parameter` is not sharded or has another shape (as for the optimizer's step)."""
         from torch.distributed.tensor import DTensor
 
         rows = self._slice(name)
-        if not is_partial(parameter) or self.shape(name) != tuple(parameter.shape):
+        if not isinstance(parameter, DTensor) or self.shape(name) != tuple(parameter.shape):
             return self.whole(name)
         mesh, placements, own = parameter.device_mesh, parameter.placements, parameter.to_local()
         slices = private_apis.local_slices(parameter)

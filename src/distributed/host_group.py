@@ -38,3 +38,11 @@ class HostGroup:
         if not self.is_single:
             dist.all_reduce(vector, group=self.group)
         return vector / self.ranks_per_batch if self.ranks_per_batch > 1 else vector
+
+    def union(self, names: set[str]) -> list[str]:
+        """Return the names of all ranks, sorted. Collective."""
+        found = [names]
+        if not self.is_single:
+            found = [set()] * dist.get_world_size()
+            dist.all_gather_object(found, names, group=self.group)
+        return sorted(set().union(*found))

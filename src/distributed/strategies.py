@@ -43,7 +43,7 @@ class Strategy:
     allows_tensor_parallel = True
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
-        self.accelerator = accelerator
+        self.accelerator, self.cfg = accelerator, cfg
         self.tp_size = tensor_parallel.tp_size(accelerator)
         # The processes of one tensor parallel group read the same data and count as one data rank.
         self.data_rank, self.data_world_size = tensor_parallel.data_parallel_rank_and_size(accelerator)
@@ -91,6 +91,8 @@ class Strategy:
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
         strategy_checks.check_model(self, model_with_loss)
+        for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
+            group.setdefault("lr_factor", strategy_checks.rate_factor(group["lr"], self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
         several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)

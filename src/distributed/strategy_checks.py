@@ -110,3 +110,13 @@ def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
                 f"{name} is a SyncBatchNorm, whose results depend on the number of processes: use BatchNorm, whose running "
                 "statistics are the same on all processes here"
             )
+
+
+def rate_factor(rate: float, learning_rate: float) -> float:
+    """Return the rate of a parameter group as a multiple of `learning_rate`; raise UsageError if there is none."""
+    if rate and not learning_rate:
+        raise UsageError(
+            f"learning_rate is 0, but a parameter group has the rate {rate:g}: groups are multiples of learning_rate. Give "
+            'a positive learning_rate, or the group a field "lr_factor"'
+        )
+    return rate / learning_rate if learning_rate else 1.0

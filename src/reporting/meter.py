@@ -1,4 +1,4 @@
-"""Meter: sums of loss, weight, tokens and seconds since the last train line.
+"""Meter: sums of loss, weight, tokens, seconds and named values since the last train line.
 
 Tests: tests/reporting/test_meter.py.
 """
@@ -9,31 +9,57 @@ from contextlib import contextmanager
 
 import torch
 
+from src.config.errors import UsageError
 from src.distributed.host_group import HostGroup
 from src.training.step import StepTotals
+from src.training.train_state import StepLosses, widen
+
+LINE = [
+    "kind",
+    "step",
+    "epoch",
+    "loss",
+    "weight",
+    "tokens_per_second",
+    "padding",
+    "data_seconds",
+    "seconds",
+    "learning_rate",
+    "grad_norm",
+    "skipped",
+    "graphs",
+]
 
 
 class Meter:
     """Sums over steps without waiting for the device: losses stay there until a train line or a checkpoint.
 
-    The losses of all steps are kept and added in step order, so the sum does not depend on when it is read."""
+    The values of all steps are kept and added in step order, so a sum does not depend on when it is read."""
 
     SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
 
     def __init__(self):
-        self.losses: list[float] = []  # loss sums over the global batch, one per step
-        self.pending: list[torch.Tensor] = []  # this rank's loss sums of the steps after those, on the device
+        self.pending: list[dict[str, torch.Tensor]] = []  # this rank's sums by name, on the device
+        self.values: dict[str, list[float]] = {"loss": []}  # sums over all ranks, one per step, of the steps before
+        self._reset()
+
+    def _reset(self) -> None:
+        self.values = {name: [] for name in self.values}
         self.weight = self.tokens = self.padded_tokens = self.data_seconds = 0.0
         self.began = time.perf_counter()
 
-    def add(self, losses: torch.Tensor | None, totals: StepTotals, data_seconds: float) -> None:
+    def add(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Add a step: this rank's losses (None if the global batch has no weight) and the totals of all ranks."""
         if losses is not None:
-            self.pending.append(losses.sum())
+            self.pending.append({"loss": losses.losses.sum()} | losses.sums)
         self.weight += totals.weight
         self.tokens += totals.tokens
         self.padded_tokens += totals.padded_tokens
         self.data_seconds += data_seconds
+
+    def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add named sums of this rank; all ranks call this equally often."""
+        self.pending.append({name: widen(value) for name, value in sums.items()})
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -43,20 +69,50 @@ class Meter:
         self.began += time.perf_counter() - began
 
     def _reduce(self, hosts: HostGroup) -> None:
-        """Sum the pending losses over all ranks; costs one wait for the device and one small all-reduce."""
-        if self.pending:
-            self.losses += hosts.sum(torch.stack(self.pending).cpu()).tolist()
-            self.pending = []
+        """Sum the pending values over all ranks; costs one wait for the device and one small all-reduce.
+
+        A name costs two more collectives when it first appears on any rank, because all ranks must learn it."""
+        if not self.pending:
+            return
+        known = list(self.values)
+        new = {name for entry in self.pending for name in entry} - set(known)
+        found = hosts.sum([len(new), *self._table(known).flatten().tolist()])
+        columns = dict(zip(known, found[1:].view(-1, len(known)).T.tolist(), strict=True))
+        if found[0]:
+            names = hosts.union(new)
+            if taken := [name for name in names if name in LINE]:
+                raise UsageError(
+                    f"the task or logger.add_sums gives a sum the name {taken[0]!r} of a train line: rename it"
+                )
+            columns |= dict(zip(names, hosts.sum(self._table(names)).T.tolist(), strict=True))
+        for name, column in columns.items():
+            self.values.setdefault(name, []).extend(column)
+        self.pending = []
+
+    def _table(self, names: list[str]) -> torch.Tensor:
+        """Return the pending values of these names, (entries, names), on the host; 0 where there is none."""
+        table = torch.zeros(len(self.pending), len(names), dtype=torch.float64)
+        cells: dict[torch.device, list] = {}
+        for row, entry in enumerate(self.pending):
+            for column, name in enumerate(names):
+                if name in entry:
+                    cells.setdefault(entry[name].device, []).append((row, column, entry[name]))
+        for found in cells.values():
+            rows, columns, values = zip(*found, strict=True)
+            table[list(rows), list(columns)] = torch.stack(values).cpu()
+        return table
 
     def state(self, hosts: HostGroup) -> dict:
         """Return all sums as plain numbers (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
         sums = {name: getattr(self, name) for name in self.SUMS}
-        return sums | {"losses": self.losses.copy(), "seconds": time.perf_counter() - self.began}
+        named = {name: values.copy() for name, values in self.values.items()}
+        return sums | {"losses": named.pop("loss"), "sums": named, "seconds": time.perf_counter() - self.began}
 
     def resume(self, state: dict) -> None:
         """Restore the sums from a return value of `state`."""
-        self.losses = [float("nan") if loss is None else loss for loss in state["losses"]]
+        values = {"loss": state["losses"]} | state.get("sums", {})
+        self.values = {n: [float("nan") if v is None else v for v in column] for n, column in values.items()}
         self.began = time.perf_counter() - state["seconds"]
         for name in self.SUMS:
             setattr(self, name, state[name])
@@ -65,13 +121,14 @@ class Meter:
         """Return the values of a train line and reset all sums (a collective). Only the times differ between ranks."""
         self._reduce(hosts)
         seconds = time.perf_counter() - self.began
+        means = {n: sum(column) / self.weight if self.weight else None for n, column in self.values.items()}
         values = {
-            "loss": sum(self.losses) / self.weight if self.weight else None,
+            "loss": means.pop("loss"),
             "weight": self.weight,
             "tokens_per_second": self.tokens / seconds,
             "padding": 1 - self.tokens / self.padded_tokens if self.padded_tokens else None,
             "data_seconds": self.data_seconds,
             "seconds": seconds,
         }
-        self.__init__()
-        return values
+        self._reset()
+        return values | means

@@ -33,7 +33,7 @@ from src.tasks import Task
 from src.training.first_rows import check_first_rows
 from src.training.schedules import make_schedule, total_steps
 from src.training.step import ModelWithLoss, StepTotals
-from src.training.train_state import Intervals, TrainState
+from src.training.train_state import Intervals, StepLosses, TrainState
 
 log = logging.getLogger("run")
 
@@ -123,7 +123,13 @@ class RunLogger:
         """Pause the clock of tokens_per_second."""
         return self.meter.paused()
 
-    def add_step(self, step: int, losses: torch.Tensor | None, totals: StepTotals, data_seconds: float) -> None:
+    def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
+        """Add named sums (0-d, on the device) of this rank to the train line, which divides them by its weight.
+
+        Call it on every rank; it does not wait for the device. A sum that is the same on all ranks counts on each."""
+        self.meter.add_sums(sums)
+
+    def add_step(self, step: int, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Count one step without waiting for the device."""
         self.meter.add(losses, totals, data_seconds)
         self.ledger.add(step, totals.examples, totals.hash_low, totals.hash_high)

@@ -23,6 +23,7 @@ from src.training.evaluation_plan import Block
 from src.training.train_state import Window
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
+LossesAndSums = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses by micro-batch, further sums of a rank
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
 _host_groups: WeakKeyDictionary[torch.nn.Module, HostGroup] = WeakKeyDictionary()  # by module: made in its first step
 
@@ -37,10 +38,10 @@ class _Part(NamedTuple):
 
 def backward_in_two_passes(
     strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
-) -> list[torch.Tensor]:
+) -> LossesAndSums:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
-    The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0. If it is
+    The losses (and the further sums of `batch_loss`) of all ranks add up to the loss of the global batch, which is the first entry of data rank 0. If it is
     not finite, so are the gradient of every rank and the losses of the micro-batches that caused it. Raise UsageError
     on every rank if micro-batches have different vectors. The host waits for other hosts, not for the device."""
     model_with_loss = strategy.accelerator.unwrap_model(module)
@@ -49,7 +50,7 @@ def backward_in_two_passes(
     if is_first_step:
         _host_groups[model_with_loss] = HostGroup(strategy.accelerator, task.cfg.ddp_timeout)
     vectors, places = _global_vectors(strategy, _host_groups[model_with_loss], model_with_loss, module, window)
-    loss, gradients = _gradient_of_vectors(task, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(task, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses = []
@@ -69,18 +70,24 @@ def backward_in_two_passes(
         losses.append(_blame(loss, mine, vectors))
     if strategy.data_rank == 0:
         losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
-    return losses
+    return losses, sums if strategy.data_rank == 0 else {}
 
 
-def _gradient_of_vectors(task: Task, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors]:
-    """Return (loss of the global batch, its gradient by each floating-point vector), the same on every rank."""
+def _gradient_of_vectors(task: Task, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors, Vectors]:
+    """Return (loss of the global batch, its gradient by each floating-point vector, further sums) on every rank."""
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
-    loss = task.batch_loss(leaves, weight)["loss"]
+    out = task.batch_loss(leaves, weight)
+    loss = out["loss"]
     if not loss.requires_grad:
         raise UsageError(f"task {task.cfg.task}: the loss of `batch_loss` depends on no floating-point vector")
     gradients = torch.autograd.grad(loss, list(floating.values()), materialize_grads=True)
-    return loss.detach(), dict(zip(floating, gradients, strict=True))
+    return loss.detach(), dict(zip(floating, gradients, strict=True)), further_sums(out)
+
+
+def further_sums(out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the sums that a task returned in training besides its loss; they appear in the train line."""
+    return {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
 
 
 def scalar_of_vectors(vectors: Vectors) -> torch.Tensor:

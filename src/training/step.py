@@ -18,8 +18,9 @@ from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training import batch_loss
+from src.training.batch_loss import LossesAndSums
 from src.training.first_rows import check_first_rows
-from src.training.train_state import DeviceFlag, Window
+from src.training.train_state import DeviceFlag, StepLosses, Window, widen
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -91,37 +92,39 @@ class StepTotals(NamedTuple):
         return cls(*sums[:9], forwards=sums[9:])
 
 
-def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> torch.Tensor:
+def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
-    non-finite. The losses are a float64 vector on the device, one per micro-batch. Every forward pass begins with the
+    non-finite. Every forward pass begins with the
     buffers of the step before; then they are set to the mean over the micro-batches. Nothing here waits for the device.
     """
-    device = strategy.accelerator.device
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.task.has_batch_loss else _backward
     with strategy.buffers.step():
-        losses = backward(strategy, module, window, total_weight)
-    stacked = torch.stack(losses)
-    return (stacked if device.type != "mps" else stacked.cpu()).double()  # mps has no float64
+        losses, sums = backward(strategy, module, window, total_weight)
+    return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
 
-def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> list[torch.Tensor]:
+def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> LossesAndSums:
+    """Do what `compute_gradient` does for a loss that is a sum over rows."""
     scale = strategy.data_world_size / total_weight
-    device, losses = strategy.accelerator.device, []
+    device, losses, sums = strategy.accelerator.device, [], {}
     for micro, batch in window:
         inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
         seed_everything(micro.seed)
         with strategy.gradient_sync(module, micro.last):
-            loss = module(inputs)["loss"]
+            out = module(inputs)
+            loss = out["loss"]
             # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
             # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
             factor = 0.0 * loss.detach() + (0.0 if micro.dummy else scale)
             strategy.backward(module, loss * factor, micro)
         losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
-    return losses
+        for name, value in batch_loss.further_sums(out).items() if not micro.dummy else ():
+            sums[name] = sums.get(name, 0.0) + widen(value)
+    return losses, sums
 
 
 def optimizer_step(
@@ -131,7 +134,7 @@ def optimizer_step(
 
     An update whose gradient norm is not finite is skipped: weights and moments stay unchanged on all ranks."""
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["lr_factor"]  # of Strategy.prepare
     norm, skipped = strategy.clip_and_step(module, optimizer, max_grad_norm)
     return norm, DeviceFlag(skipped)
 

@@ -22,6 +22,12 @@ from src.training.schedules import after_evaluation
 Window = list[tuple[MicroBatch, Batch]]
 
 
+def widen(value: torch.Tensor) -> torch.Tensor:
+    """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
+    value = value.detach()
+    return (value.cpu() if value.device.type == "mps" else value).double()
+
+
 class DeviceFlag:
     """A bool being computed on the device; reading it does not wait for later work."""
 
@@ -39,13 +45,20 @@ class DeviceFlag:
         return bool(self.value)
 
 
+class StepLosses(NamedTuple):
+    """What the task returned for this rank's micro-batches of a step, on the device."""
+
+    losses: torch.Tensor  # float64, one per micro-batch
+    sums: dict[str, torch.Tensor]  # its further sums (0-d, float64), added over the micro-batches
+
+
 class UpdateResult(NamedTuple):
     """An update that the device may still be computing, with the data for a report if it is skipped."""
 
     skipped: DeviceFlag  # the loss or the gradient of some rank was not finite
     step: int
     window: Window  # this rank's micro-batches
-    losses: torch.Tensor  # of these micro-batches
+    losses: StepLosses  # of these micro-batches
 
 
 @dataclass
@@ -197,7 +210,7 @@ def report_skipped(result: UpdateResult, local_updates: bool = False) -> None:
     """Log a skipped update and print it on rank 0, on ranks with a non-finite loss, and under local SGD on each rank."""
     rank = os.environ.get("RANK", "0")
     all_ids, bad_ids = [], []
-    for (micro, _), loss in zip(result.window, result.losses.tolist(), strict=True):
+    for (micro, _), loss in zip(result.window, result.losses.losses.tolist(), strict=True):
         if not micro.dummy:
             all_ids += micro.ids.tolist()
             bad_ids += [] if math.isfinite(loss) else micro.ids.tolist()

@@ -1,6 +1,7 @@
 """metrics.jsonl is strict JSON that says exactly what was optimised."""
 
 import json
+import shutil
 import time
 
 import numpy as np
@@ -9,8 +10,11 @@ import torch
 
 from src.reporting.environment import arithmetic
 from src.reporting.meter import Meter
+from src.reporting.run_logger import RunLogger
 from src.storage.jsonl import strict_json
+from src.tasks import causal_lm
 from src.training.step import StepTotals
+from src.training.train_state import StepLosses
 from tests.helpers import kit
 
 
@@ -83,7 +87,7 @@ def test_a_meter_without_any_weight_has_no_loss():
 def test_evaluation_and_saving_are_no_part_of_the_throughput():
     """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
     meter = Meter()
-    meter.add(torch.ones(2), totals(weight=1.0, tokens=100.0), 0.0)
+    meter.add(StepLosses(torch.ones(2), {}), totals(weight=1.0, tokens=100.0), 0.0)
     time.sleep(0.2)
     with meter.paused():
         time.sleep(0.5)
@@ -141,3 +145,52 @@ def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
     assert line["learning_rate"] > 0
     assert line["grad_norm"] > 0
     assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
+
+
+# ---- named sums --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sums_of_a_task(monkeypatch):
+    """The task returns `squares` always and `rare` for some micro-batches; the loop adds `calls` on every rank."""
+    loss, add_step = causal_lm.Task.loss, RunLogger.add_step
+
+    def with_sums(self, model, inputs):
+        out = loss(self, model, inputs)
+        if model.training:
+            assert set(out) == {"loss"}
+            out["squares"] = out["loss"].detach() ** 2
+            if inputs["input_ids"][0, 0] % 3 == 0:
+                out["rare"] = inputs["input_ids"].double().sum()
+        return out
+
+    def with_calls(self, step, *rest):
+        add_step(self, step, *rest)
+        self.add_sums({"calls": torch.tensor(float(step))})
+
+    monkeypatch.setattr(causal_lm.Task, "loss", with_sums)
+    monkeypatch.setattr(RunLogger, "add_step", with_calls)
+
+
+def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, sums_of_a_task):
+    values = {"dtype": "float64", "max_steps": 8, "logging_steps": 4, "save_steps": 3}
+    one, two = (kit.run_training(world, tmp_path / f"{world}", *flags(files, **values)) for world in (1, 2))
+    for a, b in zip(one.kind("train"), two.kind("train"), strict=True):
+        assert a["squares"] > 0
+        assert a["rare"] > 0
+        assert [b[name] for name in ("squares", "rare")] == pytest.approx([a["squares"], a["rare"]], rel=1e-10)
+        steps = sum(range(a["step"] - 3, a["step"] + 1))
+        assert [line["calls"] * line["weight"] for line in (a, b)] == pytest.approx([steps, 2 * steps])
+    undisturbed = kit.timeless(two.folder)
+    shutil.rmtree(two.folder / "final")
+    shutil.rmtree(two.folder / "checkpoints" / "step_00000008")
+    kit.run_training(2, two.folder, *flags(files, **values))  # from step 6, between two train lines
+    assert kit.timeless(two.folder) == undisturbed
+
+
+def test_a_sum_with_the_name_of_a_field_is_refused(files, tmp_path, monkeypatch):
+    loss = causal_lm.Task.loss
+    monkeypatch.setattr(causal_lm.Task, "loss", lambda *args: {"skipped": torch.ones(())} | loss(*args))
+    codes, texts = kit.run_command("train.py", *flags(files), folder=tmp_path / "run", world=2)
+    assert codes == [2, 2]
+    assert "'skipped'" in "".join(texts)

@@ -1,11 +1,15 @@
 """Parameter groups: weight decay, frozen parameters, fused kernels."""
 
+import shutil
+
 import pytest
 import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.distributed.strategy_checks import rate_factor
 from src.training.optimizers import make_optimizer, parameter_groups
+from tests.helpers import kit
 
 
 def small_model():
@@ -40,3 +44,49 @@ def test_nothing_to_train_is_refused():
     model = small_model().requires_grad_(False)
     with pytest.raises(UsageError, match="trainable"):
         make_optimizer(RunConfig(), model)
+
+
+# ---- learning rates by group -------------------------------------------------------------------------------------------
+
+
+def _rates(argv) -> list[list[float]]:
+    """Train with a tenth of the rate for the parameters without weight decay; return the rates of each step."""
+    import train
+
+    rates, make, update = [], train.optimizers.make_optimizer, train.optimizer_step
+
+    def made(cfg, *rest):
+        optimizer = make(cfg, *rest)
+        optimizer.param_groups[1]["lr"] = 0.1 * cfg.learning_rate
+        return optimizer
+
+    def updated(strategy, module, optimizer, *rest):
+        result = update(strategy, module, optimizer, *rest)
+        rates.append([group["lr"] for group in optimizer.param_groups])
+        return result
+
+    train.optimizers.make_optimizer, train.optimizer_step = made, updated
+    train.main([str(word) for word in argv])
+    return rates
+
+
+@pytest.mark.parametrize("place", [None, pytest.param("zero2", marks=pytest.mark.cluster)])
+def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path, place):
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "learning_rate": 1e-3}
+    argv = [*kit.flags(**fields, max_steps=6, warmup_steps=2), "--output_dir", tmp_path / "run"]
+    env = kit.where(place, 2, mixed_precision="no") if place else None
+    world = 2 if place else 1
+    straight = kit.spawn(world, _rates, [*argv, "--save_steps", 3], out=tmp_path / "straight", env=env)[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    shutil.rmtree(tmp_path / "run" / "final")
+    resumed = kit.spawn(world, _rates, argv, out=tmp_path / "resumed", env=env)[0]
+    expected = [1e-3 * factor for factor in (0, 0.5, 1, 0.75, 0.5, 0.25)]
+    for rates in (straight, straight[:3] + resumed):
+        assert [pair[0] for pair in rates] == pytest.approx(expected)
+        assert [pair[1] for pair in rates] == pytest.approx([0.1 * rate for rate in expected])
+
+
+def test_a_rate_beside_a_learning_rate_of_zero_is_refused():
+    assert rate_factor(0.0, 0.0) == 1.0
+    with pytest.raises(UsageError, match="learning_rate is 0"):
+        rate_factor(0.1, 0.0)

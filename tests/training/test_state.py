@@ -21,7 +21,7 @@ from src.config.errors import Failure, UsageError
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, step
-from src.training.train_state import DeviceFlag, Intervals, TrainState, UpdateResult
+from src.training.train_state import DeviceFlag, Intervals, StepLosses, TrainState, UpdateResult
 from tests.helpers import kit
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11
@@ -239,7 +239,7 @@ def test_one_skipped_update_less_ends_nothing(tiny, tmp_path, monkeypatch, world
 def outcome(bad: bool, at: int = 1) -> UpdateResult:
     micro = SimpleNamespace(ids=torch.tensor([1, 2]), dummy=False)
     return UpdateResult(
-        DeviceFlag(torch.tensor(bad)), at, [(micro, None)], torch.tensor([float("nan") if bad else 1.0])
+        DeviceFlag(torch.tensor(bad)), at, [(micro, None)], StepLosses(torch.tensor([float("nan") if bad else 1.0]), {})
     )
 
 
