@@ -238,6 +238,11 @@ class RunConfig:
         choices=COMM_HOOKS,
         may_change_on_resume=True,
     )
+    ddp_find_unused_parameters: bool = option(
+        "allow parameters that only some rows use (DDP and FSDP2); each step then searches for them",
+        False,
+        may_change_on_resume=True,
+    )
     ddp_timeout: int = option("seconds a collective may wait", 600, min=1, max=10**7, may_change_on_resume=True)
     dataloader_num_workers: int = option(
         "dataloader workers per rank; 0: load in the training process", 0, min=0, max=256, may_change_on_resume=True

@@ -23,6 +23,7 @@ class DeepSpeed(Strategy):
     """ZeRO-1, 2 and 3: DeepSpeed's engine runs the backward pass, clips and updates."""
 
     allows_tensor_parallel = False
+    has_gradients = False
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)

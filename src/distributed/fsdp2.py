@@ -115,6 +115,8 @@ class FSDP2(Strategy):
         trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
         if changed := [name for name, p in trainable if p.dtype not in dtypes]:
             raise Failure(f"sharding has changed the dtype of {len(changed)} parameters, for example {changed[0]}")
+        if self.cfg.ddp_find_unused_parameters:
+            module.set_reduce_scatter_unused_params(True)
         return module, optimizer
 
     def _warn_if_one_unit(self, model_with_loss: torch.nn.Module) -> None:
@@ -160,6 +162,10 @@ class FSDP2(Strategy):
         module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
         module.set_requires_all_reduce(last)
         yield
+
+    def parameters_in_graph(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the gathered parameters that the forward pass has used."""
+        return private_apis.unsharded_parameters(module)
 
 
 def layers_that_share(model: torch.nn.Module) -> set[str]:

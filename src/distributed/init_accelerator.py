@@ -79,6 +79,8 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     ddp = DistributedDataParallelKwargs(
         broadcast_buffers=False,  # True: a collective per forward pass, but some ranks run more passes
         gradient_as_bucket_view=True,
+        # With accumulation, too, it reduces what any micro-batch of the step has used, and leaves the rest without a gradient.
+        find_unused_parameters=cfg.ddp_find_unused_parameters,
         # No static_graph: it would be a little faster, but torch fails an assertion if the first backward is in no_sync.
         comm_hook=DDPCommunicationHookType(cfg.ddp_comm_hook),
     )

@@ -17,6 +17,7 @@ from src.config.schema import RunConfig
 from src.distributed import strategy_checks, tensor_parallel
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
+from src.distributed.unused_parameters import GradientCheck
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Strategy:
     """One process, or DDP: each process holds the whole model (with tensor parallelism, its part of each layer)."""
 
     allows_tensor_parallel = True
+    has_gradients = True  # whether parameters have `.grad` after the backward pass
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg
@@ -94,6 +96,7 @@ class Strategy:
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
             group.setdefault("lr_factor", strategy_checks.rate_factor(group["lr"], self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
+        self.gradients = GradientCheck(self, model_with_loss)
         several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
         return module, optimizer
@@ -141,6 +144,13 @@ class Strategy:
         return [(dummy, batch)] * missing + window
 
     @contextmanager
+    def step(self) -> Iterator[None]:
+        """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before."""
+        self.gradients.check_trainable()
+        with self.buffers.step():
+            yield
+
+    @contextmanager
     def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
         """All-reduce gradients only in the backward pass of the last micro-batch of a step (`last`)."""
         if last:
@@ -152,11 +162,18 @@ class Strategy:
     def backward(self, module: torch.nn.Module, loss: torch.Tensor, micro: Any) -> None:
         """Run the backward pass of an already scaled loss of `micro`; its gradient is added to `.grad`.
 
-        Call it right after the forward pass and within `buffers.step`: it records what that pass did to the buffers."""
+        Call it right after the forward pass and within `step`: it records what that pass did to the buffers."""
         if not micro.dummy:
             self.buffers.record()
+        self.gradients.before_backward(module, loss, micro.last)
         self.run_backward(module, loss)
         self.buffers.restore()
+        if micro.last:
+            self.gradients.after_last_backward(module)
+
+    def parameters_in_graph(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors to which the graph of a loss leads, by the names of the model's parameters."""
+        return self.gradients.parameters
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
         """Run the backward pass and nothing else; each strategy defines it."""

@@ -56,6 +56,7 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     """Raise UsageError for settings that this strategy does not support; warn about settings that it ignores."""
     _check_mesh(strategy, cfg)
     _check_local_sgd(strategy, cfg)
+    _check_unused_parameters(strategy, cfg)
     accelerator = strategy.accelerator
     if strategy.is_sharded and cfg.per_device_batch_size == "auto":
         raise UsageError(f"per_device_batch_size is auto, which {strategy.name} does not support: give a number")
@@ -96,6 +97,16 @@ def _check_local_sgd(strategy: "Strategy", cfg: RunConfig) -> None:
         raise UsageError(
             f"local_sgd_steps is {cfg.local_sgd_steps}, but with fp16 each process would have its own loss scale: use "
             "mixed_precision: bf16"
+        )
+
+
+def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
+    if not cfg.ddp_find_unused_parameters:
+        return
+    if strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED":
+        raise UsageError(
+            f"ddp_find_unused_parameters is true, which {strategy.name} does not support: use DDP or FSDP2 "
+            "(accelerate_configs/ddp.yaml, fsdp2.yaml), or set it to false"
         )
 
 

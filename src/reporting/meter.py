@@ -99,7 +99,7 @@ class Meter:
                     cells.setdefault(entry[name].device, []).append((row, column, entry[name]))
         for found in cells.values():
             rows, columns, values = zip(*found, strict=True)
-            table[list(rows), list(columns)] = torch.stack(values).cpu()
+            table[list(rows), list(columns)] = torch.stack(values).cpu().double()
         return table
 
     def state(self, hosts: HostGroup) -> dict:

@@ -102,7 +102,7 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     """
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.task.has_batch_loss else _backward
-    with strategy.buffers.step():
+    with strategy.step():
         losses, sums = backward(strategy, module, window, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 

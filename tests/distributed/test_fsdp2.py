@@ -217,8 +217,10 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
         gathered = 4 * (2 * GROUPS - 1)  # in each pass: forward, and backward but for the last layers
         assert [counts["_allgather_base_"] for counts in steps] == [gathered] * 2
         assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 2
-        assert [counts.get("allreduce_", 0) for counts in steps] == [reduced] * 2
-        assert vectors[1:3] == [9 + world] * 2  # the vector of DDP, and the number of micro-batches of each rank
+        # In each pass of the first step, one small vector more: whether all ranks use the same parameters.
+        assert [counts.get("allreduce_", 0) for counts in steps] == [reduced + 4, reduced]
+        # The vector of DDP, and the number of micro-batches of each rank.
+        assert vectors[1:7] == [9 + world, *[world] * 4, 9 + world]
 
 
 # ---- memory and precision ----------------------------------------------------------------------------------------------

@@ -74,6 +74,8 @@ def _rates(argv) -> list[list[float]]:
 def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path, place):
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "learning_rate": 1e-3}
     argv = [*kit.flags(**fields, max_steps=6, warmup_steps=2), "--output_dir", tmp_path / "run"]
+    if place:
+        pytest.importorskip("deepspeed")
     env = kit.where(place, 2, mixed_precision="no") if place else None
     world = 2 if place else 1
     straight = kit.spawn(world, _rates, [*argv, "--save_steps", 3], out=tmp_path / "straight", env=env)[0]

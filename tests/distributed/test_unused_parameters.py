@@ -1,0 +1,171 @@
+"""A trainable parameter that the loss does not use: named at once, or exact on any number of processes."""
+
+from functools import partial
+
+import pytest
+import torch
+
+import train
+from src.distributed.unused_parameters import GradientCheck, reached_parameters
+from src.tasks import text_classification
+from tests.helpers import kit, routed_model
+
+ALLOW = ["--ddp_find_unused_parameters", "true"]
+SGD = ["--optim", "sgd", "--adam_beta1", "0", "--weight_decay", "0"]  # a gradient of zero and none are the same update
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("rows")
+
+
+@pytest.fixture(autouse=True)
+def routed(monkeypatch):
+    monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
+
+
+def model(monkeypatch, **options) -> None:
+    monkeypatch.setattr(text_classification.Task, "build", lambda *a, **k: routed_model.build(*a, **k, **options))
+
+
+@pytest.fixture(scope="module")
+def one(folder, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(text_classification.Task, "build", routed_model.build)
+        return kit.run_training(1, tmp_path_factory.mktemp("one") / "run", *routed_model.recipe(folder))
+
+
+def command(folder, tmp_path, world, *flags, env=None, **fields):
+    argv = [*routed_model.recipe(folder, **fields), *flags, "--output_dir", "run"]
+    return kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world, env=env)
+
+
+# ---- parameters that only some rows use --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_experts_of_some_rows_are_exact_on_any_number_of_processes(folder, one, tmp_path, world):
+    run = kit.run_training(world, tmp_path / "run", *routed_model.recipe(folder), *ALLOW)
+    assert kit.distance(one.weights, run.weights) <= 1e-10
+
+
+def test_mutant_zero_instead_of_no_gradient_is_caught(folder, one, tmp_path, monkeypatch):
+    """An expert that no row of a step uses would move by its moments and its weight decay."""
+    gradient = train.compute_gradient
+
+    def zeros(strategy, module, *rest):
+        losses = gradient(strategy, module, *rest)
+        for parameter in strategy.gradients.trainable.values():
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        return losses
+
+    monkeypatch.setattr(train, "compute_gradient", zeros)
+    run = kit.run_training(2, tmp_path / "run", *routed_model.recipe(folder), *ALLOW)
+    assert kit.distance(one.weights, run.weights) > 1e-3
+
+
+def test_mutant_gradients_of_the_last_micro_batch_only_are_caught(folder, one, tmp_path, monkeypatch):
+    """Each rank loses the gradient of an expert that its last micro-batch does not use, but an earlier one does."""
+    check = GradientCheck.before_backward
+
+    def losing(self, module, loss, is_last):
+        check(self, module, loss, is_last)
+        used = {id(p) for p in reached_parameters(loss)}
+        for parameter in self.trainable.values():
+            if is_last and id(parameter) not in used and parameter.grad is not None:
+                parameter.grad.zero_()
+
+    monkeypatch.setattr(GradientCheck, "before_backward", losing)
+    run = kit.run_training(2, tmp_path / "run", *routed_model.recipe(folder), *ALLOW)
+    assert kit.distance(one.weights, run.weights) > 1e-3
+
+
+def test_fsdp2_with_experts_of_some_rows(folder, tmp_path):
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    alone = kit.run_training(1, tmp_path / "one", *routed_model.recipe(folder), *SGD)
+    run = kit.run_training(2, tmp_path / "two", *routed_model.recipe(folder), *SGD, *ALLOW, env=env)
+    assert kit.distance(alone.weights, run.weights) <= 1e-10
+
+
+@pytest.mark.parametrize("place", [None, "fsdp2"])
+def test_experts_without_the_field_are_refused_on_all_ranks(folder, tmp_path, place):
+    env = kit.where(place, 2, mixed_precision="no") if place else None
+    codes, texts = command(folder, tmp_path, 2, env=env)
+    assert codes == [2, 2], texts
+    assert "ddp_find_unused_parameters" in texts[0]
+    assert "experts" in texts[0]
+
+
+def test_an_expert_that_is_first_missing_later_ends_all_ranks(folder, tmp_path, monkeypatch):
+    """Torch's own message comes one forward pass later, and other ranks wait for it without end."""
+    model(monkeypatch, dense=True, frozen=("spare", "experts.1", "experts.2", "experts.3", "experts.4"))
+    route, calls = routed_model.DenseClassifier.route, [0]
+
+    def later(self, input_ids):
+        calls[0] += self.training
+        return route(self, input_ids) + 4 * (calls[0] > 9)  # no row uses the first expert from the fifth step on
+
+    monkeypatch.setattr(routed_model.DenseClassifier, "route", later)
+    codes, texts = command(folder, tmp_path, 2)
+    assert codes == [2, 2], texts
+    assert all("experts.0.weight" in text and "ddp_find_unused_parameters" in text for text in texts[:1])
+
+
+# ---- parameters that no row uses ---------------------------------------------------------------------------------------
+
+
+def test_an_unused_parameter_is_named_on_one_process_and_refused_on_two(folder, tmp_path, monkeypatch):
+    model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
+    codes, texts = command(folder, tmp_path / "one", 1, max_steps=3)
+    assert codes == [0]
+    assert texts[0].count("spare.weight") == 1  # one warning, in the first step
+    codes, texts = command(folder, tmp_path / "two", 2, max_steps=3)
+    assert codes == [2, 2], texts
+    last = texts[0].rstrip().splitlines()[-1]
+    assert all(word in last for word in ("spare.weight", "spare.bias", "all ranks", "ddp_find_unused_parameters"))
+    assert "Traceback" not in "".join(texts)
+    codes, texts = command(folder, tmp_path / "allowed", 2, *ALLOW, max_steps=3)
+    assert codes == [0, 0], texts
+    assert "spare.weight" in texts[0]
+
+
+@pytest.mark.cluster
+def test_deepspeed_warns_of_an_unused_parameter_and_refuses_the_field(folder, tmp_path, monkeypatch):
+    pytest.importorskip("deepspeed")
+    model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
+    env = kit.where("zero2", 2, mixed_precision="no")
+    codes, texts = command(folder, tmp_path / "zero", 2, env=env, max_steps=3, dtype="float32")
+    assert codes == [0, 0], texts
+    assert "spare.weight" in texts[0]
+    codes, texts = command(folder, tmp_path / "refused", 2, *ALLOW, env=env, max_steps=3, dtype="float32")
+    assert codes == [2, 2], texts
+
+
+# ---- frozen or unfrozen during training --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world, name, value", [(1, "head.weight", False), (2, "spare.weight", True)])
+def test_freezing_and_unfreezing_during_training_is_refused(folder, tmp_path, monkeypatch, world, name, value):
+    update = train.optimizer_step
+
+    def freezing(strategy, module, *rest):
+        for found, parameter in module.named_parameters():
+            if found.endswith(name):
+                parameter.requires_grad_(value)
+        return update(strategy, module, *rest)
+
+    monkeypatch.setattr(train, "optimizer_step", freezing)
+    codes, texts = command(folder, tmp_path, world, *ALLOW)
+    assert codes == [2] * world, texts
+    assert name in texts[0]
+    assert "--init_from" in texts[0]
+
+
+def test_reached_parameters_are_those_with_a_gradient():
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+    layers[1].bias.requires_grad_(False)
+    checkpointed = partial(torch.utils.checkpoint.checkpoint, layers[1], use_reentrant=False)
+    loss = checkpointed(layers[0](torch.ones(1, 2))).sum()
+    reached = {id(p) for p in reached_parameters(loss)}
+    loss.backward()
+    assert reached == {id(p) for p in layers.parameters() if p.grad is not None}
