@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -81,7 +82,7 @@ def _encode_block(task: Task, raw: RawRows, start: int, stop: int) -> dict[str, 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
     """Yield the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
-    readers = dict(sorted(column_readers(batch)))
+    readers: dict[str, Any] = dict(sorted(column_readers(batch)))
     readers.pop("bytes", None)
     for i in range(batch.num_rows):
         if "documents" in readers:

@@ -20,6 +20,16 @@ def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes,
     """Return (the bytes of an image file as they are, (width, height)) of the raw value {"bytes": …, "path": …}.
 
     The image is decoded once, so that a broken one is found here: raise UsageError with its file and row."""
+    data = file_bytes(value, column, location)
+    try:
+        return data, open_image(data, channels).size
+    except Exception as error:
+        named = f"{value['path']}: " if value.get("path") else ""
+        raise UsageError(f"{location}: {named}the image cannot be read: {error}") from error
+
+
+def file_bytes(value: Any, column: str, location) -> bytes:
+    """Return the bytes of the image file of a raw value {"bytes": …, "path": …}. Raise UsageError if there are none."""
     if not isinstance(value, dict):
         kind = "nothing" if value is None else type(value).__name__
         raise UsageError(
@@ -28,11 +38,9 @@ def read_image(value: Any, column: str, channels: int, location) -> tuple[bytes,
         )
     path = value.get("path") or ""
     try:
-        data = value.get("bytes") or _read_file(path)
-        return data, open_image(data, channels).size
+        return value.get("bytes") or _read_file(path)
     except Exception as error:
-        named = f"{path}: " if path else ""
-        raise UsageError(f"{location}: {named}the image cannot be read: {error}") from error
+        raise UsageError(f"{location}: {path}: the image cannot be read: {error}") from error
 
 
 def _read_file(path: str) -> bytes:
@@ -52,7 +60,7 @@ def open_image(data: bytes | np.ndarray, channels: int, smallest: int | None = N
     Transparent parts become white, as in transformers. Raise ValueError if the values have no known range."""
     from PIL import Image, ImageOps
 
-    image = Image.open(io.BytesIO(data))
+    image = Image.open(io.BytesIO(bytes(data)))
     if smallest and min(image.size) > 2 * smallest:
         image.draft(image.mode, (smallest, smallest))
     image.load()

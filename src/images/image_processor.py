@@ -34,6 +34,7 @@ class ImageProcessor:
     mean: list[float]  # of each channel, for pixels from 0 to 1
     std: list[float]
     resample: int = BICUBIC
+    is_square: bool = False  # resized to a square, not cropped, as for segmentation
 
     @property
     def channels(self) -> int:
@@ -54,14 +55,16 @@ class ImageProcessor:
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write preprocessor_config.json."""
+        square = {"height": self.size, "width": self.size}
         values = {
-            "image_processor_type": "CLIPImageProcessor",  # resizes the shorter side, then takes the center
+            # The first type resizes to a square; the second resizes the shorter side, then takes the center.
+            "image_processor_type": "SegformerImageProcessor" if self.is_square else "CLIPImageProcessor",
             "do_convert_rgb": len(self.mean) == 3,
             "do_resize": True,
-            "size": {"shortest_edge": self.shorter_side},
+            "size": square if self.is_square else {"shortest_edge": self.shorter_side},
             "resample": self.resample,
-            "do_center_crop": True,
-            "crop_size": {"height": self.size, "width": self.size},
+            "do_center_crop": not self.is_square,
+            "crop_size": None if self.is_square else square,
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,

@@ -23,6 +23,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
     "embeddings": _options("embeddings"),
     "text_classification": _options("text_classification"),
     "image_classification": _options("image_classification"),
+    "segmentation": _options("segmentation"),
 }
 
 

@@ -26,6 +26,7 @@ from src.text.labels import class_names, label_ids, labels_of_data, labels_of_mo
 
 HEAD = "ImageClassification"
 NEW_HEAD = ("classifier", "head.")  # modules that may be new in a pretrained model
+TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
 
 
@@ -36,17 +37,19 @@ class Options:
     image_size: int | None = option(
         "height and width of the model's input, in pixels (default: the model's)", min=1, from_checkpoint=True
     )
-    image_mean: list[float] = option("mean of each channel, from 0 to 1 (default: the model's)", [])
-    image_std: list[float] = option("standard deviation of each channel (default: the model's)", [])
+    image_mean: list[float] = option(
+        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
+    )
+    image_std: list[float] = option(
+        "standard deviation of each channel (default: the model's)", [], from_checkpoint=True
+    )
     image_column: str = option("column of the image", "image", from_checkpoint=True)
     label_column: str = option("column of the label", "label", from_checkpoint=True)
-    random_crop: float = option(
-        "training: random crops of at least this share of the image; 1: no crops", 0.3, above=0, max=1
-    )
-    horizontal_flip: float = option("training: probability of mirroring an image", 0.5, min=0, max=1)
-    mixup: float = option("training: mix images; parameter of the Beta distribution; 0: never", 0.0, min=0)
-    cutmix: float = option("training: paste parts of other images; like mixup", 0.0, min=0)
-    label_smoothing: float = option("training: probability spread over all classes", 0.0, min=0, below=1)
+    random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1, **TRAINING)
+    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
+    cutmix: float = option("paste parts of other images; like mixup", 0.0, min=0, **TRAINING)
+    label_smoothing: float = option("probability spread over all classes", 0.0, min=0, below=1, **TRAINING)
     metrics: list[str] = option(
         "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
         "trust_remote_code); or none",

@@ -158,5 +158,10 @@ def embeddings(folder) -> list:
     )
 
 
+def segmentation(folder) -> list:
+    """Images of different sizes, without random crops and flips."""
+    return images.segmentation_flags(folder, random_crop=1, horizontal_flip=0)
+
+
 RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]
-RECIPES += [image_classification, seq2seq, embeddings]
+RECIPES += [image_classification, segmentation, seq2seq, embeddings]

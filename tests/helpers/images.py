@@ -6,6 +6,7 @@ import datasets
 import numpy as np
 from PIL import Image
 
+from src.download import drawn_images
 from tests.helpers import kit
 
 VIT = {
@@ -38,6 +39,27 @@ def write_pictures(path, count: int, seed: int = 0) -> Path:
     rows = {"image": [picture(generator, label) for label in labels], "label": labels}
     datasets.Dataset.from_dict(rows, features).to_parquet(path)
     return Path(path)
+
+
+def segmentation_flags(folder, **fields) -> list[str]:
+    """Write 203 and 31 drawn images of 24 to 64 pixels and their classes; return flags of segmentation."""
+    features = datasets.Features(image=datasets.Image(), label=datasets.Image())
+    for split, count in (("train", 203), ("validation", 31)):
+        generator = np.random.default_rng(count)
+        pairs = [drawn_images.draw_shapes(generator, i) for i in range(count)]
+        pairs = [[one.crop((0, 0, 8 + i % 13, 8 + i % 7)) for one in pair] for i, pair in enumerate(pairs)]
+        rows = {name: [pair[i] for pair in pairs] for i, name in enumerate(("image", "label"))}
+        datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}.parquet")
+    return kit.flags(
+        **{
+            "task": "segmentation",
+            "num_classes": 4,
+            "unet_widths": [4, 8],
+            "train_file": folder / "train.parquet",
+            "validation_file": folder / "validation.parquet",
+        }
+        | fields
+    )
 
 
 def classification_flags(folder, **fields) -> list[str]:
