@@ -70,6 +70,11 @@ def _removed_files(source: Path, files: list[str], tasks: list[str]) -> set[str]
             found = re.search(r"^task: *(\w+)", (source / file).read_text(), re.M)
             if found and found[1] in tasks:
                 removed.add(file)
+        elif re.match(r"tests/(?!conformance/).*/test_\w+\.py", file):  # a test in another folder that trains the task
+            names = "|".join(tasks) or "(?!)"
+            uses = rf"\brecipes\.({names})\b|\bsrc\.tasks(\.| import .*\b)({names})\b|\btask=[\"']({names})\b"
+            if re.search(uses, (source / file).read_text()):
+                removed.add(file)
     removed &= set(files)
     users = _users(source, files)
     while more := {file for file, by in users.items() if by and by <= removed and file not in removed}:
@@ -123,19 +128,20 @@ def _unregister(target: Path, task: str) -> None:
 
 
 def without_mentions(page: str, removed: set[str]) -> str:
-    """Return a page without the table rows, lines of code, list items and paragraphs that name a removed file."""
-    names = {form for file in removed for form in (file, file.removeprefix("src/"))}
-
-    def mentions(text: str) -> bool:
-        return any(re.search(rf"(?<![\w/]){re.escape(name)}", text) for name in names)
+    """Return a page without the table rows, lines of code, list items and sentences that name a removed file."""
+    names = {form for file in removed for form in (file, file.removeprefix("src/"), f"`{Path(file).name}`")}
+    pattern = re.compile(rf"(?<![\w/])({'|'.join(map(re.escape, names)) or '(?!)'})")
 
     kept = []
     for block in re.split(r"(\n\n+)", page):
-        if block.startswith(("|", "```")) or "\n|" in block:
+        if block.startswith("```") or "|\n|" in block:
             parts = block.splitlines(keepends=True)
+        elif re.match(r"[*-] |\d+\. ", block):
+            parts = re.split(r"(?m)^(?=[*-] |\d+\. )", block)
         else:
-            parts = re.split(r"(?m)^(?=[*\-] |\d+\. )", block)  # the items of a list, or one paragraph
-        kept.append("".join(part for part in parts if not mentions(part)))
+            parts = re.split(r"(?<=\D[.])(?=\s)", block)
+        left = "".join(part for part in parts if not pattern.search(part))
+        kept.append(left.lstrip(" ") if left != block else block)
     return re.sub(r"\n{3,}", "\n\n", "".join(kept)).rstrip("\n") + "\n"
 
 

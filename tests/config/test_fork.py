@@ -62,7 +62,7 @@ def test_folder_with_files_and_unknown_task_are_refused(tmp_path):
 
 def test_documents_lose_what_names_a_removed_file():
     page = (
-        "# T\n\nKept, with `src/tasks/a.py`.\n\nSee `src/tasks/b.py`.\n\n"
+        "# T\n\nKept, with `src/tasks/a.py`. See\n`b.py`.\n\nSee `src/tasks/b.py`.\n\n"
         "| file |\n|---|\n| `tasks/a.py` |\n| `tasks/b.py` |\n\n* one\n* `tests/tasks/test_b.py`\n"
     )
     assert fork.without_mentions(page, {"src/tasks/b.py", "tests/tasks/test_b.py"}) == (
