@@ -62,7 +62,7 @@ class RunConfig:
 
     dataset_name: str | None = option(
         "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings, "
-        "stdlib_tokens",
+        "stdlib_tokens, stdlib_preferences",
         group="data",
         is_path=True,
         may_change_on_resume=True,

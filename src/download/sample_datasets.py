@@ -21,7 +21,7 @@ from filelock import FileLock
 
 from src.download import drawn_images
 
-TEXTS = ("stdlib_code", "stdlib_functions", "stdlib_docstrings", "stdlib_tokens")
+TEXTS = ("stdlib_code", "stdlib_functions", "stdlib_docstrings", "stdlib_tokens", "stdlib_preferences")
 SAMPLES = (*TEXTS, *drawn_images.SAMPLES)
 VOCABULARY = 2048
 VERSION = "1"  # increase it if the code below makes other rows
@@ -89,6 +89,7 @@ def _make(name: str, target: Path) -> None:
         "stdlib_functions": (_function_rows, ["text"]),
         "stdlib_docstrings": (_docstring_rows, ["code", "docstring"]),
         "stdlib_tokens": (_token_rows, ["tokens"]),
+        "stdlib_preferences": (_preference_rows, ["prompt", "chosen"]),
     }[name]
     rows = make_rows()
     for split, examples in rows.items():
@@ -172,6 +173,20 @@ def _tagged_tokens(source: str) -> dict[str, list[str]]:
             tag = "keyword" if keyword.iskeyword(token.string) else tag
         tags.append(tag)
     return {"tokens": [text[:20] for text in texts], "tags": tags}
+
+
+def _preference_rows() -> dict[str, list[dict]]:
+    """Return one row per function: its first half, its second half (chosen), and that in reversed order (rejected)."""
+    rows = {}
+    for split, functions in _function_rows().items():
+        rows[split] = []
+        for function in functions:
+            lines = function["text"].splitlines(keepends=True)
+            first, second = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+            halves = {"chosen": "".join(second), "rejected": "".join(reversed(second))}
+            if halves["chosen"] != halves["rejected"]:
+                rows[split].append({"prompt": "".join(first), **halves, "path": function["path"]})
+    return rows
 
 
 def _functions(text: str) -> Iterator[str]:

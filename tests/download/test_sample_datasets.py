@@ -77,6 +77,15 @@ def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
         assert len(row["docstring"].splitlines()) == 1
 
 
+def test_preferred_half_is_the_one_in_order(root):
+    sample_datasets.sample_folder("stdlib_preferences", root)
+    train, validation = rows(root, "stdlib_preferences", "train"), rows(root, "stdlib_preferences", "validation")
+    assert len(train) > 5 * len(validation) > 0
+    for row in train + validation:
+        compile(row["prompt"] + row["chosen"], row["path"], "exec")
+        assert row["chosen"].splitlines() == row["rejected"].splitlines()[::-1] != row["rejected"].splitlines()
+
+
 def test_tokens_are_tagged_by_their_role():
     source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
     row = sample_datasets._tagged_tokens(source)
