@@ -41,9 +41,10 @@ def backward_in_two_passes(
 ) -> LossesAndSums:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
-    The losses (and the further sums of `batch_loss`) of all ranks add up to the loss of the global batch, which is the first entry of data rank 0. If it is
-    not finite, so are the gradient of every rank and the losses of the micro-batches that caused it. Raise UsageError
-    on every rank if micro-batches have different vectors. The host waits for other hosts, not for the device."""
+    The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0, as are the
+    further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
+    micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors. The host waits
+    for other hosts, not for the device, except in the first step."""
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = model_with_loss not in _host_groups
