@@ -26,6 +26,7 @@ from src.config.errors import UsageError, warn
 from src.config.paths import REPOSITORY
 from src.distributed.sharded_tensors import ShardedTensorRef
 from src.distributed.strategies import Strategy
+from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_lock
 from src.storage.disk_errors import DiskError, is_disk_error
 from src.storage.jsonl import strict_json
@@ -87,12 +88,7 @@ def _describe(error: Exception) -> str:
 
 def _collect(strategy: Strategy, writer: CheckpointWriter, folder: Path, model: ModelWithLoss, parts: dict) -> tuple:
     """Return the tensors and numbers of a checkpoint, and prepare `folder` on the main process."""
-    kept = model.task.saved(model.model)
-    if others := [name for name, value in kept.state_dict().items() if not isinstance(value, torch.Tensor)]:
-        raise UsageError(
-            f"check_save: {others[0]} of {type(kept).__name__} is extra state and not a tensor, which safetensors cannot "
-            "hold: make it a buffer"
-        )
+    check_only_tensors(model.task.saved(model.model))
     tensors, numbers = checkpoint_format.collect_tensors(strategy, model, parts)
     for part, named in numbers.items():
         for name, value in named.items():

@@ -114,7 +114,9 @@ def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
 
 
 def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
-    """Raise UsageError for a layer whose results would depend on the number of processes."""
+    """Raise UsageError for state that cannot be sharded, or a layer whose results depend on the number of processes."""
+    if strategy.is_sharded:
+        check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and strategy.accelerator.num_processes > 1:
             raise UsageError(
@@ -131,3 +133,12 @@ def rate_factor(rate: float, learning_rate: float) -> float:
             'a positive learning_rate, or the group a field "lr_factor"'
         )
     return rate / learning_rate if learning_rate else 1.0
+
+
+def check_only_tensors(model: torch.nn.Module) -> None:
+    """Raise UsageError if a state dict holds something else than tensors, which can be neither sharded nor saved."""
+    if others := [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]:
+        raise UsageError(
+            f"{others[0]} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
+            "a buffer"
+        )

@@ -6,7 +6,7 @@ the output head are not sharded. Tests: tests/distributed/test_tensor_parallel.p
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -37,12 +37,15 @@ def split_layers(accelerator: "Accelerator", model: torch.nn.Module) -> None:
 
     if (count := tp_size(accelerator)) == 1:
         return
-    styles, config = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}, model.config
+    styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+    config: Any = getattr(model, "config", None)  # a module that is not of transformers has none, and no plan
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - styles.keys():
         unsupported = ", ".join(sorted({*plan.values()} - styles.keys()))
         found = f"a plan with the unsupported split {unsupported}" if unsupported else "no plan"
-        raise UsageError(f"tp_size is {count}, but transformers has {found} for {config.model_type}: remove tp_size")
+        raise UsageError(
+            f"tp_size is {count}, but transformers has {found} for {getattr(config, 'model_type', type(model).__name__)}: remove tp_size"
+        )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name, None) or 0 for name in names}
     if any(number % count for number in sizes.values()):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.nn.parameter import is_lazy
 
 from src.config.errors import UsageError
 from src.config.paths import locate
@@ -45,6 +46,11 @@ def build_plain_model(
     module do not have the same parameters and buffers."""
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
+    if lazy := [name for name, value in model.named_parameters() if is_lazy(value)]:
+        raise UsageError(
+            f"{type(model).__name__}: {lazy[0]} has no shape before the first forward pass: give lazy modules their sizes, or "
+            "run a forward pass where the module is made"
+        )
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)

@@ -95,7 +95,9 @@ class Task:
         return model
 
     def model_config(self) -> dict[str, Any]:
-        """Return config.json for a model without `save_pretrained`: JSON values that `load` needs to build it again."""
+        """Return config.json for a model without `save_pretrained`: JSON values that `load` needs to build it again.
+
+        `load` reads them by `saved_config(cfg)`."""
         return {}
 
     # ---- batches and loss --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from src.checkpointing import checkpoint_format, trial_save
 from src.tasks import causal_lm
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import command
-from tests.helpers import kit, plain_task
+from tests.helpers import kit, plain_task, strategy_runs
 
 
 def fork(**methods) -> types.SimpleNamespace:
@@ -145,7 +145,8 @@ def test_failing_disk_is_no_refusal(tiny, tmp_path, monkeypatch):
     assert "No space left on device" in outputs[0]
 
 
-def test_extra_state_is_refused(plain, tmp_path):
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.cluster)])
+def test_extra_state_is_refused(plain, tmp_path, world):
     class Net(plain_task.Net):
         def get_extra_state(self):
             return {"calls": 3}
@@ -157,9 +158,10 @@ def test_extra_state_is_refused(plain, tmp_path):
     with plain_task.registered(module, "fork"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(plain_task, "Net", Net)
         argv = plain_task.flags(plain, task="fork", output_dir="run")
-        codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path)
-    assert codes == [2], outputs
-    assert "_extra_state of Net" in outputs[0]
+        env = strategy_runs.where("fsdp2", 2) if world == 2 else None
+        codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path, world=world, env=env)
+    assert codes == [2] * world, outputs
+    assert "_extra_state of " in outputs[0]
 
 
 def test_mutant_that_saves_the_weights_unaltered_misses_a_dropped_parameter(tiny, tmp_path, monkeypatch):
