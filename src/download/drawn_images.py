@@ -59,17 +59,17 @@ def _font(size: int):
 
 
 def draw_shapes(generator: np.random.Generator, number: int) -> tuple["Image", "Image"]:
-    """Return (image of one to four shapes on noise, image of the class of each pixel), 24 to 64 pixels wide and high."""
+    """Return (image of one to three shapes on noise, image of the class of each pixel), 24 to 64 pixels wide and high."""
     from PIL import Image, ImageDraw
 
     width, height = (int(side) for side in generator.integers(24, 65, 2))
-    image = Image.new("RGB", (width, height), tuple(int(c) for c in generator.integers(0, 256, 3)))
+    image = Image.new("RGB", (width, height), tuple(int(c) for c in generator.integers(0, 90, 3)))
     classes = Image.new("L", (width, height))
-    for _ in range(generator.integers(1, 5)):
+    for _ in range(generator.integers(1, 4)):
         kind = int(generator.integers(1, len(SHAPES)))
-        size = generator.integers(8, 1 + min(width, height) // 2)
+        size = generator.integers(10, 3 * min(width, height) // 4)
         x, y = generator.integers(0, width - size), generator.integers(0, height - size)
-        color = tuple(int(c) for c in generator.integers(0, 256, 3))
+        color = tuple(int(c) for c in generator.integers(120, 256, 3))  # lighter than the background
         for target, fill in ((ImageDraw.Draw(image), color), (ImageDraw.Draw(classes), kind)):
             box = [int(x), int(y), int(x + size), int(y + size)]
             if SHAPES[kind] == "circle":
