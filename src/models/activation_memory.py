@@ -60,12 +60,14 @@ def activation_bytes(
 def kept_per_row(forward: Forward, dtype: torch.dtype, autocast: bool) -> Kept | None:
     """Return what one more row keeps for backward; None if the loss does not run on tensors without values."""
     batches = [forward.inputs(rows) for rows in (2, 3)]  # not one row, because BatchNorm may need two
-    try:
-        two, three = (measure(forward, batch, dtype, autocast) for batch in batches)
-    except Exception:  # the loss reads values (`.item()`), or an operation has no fake form
-        return None
-    # Saved copies of weights cancel out.
-    return Kept(three.saved - two.saved, two.layer_input / 2, two.head_rows / 2, two.vocabulary)
+    for training in (True, False):  # the second without dropout: some models drop whole layers by a random value
+        try:
+            two, three = (measure(forward, batch, dtype, autocast, training) for batch in batches)
+        except Exception:  # the loss reads values (`.item()`), or an operation has no fake form
+            continue
+        # Saved copies of weights cancel out.
+        return Kept(three.saved - two.saved, two.layer_input / 2, two.head_rows / 2, two.vocabulary)
+    return None
 
 
 # ---- models without rows: the memory command opens no data -------------------------------------------------------------
@@ -112,6 +114,15 @@ class _FlashAttention(torch.autograd.Function):
         return out
 
 
+class _Experts(torch.autograd.Function):
+    """Saves the same tensors for backward as the matrix products of all experts, which have no fake form in float32."""
+
+    @staticmethod
+    def forward(ctx, inputs, weights):
+        ctx.save_for_backward(inputs, weights)
+        return inputs.new_empty(*inputs.shape[:-1], weights.shape[-1])
+
+
 class _ChunkedHead(torch.autograd.Function):
     """Saves the same tensor for backward as a loss that recomputes its logits in chunks."""
 
@@ -134,23 +145,31 @@ class _Loss(torch.nn.Module):
 
 @contextmanager
 def _replaced(chunks: list[tuple[int, int]]) -> Iterator[None]:
-    """Within, attention and the head's loss save what their kernels save. `chunks` gets (rows, vocabulary) of heads."""
-    attention, head_loss = F.scaled_dot_product_attention, losses.linear_cross_entropy
+    """Within, functions save what their kernels on an accelerator save. `chunks` gets (rows, vocabulary) of heads."""
 
     def chunked(hidden, weight, bias, targets):
         chunks.append((hidden.shape[0], weight.shape[0]))
         return _ChunkedHead.apply(hidden)
 
-    F.scaled_dot_product_attention = lambda q, k, v, *_, **__: _FlashAttention.apply(q, k, v)
-    losses.linear_cross_entropy = chunked
+    stand_ins = {
+        (F, "scaled_dot_product_attention"): lambda q, k, v, *_, **__: _FlashAttention.apply(q, k, v),
+        (F, "grouped_mm"): lambda inputs, weights, *_, **__: _Experts.apply(inputs, weights),
+        (losses, "linear_cross_entropy"): chunked,
+    }
+    originals = {(module, name): getattr(module, name) for module, name in stand_ins if hasattr(module, name)}
     try:
+        for module, name in originals:
+            setattr(module, name, stand_ins[module, name])
         yield
     finally:
-        F.scaled_dot_product_attention, losses.linear_cross_entropy = attention, head_loss
+        for (module, name), original in originals.items():
+            setattr(module, name, original)
 
 
-def measure(forward: Forward, inputs: dict[str, torch.Tensor], dtype: torch.dtype, autocast: bool) -> Kept:
-    """Return what the loss of `inputs` keeps for backward, in sum, measured with fake tensors in training mode."""
+def measure(
+    forward: Forward, inputs: dict[str, torch.Tensor], dtype: torch.dtype, autocast: bool, training: bool = True
+) -> Kept:
+    """Return what the loss of `inputs` keeps for backward, in sum, measured with fake tensors."""
     module, saved, chunks, layer_inputs = _Loss(forward), {}, [], []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +186,7 @@ def measure(forward: Forward, inputs: dict[str, torch.Tensor], dtype: torch.dtyp
 
     modes = {part: part.training for part in module.modules()}
     hooks = [part.register_forward_pre_hook(note, with_kwargs=True) for part in repeated_layers(module.model)[:1]]
-    module.train()
+    module.train(training)
     try:
         with private_apis.fake_tensors(), _replaced(chunks):
             weights = {name: fake(value) for name, value in module.named_parameters()}

@@ -18,7 +18,6 @@ from src.tasks import Task
 
 LIMIT = 1e12  # parameters × tokens: more would take a CPU longer than a few seconds
 TOLERANCE = 1e-4  # some layers compute in float32, also in a float64 model
-SOURCE = Path(__file__).resolve().parents[1]
 
 
 def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None:
@@ -59,7 +58,7 @@ def _sums(model: torch.nn.Module, task: Task, rows: list[dict], ids: list[int]) 
     except UsageError:
         raise
     except Exception as error:
-        where = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(SOURCE)][-1]
+        where = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename][-1]
         raise UsageError(
             f"task {task.cfg.task}: the loss of training rows {ids} cannot be computed by {type(model).__name__}: "
             f"{type(error).__name__}: {reason(error)} ({Path(where.filename).name}, line {where.lineno}, in {where.name}). "
