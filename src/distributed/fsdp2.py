@@ -12,6 +12,7 @@ import torch
 from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
+from src.distributed.strategy_checks import check_shardable
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class FSDP2(Strategy):
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
         self._warn_if_one_unit(model_with_loss)
+        check_shardable(model_with_loss.model, self.name)
+        for parameter in model_with_loss.parameters():
+            parameter.data = parameter.data.contiguous()  # FSDP2 refuses other layouts
         if shared := layers_that_share(model_with_loss):  # torch refuses a parameter of two units, at the first step
             private_apis.set_layer_class_names(
                 model_with_loss, private_apis.layer_class_names(model_with_loss.model) - shared

@@ -222,6 +222,10 @@ class Strategy:
         for path in [*reader.where, *numbers]:
             key, name = path.split("/", 1)
             value = numbers[path] if path in numbers else reader.like(path, parameters[index[name]])
+            parameter = parameters[index[name]]
+            if torch.is_tensor(value) and value.shape == parameter.shape and not parameter.is_contiguous():
+                # Fused optimizers need moments in the layout of their parameter, for example channels_last.
+                value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
             state.setdefault(index[name], {})[key] = value
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 

@@ -142,3 +142,13 @@ def check_only_tensors(model: torch.nn.Module) -> None:
             f"{others[0]} of {type(model).__name__} is extra state and not a tensor, which a checkpoint cannot hold: make it "
             "a buffer"
         )
+
+
+def check_shardable(model: torch.nn.Module, strategy: str) -> None:
+    """Raise UsageError for a parameter that FSDP2 cannot split."""
+    for name, parameter in model.named_parameters():
+        if not parameter.dim() or not parameter.numel():
+            kind = "is a single number: give it the shape (1,)" if parameter.numel() else "has no elements: remove it"
+            raise UsageError(
+                f"{type(model).__name__}: {name} {kind}, or use another strategy: {strategy} cannot split it"
+            )

@@ -151,7 +151,7 @@ def _replaced(chunks: list[tuple[int, int]]) -> Iterator[None]:
         chunks.append((hidden.shape[0], weight.shape[0]))
         return _ChunkedHead.apply(hidden)
 
-    stand_ins = {
+    stand_ins: dict[tuple[Any, str], Callable] = {
         (F, "scaled_dot_product_attention"): lambda q, k, v, *_, **__: _FlashAttention.apply(q, k, v),
         (F, "grouped_mm"): lambda inputs, weights, *_, **__: _Experts.apply(inputs, weights),
         (losses, "linear_cross_entropy"): chunked,

@@ -14,6 +14,7 @@ import torch
 from src.config.errors import UsageError, warn
 from src.data.data_loader import seed_everything
 from src.models.model_files import reason
+from src.models.parameter_checks import check_parameters
 from src.tasks import Task
 
 LIMIT = 1e12  # parameters × tokens: more would take a CPU longer than a few seconds
@@ -24,6 +25,7 @@ def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None
     """Raise UsageError if the loss of two short training rows cannot be computed; warn if the rows are not independent.
 
     The model is on the CPU, and stays as it is: it runs in evaluation mode, without gradients."""
+    check_parameters(model)
     if not (segments := train_set.segments()):  # a stream has no rows before the first step
         return
     _, _, part = segments[0]

@@ -52,7 +52,7 @@ MORE = [
         (CLASSIFIER, kind, {})
         for kind in ("bert", "distilbert", "albert", "electra", "deberta-v2", "mpnet", "modernbert")
     ),
-    *((CLASSIFIER, kind, {}) for kind in ("xlm-roberta", "squeezebert", "convbert", "gpt2", "llama", "longformer")),
+    *((CLASSIFIER, kind, {}) for kind in ("xlm-roberta", "squeezebert", "convbert", "gpt2", "llama")),
     *((IMAGE, kind, {}) for kind in ("beit", "clip", "data2vec-vision", "dinov2", "siglip", "vit_msn", "ijepa", "cvt")),
     *(
         (IMAGE, kind, {})
