@@ -224,7 +224,7 @@ def poison(monkeypatch, number: int) -> None:
 
     def loss_of(self, *args):
         sums = loss(self, *args)
-        return sums | {"loss": sums["loss"] * self.factor}
+        return sums | {"loss": sums["loss"] * getattr(self, "factor", 1.0)}
 
     monkeypatch.setattr(train, "compute_gradient", spoiled)
     monkeypatch.setattr(causal_lm.Task, "loss", loss_of)
