@@ -50,7 +50,7 @@ def try_to_save(strategy: Strategy, writer: CheckpointWriter, model: ModelWithLo
         _on_all_ranks(strategy, lambda: _write(writer, folder, model, host, state | {"numbers": numbers}))
         _on_all_ranks(strategy, lambda: _load(strategy, writer, folder, model, tensors["model"], host["model"]))
     except DiskError as error:
-        warn(f"the trial save is left out, because the disk failed: {error.strerror}")
+        warn(f"the trial save was skipped, because the disk failed: {error.strerror}")
     finally:
         if writer.is_main:
             shutil.rmtree(folder, ignore_errors=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.untrusted_values import plain_data
 from src.models.frozen_teacher import FrozenModel, StudentAndTeacher
@@ -48,6 +49,8 @@ class Task(causal_lm.Task):
     def load(self) -> None:
         super().load()
         o = self.options
+        if self.router_coefficient:
+            raise UsageError("distillation has no load-balancing loss of experts: give --router_aux_loss_coef 0")
         self.teacher = FrozenModel(self.cfg, "teacher", o.teacher_name_or_path, o.teacher_revision)
         self.teacher.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
         o.teacher_revision = self.teacher.version  # now an option of the run, which resume and eval.py compare

@@ -65,7 +65,7 @@ class Options:
         from_checkpoint=True,
     )
     # Options of causal_lm that pairs do not have.
-    packing, text_column, sample_prompt = False, "", None
+    packing, text_column, sample_prompt, router_aux_loss_coef = False, "", None, 0.0
 
     def check(self) -> list[str]:
         if self.preference_loss == "ipo" and self.label_smoothing:
