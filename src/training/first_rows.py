@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from src.config.errors import UsageError, warn
+from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.models.model_files import reason
 from src.models.parameter_checks import check_parameters
 from src.tasks import Task
+from src.training.schedules import total_steps
 
 LIMIT = 1e12  # parameters × tokens: more would take a CPU longer than a few seconds
 TOLERANCE = 1e-4  # some layers compute in float32, also in a float64 model
@@ -36,6 +38,8 @@ def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None
     if sum(p.numel() for p in model.parameters()) * 2 * lengths[ids].sum() > LIMIT:
         return
     rows = part.rows(np.array(ids))
+    if has_micro_batch_of_one_row(task.cfg, len(train_set)):
+        _check_one_row(model, task, rows[:1])
     with _evaluation(model):
         together = _sums(model, task, rows, ids)
         alone = [_sums(model, task, [row], [id]) for row, id in zip(rows, ids, strict=True)]
@@ -49,6 +53,40 @@ def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None
             f"the loss of training rows {ids} is {loss:.6g} in one micro-batch, but {one_by_one:.6g} one by one: it depends "
             "on the padding or on the rows beside a row, so results will depend on per_device_batch_size"
         )
+
+
+def has_micro_batch_of_one_row(cfg: RunConfig, examples: int) -> bool:
+    """Return whether a step of the first epoch, its shorter last step included, has a micro-batch of one row."""
+    size, batch = cfg.per_device_batch_size, cfg.global_batch_size
+    if size == "auto" or cfg.per_device_batch_tokens:  # not known before the first step
+        return False
+    steps = total_steps(cfg, examples)
+    sizes = {min(batch, examples)} if batch * steps <= examples else {min(batch, examples), examples % batch}
+    return any(rows % size == 1 or (size == 1 and rows) for rows in sizes)
+
+
+def _check_one_row(model: torch.nn.Module, task: Task, rows: list[dict]) -> None:
+    """Raise UsageError if batch norm cannot train on one row; restore its running statistics."""
+    if not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    seed_everything(0)
+    try:
+        with torch.no_grad():
+            model.train()
+            call = task.represent if task.has_batch_loss else task.loss
+            call(model, task.collate(rows, training=True).inputs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise UsageError(
+            "per_device_batch_size: a micro-batch has one row (global_batch_size, or the examples in the last step of an "
+            "epoch, modulo per_device_batch_size is 1), and batch norm cannot train on one row: give another "
+            "per_device_batch_size or global_batch_size"
+        ) from error
+    finally:
+        for name, value in model.named_buffers():
+            value.copy_(buffers[name])
 
 
 def _sums(model: torch.nn.Module, task: Task, rows: list[dict], ids: list[int]) -> dict[str, torch.Tensor]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from src.config.errors import UsageError
-from src.training.first_rows import check_first_rows
+from src.config.schema import RunConfig
+from src.training.first_rows import check_first_rows, has_micro_batch_of_one_row
 from tests.helpers import kit, plain_task
 
 
@@ -61,6 +62,27 @@ def test_rows_that_depend_on_each_other_are_named(opened, capsys):
 
     check(opened, loss=loss)
     assert "will depend on per_device_batch_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "batch, micro, steps, expected",
+    [(8, 2, 24, True), (8, 4, 11, True), (8, 4, 10, False), (9, 4, 1, True), (8, 1, 1, True), (83, 7, 9, False)],
+)
+def test_micro_batch_of_one_row_is_known_before(batch, micro, steps, expected):
+    cfg = RunConfig(global_batch_size=batch, per_device_batch_size=micro, max_steps=steps)
+    assert has_micro_batch_of_one_row(cfg, 81) is expected
+
+
+def test_batch_norm_with_one_row_is_refused(plain):
+    """83 rows: the last step of an epoch has three, of which two micro-batches of two leave one."""
+    task, splits = kit.open_data(
+        task=plain_task.NAME, norm=True, global_batch_size=8, per_device_batch_size=2, max_steps=24, **plain
+    )
+    model = task.build()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(UsageError, match=r"per_device_batch_size: .*batch norm"):
+        check_first_rows(model, task, splits["train"])
+    assert kit.same(model.state_dict(), before)
 
 
 @pytest.mark.parametrize("strategy", [None, pytest.param("fsdp2", marks=pytest.mark.cluster)])
