@@ -21,6 +21,7 @@ from src.models.load_text_encoder import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
+from src.text.labels import require_columns
 from src.text.padding import pad_columns
 from src.text.tokenization import require_text, tokenize_truncated
 
@@ -71,12 +72,7 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str, whole: bool = True):
         from datasets import Features, List, Value
 
-        for column in self.columns:
-            if column not in examples.column_names:
-                raise UsageError(
-                    f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: set "
-                    "--anchor_column, --positive_column or --negative_column"
-                )
+        require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")
         features = {f"ids_{i}": List(Value("int32")) for i in range(len(self.columns))}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
         return list(dict.fromkeys(self.columns)), Features(features)

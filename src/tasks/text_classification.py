@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
@@ -20,7 +19,15 @@ from src.models.losses import squared_error_sums, sums_from_logits
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
-from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, require_numbers, set_labels
+from src.text.labels import (
+    class_names,
+    label_ids,
+    labels_of_data,
+    labels_of_model,
+    require_columns,
+    require_numbers,
+    set_labels,
+)
 from src.text.padding import pad_columns
 from src.text.tokenization import require_text, tokenize_truncated
 
@@ -89,30 +96,15 @@ class Task(base.Task):
         from datasets import ClassLabel, Features, List, Value
 
         label_column = self.options.label_column
-        needed = list(dict.fromkeys([*self.text_columns, label_column]))
-        for column in needed:
-            if column not in examples.column_names:
-                raise UsageError(
-                    f"{split} data: there is no column `{column}` among {', '.join(examples.column_names)}: set "
-                    "--text_column or --label_column"
-                )
+        columns = list(dict.fromkeys([*self.text_columns, label_column]))
+        needed = require_columns(examples, columns, split, "--text_column or --label_column")
         features: dict[str, Any] = {name: List(Value("int32")) for name in self.token_columns}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
         if self.options.regression:
             return needed, Features(features | {"label": Value("float64")})
         self.class_names: Any = class_names(examples.features[label_column], label_column, split)
         if self.labels is None:
-            if self.class_names is None and not whole:
-                raise UsageError(
-                    f"{split} data: the labels of a stream are not known before its end: give data whose "
-                    f"`{label_column}` is a ClassLabel, or a classifier whose config has the labels"
-                )
-            self.labels = self.class_names or labels_of_rows(examples.unique(label_column))
-            if len(self.labels) < 2:
-                raise UsageError(
-                    f"{split} data: `{label_column}` is {', '.join(self.labels) or 'empty'} in every row: give data "
-                    "with two labels or more"
-                )
+            self.labels = labels_of_data(examples, label_column, split, self.class_names, whole)
         return needed, Features(features | {"label": ClassLabel(names=self.labels)})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
