@@ -36,7 +36,7 @@ NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may b
 class Options:
     class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
     num_classes: int | None = option("number of classes, if they have no names", min=2, from_checkpoint=True)
-    ignored_value: int = option("pixel value of the label without a class", 255, from_checkpoint=True)
+    ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255, from_checkpoint=True)
     image_column: str = option("column of the image", "image", from_checkpoint=True)
     label_column: str = option("column of the image of class ids", "label", from_checkpoint=True)
     image_size: int | None = option(

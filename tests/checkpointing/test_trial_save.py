@@ -141,7 +141,7 @@ def test_failing_disk_is_no_refusal(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_format, "write_checkpoint", full)
     codes, outputs = command(recipe.flags(tiny), tmp_path, world=2)
     assert codes == [0, 0], outputs
-    assert "warning: the trial save is left out" in outputs[0]
+    assert "warning: the trial save was skipped" in outputs[0]
     assert "No space left on device" in outputs[0]
 
 

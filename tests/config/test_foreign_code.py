@@ -208,8 +208,8 @@ def test_only_shipped_metrics_run_without_opt_in(run, tmp_path, marker, monkeypa
     with pytest.raises(UsageError, match=r"metrics: accuracy.*\./accuracy"):  # the Hub's is meant, or this one?
         load_metric("accuracy", True)
     checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=names)
-    assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == ["f1"]
-    assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == ["f1"]
+    assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == []
+    assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == []
 
 
 def test_metric_script_runs_with_opt_in(tmp_path):

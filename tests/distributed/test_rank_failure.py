@@ -29,7 +29,7 @@ PLACES = {  # place -> (object, function, call that raises)
     "forward": (causal_lm.Task, "loss", 9),
     "update": (train, "optimizer_step", 5),
     "evaluation": (evaluation, "seed_everything", 5),
-    "save": (checkpoint_format, "save_file", 1),
+    "save": (checkpoint_format, "save_file", 2),  # the first is the trial save
     "build": (causal_lm.Task, "build", 1),
 }
 
