@@ -97,8 +97,8 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
 
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
-    non-finite. Every forward pass begins with the
-    buffers of the step before; then they are set to the mean over the micro-batches. Nothing here waits for the device.
+    non-finite. Every forward pass begins with the buffers of the step before; then they are set to the mean over the
+    micro-batches. Nothing here waits for the device.
     """
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.task.has_batch_loss else _backward
