@@ -180,6 +180,11 @@ class Checkpointer:
         If the best checkpoint is gone, final/ holds the model of the last step. Upload final/ if push_to_hub is set."""
         state, writer = self.state, self.writer
         best = None
+        if state.skipped and not state.updates:
+            raise Failure(
+                f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
+                "trained, and final/ is not written. Lower learning_rate, or check the examples named in logs/"
+            )
         self._wait_on_all_ranks()
         if self.is_main and self.cfg.metric_for_best_model and state.best_step not in (0, state.step):
             best = checkpoint_list.checkpoint_of_step(self.folder, state.best_step)

@@ -29,6 +29,8 @@ def fork(target: Path, wanted: list[str], name: str, source: Path = REPOSITORY) 
     Without `wanted`, all tasks are kept. Raise UsageError for an unknown task, or a folder that is not empty."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UsageError(f"DEST: {target} is not an empty folder: give another folder")
+    if target.resolve().is_relative_to(source.resolve()):
+        raise UsageError(f"DEST: {target} is inside this repository: give a folder outside of it")
     tasks = re.findall(r'^    "(\w+)": _options\(', (source / REGISTRY).read_text(), re.M)
     for task in wanted:
         if task not in tasks:

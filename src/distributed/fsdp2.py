@@ -119,8 +119,9 @@ class FSDP2(Strategy):
         trainable = ((name, p) for name, p in model_with_loss.named_parameters() if p.requires_grad)
         if changed := [name for name, p in trainable if p.dtype not in dtypes]:
             raise Failure(f"sharding has changed the dtype of {len(changed)} parameters, for example {changed[0]}")
-        if self.cfg.ddp_find_unused_parameters:
-            module.set_reduce_scatter_unused_params(True)
+        # Otherwise ranks that use different parameters in a step would reduce different ones together: a wrong gradient,
+        # or a crash. Now a parameter that a rank does not use has a zero gradient there.
+        module.set_reduce_scatter_unused_params(True)
         return module, optimizer
 
     def _warn_if_one_unit(self, model_with_loss: torch.nn.Module) -> None:

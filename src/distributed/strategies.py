@@ -93,6 +93,7 @@ class Strategy:
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
         strategy_checks.check_model(self, model_with_loss)
+        strategy_checks.check_groups(model_with_loss, optimizer)
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
             group.setdefault("lr_factor", strategy_checks.rate_factor(group["lr"], self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)

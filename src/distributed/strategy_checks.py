@@ -10,6 +10,7 @@ import torch
 
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import plain_name
 
 if TYPE_CHECKING:
     from src.distributed.strategies import Strategy
@@ -125,8 +126,22 @@ def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
             )
 
 
+def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError if a trainable parameter is in no parameter group: it would never be trained."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = [plain_name(name) for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise UsageError(
+            f"{missing[0]}{more}: trainable, but in no parameter group of the optimizer: add it to one (`parameter_groups` in "
+            "src/training/optimizers.py), or freeze it in `build`"
+        )
+
+
 def rate_factor(rate: float, learning_rate: float) -> float:
     """Return the rate of a parameter group as a multiple of `learning_rate`; raise UsageError if there is none."""
+    if rate < 0:
+        raise UsageError(f"a parameter group of the optimizer has the rate {rate:g}: give 0 or more")
     if rate and not learning_rate:
         raise UsageError(
             f"learning_rate is 0, but a parameter group has the rate {rate:g}: groups are multiples of learning_rate. Give "

@@ -87,6 +87,15 @@ def test_fsdp2_with_experts_of_some_rows(folder, tmp_path):
     assert kit.distance(alone.weights, run.weights) <= 1e-10
 
 
+def test_fsdp2_with_experts_that_differ_after_the_first_step(folder, tmp_path, monkeypatch):
+    """Only the first step is checked, so ranks that use different experts later must still reduce all of them."""
+    monkeypatch.setattr(GradientCheck, "before_backward", lambda *_: None)
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    alone = kit.run_training(1, tmp_path / "one", *routed_model.recipe(folder), *SGD)
+    run = kit.run_training(2, tmp_path / "two", *routed_model.recipe(folder), *SGD, env=env)
+    assert kit.distance(alone.weights, run.weights) <= 1e-10
+
+
 @pytest.mark.parametrize("place", [None, "fsdp2"])
 def test_experts_without_the_field_are_refused_on_all_ranks(folder, tmp_path, place):
     env = kit.where(place, 2, mixed_precision="no") if place else None

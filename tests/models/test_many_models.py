@@ -16,6 +16,7 @@ from src.config.errors import UsageError
 from tests.conformance import recipes
 from tests.helpers import kit, plain_task, signal_task, tiny_models
 
+PER_PROCESS = 12
 LM, CLASSIFIER, IMAGE, SOUND = "causal_lm", "text_classification", "image", "sound"
 STAGES = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}
 CONVOLUTIONS = {"conv_dim": [16] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
@@ -133,16 +134,18 @@ def _all_through(models: list[tuple], folder) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
-    """Return a function from (models, one of them) to what became of it; all of them run in one process."""
+    """Return a function from (models, one of them) to its result; PER_PROCESS of them share a process."""
     found = {}
 
     def get(models: list[tuple], model: tuple) -> dict:
-        if id(models) not in found:
+        part, place = divmod(models.index(model), PER_PROCESS)
+        if (id(models), part) not in found:
             folder = tmp_path_factory.mktemp("models")
+            chosen = models[part * PER_PROCESS :][:PER_PROCESS]
             with plain_task.registered(signal_task, signal_task.NAME):
-                one_rank = kit.spawn(1, _all_through, models, folder, out=folder / "out", timeout=600)
-            found[id(models)] = one_rank[0]
-        return found[id(models)][models.index(model)]
+                one_rank = kit.spawn(1, _all_through, chosen, folder, out=folder / "out", timeout=600)
+            found[id(models), part] = one_rank[0]
+        return found[id(models), part][place]
 
     return get
 

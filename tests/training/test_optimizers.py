@@ -7,7 +7,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed.strategy_checks import rate_factor
+from src.distributed.strategy_checks import check_groups, rate_factor
 from src.training.optimizers import make_optimizer, parameter_groups
 from tests.helpers import kit
 
@@ -92,3 +92,17 @@ def test_a_rate_beside_a_learning_rate_of_zero_is_refused():
     assert rate_factor(0.0, 0.0) == 1.0
     with pytest.raises(UsageError, match="learning_rate is 0"):
         rate_factor(0.1, 0.0)
+
+
+def test_parameter_outside_all_groups_is_refused():
+    model = small_model()
+    optimizer = make_optimizer(RunConfig(), model)
+    check_groups(model, optimizer)
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(UsageError, match=r"1\.weight: trainable, but in no parameter group"):
+        check_groups(model, optimizer)
+
+
+def test_negative_rate_of_a_group_is_refused():
+    with pytest.raises(UsageError, match=r"rate -1"):
+        rate_factor(-1.0, 1e-3)

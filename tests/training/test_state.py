@@ -471,3 +471,18 @@ def test_a_run_is_complete_when_its_last_step_is_evaluated():
     assert not intervals(step=10).complete()
     assert intervals(step=10, evaluated=10).complete()
     assert intervals(step=10, has_validation=False).complete()
+
+
+def test_run_without_any_update_fails(tiny, tmp_path, monkeypatch):
+    """Fewer steps than max_skipped_steps, all with a loss that is not a number."""
+    loss = causal_lm.Task.loss
+
+    def no_number(task, model, inputs):
+        sums = loss(task, model, inputs)
+        return sums | {"loss": sums["loss"] * float("nan")} if model.training else sums
+
+    monkeypatch.setattr(causal_lm.Task, "loss", no_number)
+    codes, texts = kit.run_command("train.py", *recipe(tiny, output_dir="run"), folder=tmp_path, world=2)
+    assert codes == [1, 1], texts
+    assert f"all {STEPS} updates were skipped" in texts[0]
+    assert not (tmp_path / "run" / "final").exists()
