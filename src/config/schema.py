@@ -21,7 +21,10 @@ class RunConfig:
     """All fields that say what is trained. The accelerate file says where: processes, devices, mixed precision."""
 
     task: str = option(
-        "kind of model: the name of a file in src/tasks/", "causal_lm", group="run", from_checkpoint=True
+        "kind of model: causal_lm, seq2seq, segmentation, … (docs/tasks.md)",
+        "causal_lm",
+        group="run",
+        from_checkpoint=True,
     )
     output_dir: str = option(  # the parser replaces None
         "run folder (default: runs/ and the name of the run file)", may_change_on_resume=True
@@ -62,7 +65,7 @@ class RunConfig:
 
     dataset_name: str | None = option(
         "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings, "
-        "stdlib_tokens, stdlib_preferences",
+        "stdlib_tokens, stdlib_preferences, drawn_characters, drawn_shapes",
         group="data",
         is_path=True,
         may_change_on_resume=True,

@@ -27,7 +27,7 @@ DEFAULT_SIZE = 224
 
 @dataclass
 class ImageProcessor:
-    """How an image becomes the input of a model. `pipeline` of transformers does the same with the written file."""
+    """How an image becomes the input of a model. `pipeline` of transformers does the same for RGB models."""
 
     size: int  # height and width of the input
     shorter_side: int  # the image is resized to it; its center is the input
