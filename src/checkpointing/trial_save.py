@@ -145,7 +145,12 @@ def _load(
     model_folder.write_index(whole)
     task = copy.copy(model.task)  # `build` sets attributes
     with _random_state_kept(strategy.accelerator.device), redirect_stderr(io.StringIO()):  # its warnings were printed
-        kept = task.saved(task.build(str(whole)))
+        try:
+            kept = task.saved(task.build(str(whole)))
+        except UsageError as error:
+            raise UsageError(
+                f"check_save: `build` cannot load what was saved a moment before, so a run could not resume: {error}"
+            ) from error
     reader = TensorReader(whole, "model")
     errors = []
     for name, value in kept.state_dict().items():

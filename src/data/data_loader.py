@@ -5,6 +5,7 @@ Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conf
 
 import ctypes
 import logging
+import math
 import os
 import random
 import signal
@@ -81,7 +82,10 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
-        return micro, task.collate(rows, training)
+        batch = task.collate(rows, training)
+        if not 0 <= batch.weight < math.inf:
+            raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")
+        return micro, batch
     except Exception:
         text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
         logging.getLogger("run").error("%s", text)

@@ -79,6 +79,10 @@ def _gradient_of_vectors(task: Task, vectors: Vectors, weight: float) -> tuple[t
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
     out = task.batch_loss(leaves, weight)
+    if "loss" not in out:
+        raise UsageError(
+            f"task {task.cfg.task}: `batch_loss` returned {', '.join(out) or 'nothing'}, but no sum named loss"
+        )
     loss = out["loss"]
     if not loss.requires_grad:
         raise UsageError(f"task {task.cfg.task}: the loss of `batch_loss` depends on no floating-point vector")

@@ -166,6 +166,16 @@ def _gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_weight_that_is_no_count_is_refused(tiny, monkeypatch, weight):
+    original = causal_lm.Task.collate
+    monkeypatch.setattr(causal_lm.Task, "collate", lambda self, *args: original(self, *args)._replace(weight=weight))
+    task, splits = kit.open_data(**tiny)
+    micro = data_loader.MicroBatch(np.array([0, 1]), seed=1)
+    with pytest.raises(ValueError, match=f"weight {weight}"):
+        data_loader.collate(task, micro, splits["train"].rows(micro.ids))
+
+
 @pytest.mark.parametrize("how", ["killed", "hangs"])
 def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, how):
     def fail(rows):
