@@ -10,25 +10,19 @@ import torch
 import torch.nn.functional as F
 
 
-class PixelNorm(torch.nn.LayerNorm):
-    """Layer norm over the channels of each pixel. Norms over all pixels (batch, group norm) would count padding."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.movedim(1, -1)).movedim(-1, 1)
-
-
 class ConvBlock(torch.nn.Module):
-    """Two 3 × 3 convolutions with norm and GELU; padding is set to zero after each."""
+    """Two 3 × 3 convolutions with ReLU; padding is set to zero after each.
+
+    No norm: batch and group norm would count padding, and a norm of each pixel makes noise as large as the image."""
 
     def __init__(self, channels_in: int, channels: int):
         super().__init__()
         self.first = torch.nn.Conv2d(channels_in, channels, 3, padding=1)
         self.second = torch.nn.Conv2d(channels, channels, 3, padding=1)
-        self.first_norm, self.second_norm = PixelNorm(channels), PixelNorm(channels)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.first_norm(self.first(x))) * mask
-        return F.gelu(self.second_norm(self.second(x))) * mask
+        x = F.relu(self.first(x)) * mask
+        return F.relu(self.second(x)) * mask
 
 
 class MaskedUNet(torch.nn.Module):
@@ -45,6 +39,10 @@ class MaskedUNet(torch.nn.Module):
         self.grow = torch.nn.ModuleList(torch.nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in reversed(pairs))
         self.up = torch.nn.ModuleList(ConvBlock(2 * a, a) for a, _ in reversed(pairs))
         self.head = torch.nn.Conv2d(widths[0], classes, 1)
+        for layer in self.modules():
+            if isinstance(layer, torch.nn.Conv2d | torch.nn.ConvTranspose2d):  # the default shrinks signals by layer
+                torch.nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+                torch.nn.init.zeros_(layer.bias)
 
     def forward(self, pixels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         """Return logits (rows, classes, height, width) of `pixels` (rows, channels, height, width).
