@@ -180,7 +180,7 @@ class Checkpointer:
         If the best checkpoint is gone, final/ holds the model of the last step. Upload final/ if push_to_hub is set."""
         state, writer = self.state, self.writer
         best = None
-        if state.skipped and not state.updates:
+        if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 first lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
                 "trained, and final/ is not written. Lower learning_rate, or check the examples named in logs/"

@@ -20,6 +20,7 @@ from src.tasks import Task
 from src.training.schedules import total_steps
 
 LIMIT = 1e12  # parameters × tokens: more would take a CPU longer than a few seconds
+BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 TOLERANCE = 1e-4  # some layers compute in float32, also in a float64 model
 
 
@@ -67,7 +68,7 @@ def has_micro_batch_of_one_row(cfg: RunConfig, examples: int) -> bool:
 
 def _check_one_row(model: torch.nn.Module, task: Task, rows: list[dict]) -> None:
     """Raise UsageError if batch norm cannot train on one row; restore its running statistics."""
-    if not any(isinstance(module, torch.nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if not any(isinstance(module, BATCH_NORMS) for module in model.modules()):
         return
     buffers = {name: value.clone() for name, value in model.named_buffers()}
     seed_everything(0)

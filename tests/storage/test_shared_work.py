@@ -381,7 +381,7 @@ def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
         monkeypatch.setattr(validation, "check", lambda *args: (prepare(), original(*args))[1])
         codes, texts = command(fields, tmp_path / "here", 2)
         monkeypatch.undo()
-        assert codes == [2, 2]
+        assert codes == [2, 2], texts
         assert digest(cache) == {}  # nothing partial counts
         (message,) = [text for text in texts if text.strip()]
         assert str(cache) in message.rstrip().splitlines()[-1]
