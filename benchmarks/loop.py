@@ -146,7 +146,7 @@ def steps_in_memory(run, task, split, accelerator):
     ranks = accelerator.num_processes
     config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
     every = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
-    reader = BatchReader(split, task)
+    reader = BatchReader(split, task, training=True)
     while True:
         yield _one_step(every, accelerator.process_index, reader)
 

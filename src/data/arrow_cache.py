@@ -5,7 +5,6 @@ Each group of source files has a record (raw/KEY.json, written last). It lists t
 Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/data/test_bad_rows.py.
 """
 
-import errno
 import hashlib
 import json
 import os
@@ -24,6 +23,7 @@ from src.data.file_errors import describe_file_error, explain_read_error
 from src.data.row_errors import locate_row
 from src.data.sources import Source
 from src.download.cache_folder import cache_root
+from src.storage import disk_errors
 from src.storage.shared_work import SharedWork, write_atomic
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 MANY = 256  # above this number, files are converted in groups instead of one by one
 GROUP = 64 << 20  # bytes of files in a group
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def _convert(source: Source, cfg: RunConfig, group: Sequence[str], path: Path) -
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+        if isinstance(cause, OSError) and cause.errno in disk_errors.FULL:
             raise cause from error  # the disk is the problem, not the files
         raise UsageError(explain_read_error(source, error, group)) from error
     if rows is None:

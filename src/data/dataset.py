@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from src.config import parsing, validation
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
-from src.data.arrow_cache import DISK_FULL
 from src.data.data_stats import data_notes, format_stats, task_stats
 from src.data.dataset_folder import warn_of_unread
 from src.data.dataset_spec import dataset_specs
@@ -27,6 +26,7 @@ from src.data.streaming import Stream
 from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.runtime.exit_codes import run_main
+from src.storage.disk_errors import is_unwritable
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, Task, make_task
 
@@ -115,8 +115,7 @@ def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        denied = isinstance(error, PermissionError) and str(error.filename).startswith(str(work.root))
-        if error.errno not in DISK_FULL and not denied:
+        if not is_unwritable(error, work.root):
             raise
         raise UsageError(
             f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"

@@ -1,10 +1,11 @@
-"""Errors of a disk or network file system, told apart from errors of code by their number.
+"""Errors of a disk or network file system, distinguished from errors of code by their number.
 
-Tests: tests/checkpointing/test_async_writer.py.
+Tests: tests/checkpointing/test_async_writer.py, tests/storage/test_shared_work.py.
 """
 
 import errno
 import re
+from pathlib import Path
 
 NUMBERS = {  # the first line: a full or failing disk; the second: permissions; the rest: network file systems
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.ENODEV, errno.ENXIO, errno.EBUSY),
@@ -13,6 +14,15 @@ NUMBERS = {  # the first line: a full or failing disk; the second: permissions; 
     *(errno.ENETDOWN, errno.ENETUNREACH, errno.ENETRESET, errno.ENOTCONN, errno.ESHUTDOWN, errno.ECONNREFUSED),
     *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPROTO, errno.EAGAIN, errno.EINTR),
 }
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_unwritable(error: BaseException, root: Path) -> bool:
+    """Return True if the disk is full or read-only, or if `root` does not permit to write."""
+    denied = isinstance(error, PermissionError) and str(error.filename).startswith(str(root))
+    return isinstance(error, OSError) and (error.errno in FULL or denied)
 
 
 class DiskError(OSError):

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from src.config.errors import Failure, UsageError
 from src.config.redact import redact
+from src.storage.disk_errors import is_unwritable
 
 STARTED = time.time()
 START_SPREAD = 20.0  # seconds within which all processes of a launch start on one host
@@ -37,6 +38,7 @@ class LaunchPeers:
         self.alone = self.world_size == 1
         self.host = socket.gethostname().replace(".", "-")
         self.launcher = os.getppid()
+        self.root = root
         self.folder = root / "crews" / (f"alone_{os.getpid()}" if self.alone else _launch_name())
         self.locks_work = True  # False if `joined` finds that file locks have no effect on this file system
 
@@ -73,6 +75,8 @@ class LaunchPeers:
         is_first = self._is_first_to_report(text)
         vars(error).update(already_reported=is_first, reported_elsewhere=not is_first)
         report = {"kind": type(error).__name__, "text": text, "time": time.time()}
+        if isinstance(error, OSError) and is_unwritable(error, self.root):
+            report["os_error"] = [error.errno, error.strerror, str(error.filename)]
         with suppress(OSError):  # on a full disk only the launcher stops the other processes
             temporary = self._own_file(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(report))
@@ -160,7 +164,11 @@ def _launch_name() -> str:
 
 
 def _reported_error(report: dict, rank: str, printed_elsewhere: bool) -> Exception:
-    """Return the exception for an error that another process reported."""
+    """Return the exception for an error that another process reported.
+
+    For an unwritable disk it is the same OSError, so that all ranks explain it alike and exit with the same code."""
+    if "os_error" in report:
+        return OSError(*report["os_error"])
     usage = report["kind"] == "UsageError"
     error = UsageError(report["text"]) if usage else Failure(f"rank {rank}: {report['text']}")
     vars(error).update(reported_elsewhere=printed_elsewhere)

@@ -1,6 +1,7 @@
 """Tasks run once per disk; errors and deaths stop all processes of a launch; no process waits for ever."""
 
 import ctypes
+import errno
 import functools
 import hashlib
 import json
@@ -390,6 +391,24 @@ def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
             assert codes == [0, 0], texts
             command(fields, tmp_path / "fresh", 1)
             assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
+
+
+def test_full_disk_that_can_still_hold_the_report(tiny, tmp_path, monkeypatch):
+    """The mutant reports the bare OSError, so other ranks exit with 1 and not with 2."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def report_and_wait(self, error):  # the others read the first report before this rank writes a better one
+        report(self, error)
+        time.sleep(0.5)
+
+    report = LaunchPeers.report_failure
+    monkeypatch.setattr(LaunchPeers, "report_failure", report_and_wait)
+    monkeypatch.setattr(preprocessing, "write_piece", full)
+    codes, texts = command(tiny, tmp_path / "here", 3)
+    assert codes == [2, 2, 2], texts
+    assert [text.rstrip().splitlines()[-1].startswith("error: cache_dir: ") for text in texts if text.strip()] == [True]
 
 
 # ---- disks without locks, nodes with one disk each -------------------------------------------------------------------
