@@ -11,7 +11,6 @@ from src.checkpointing import locate_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data.dataset import check_same_data, prepare_datasets
-from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.distributed.strategies import Strategy, make_strategy
 from src.reporting.environment import topology
@@ -73,9 +72,8 @@ def same_weights(accelerator, name: str | None) -> None:
 def score(cfg: parsing.RunConfig, task, split, strategy: Strategy, step: int | None) -> None:
     """Evaluate the model on `split`; print the metrics and write eval.json."""
     accelerator = strategy.accelerator
-    host_group = HostGroup(accelerator, cfg.ddp_timeout)
     module = strategy.prepare_for_evaluation(ModelWithLoss(strategy.build_model(task, None), task))
-    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, host_group, module, task, split, cfg))
+    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, strategy.hosts, module, task, split, cfg))
     if accelerator.is_main_process:
         print(table(topology(strategy, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))

@@ -6,7 +6,7 @@ Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_ra
 from src.checkpointing.checkpointer import Checkpointer
 from src.config import parsing, validation
 from src.data import data_loader, dataset
-from src.distributed import host_group, stop_signals, strategies
+from src.distributed import stop_signals, strategies
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
@@ -35,10 +35,10 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
-    hosts = host_group.HostGroup(accelerator, cfg.ddp_timeout)  # sums small vectors over all ranks on the CPU (gloo)
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
+    hosts = strategy.hosts  # sums small vectors over all ranks on the CPU (gloo)
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
     # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
     model = build_model(cfg, strategy, task, train_set, weights=checkpointer.find_weights())

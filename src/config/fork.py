@@ -164,7 +164,7 @@ def main(argv: list[str]) -> None:
         subprocess.run([sys.executable, "-m", "ruff", *words, "."], **quiet)
     for words in (["init", "--quiet"], ["add", "--all"]):
         subprocess.run(["git", *words], **quiet)
-    print(f"{target}: tasks {', '.join(kept)}; {len(removed)} files of other tasks are left out.")
+    print(f"{target}: tasks {', '.join(kept)}; {len(removed)} files of other tasks removed.")
     print("Next: cd there, git commit, make setup, make test-fast.")
 
 

@@ -77,7 +77,7 @@ class StepBuffers:
     def finish(self) -> None:
         """Set the buffers to their values at `begin` plus the mean change, rounded for integers.
 
-        A value that no pass has changed, or whose mean change is not finite, stays the same to the last bit."""
+        A value stays the same to the last bit if no pass has changed it, or if its mean change is not finite."""
         if not self.owners:
             return
         sums = torch.cat([self.total, self.total.new_full((1,), float(self.passes))])

@@ -8,6 +8,7 @@ Tests: tests/distributed/ and tests/training/test_step.py.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import strategy_checks, tensor_parallel
+from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
 from src.distributed.unused_parameters import GradientCheck
@@ -67,6 +69,11 @@ class Strategy:
     def _copies(self) -> str:
         mesh = self.accelerator.parallelism_config
         return f", {mesh.dp_replicate_size} copies" if mesh.dp_replicate_enabled else ""
+
+    @cached_property
+    def hosts(self) -> HostGroup:
+        """The group in which all ranks sum small vectors on the host; its first use is a collective."""
+        return HostGroup(self.accelerator, self.cfg.ddp_timeout)
 
     # ---- before training ---------------------------------------------------------------------------------------------
 

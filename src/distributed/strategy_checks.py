@@ -115,14 +115,14 @@ def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
 
 
 def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
-    """Raise UsageError for state that cannot be sharded, or a layer whose results depend on the number of processes."""
+    """Raise UsageError for state that cannot be sharded, or for a layer that depends on the number of processes."""
     if strategy.is_sharded:
         check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and strategy.accelerator.num_processes > 1:
             raise UsageError(
-                f"{name} is a SyncBatchNorm, whose results depend on the number of processes: use BatchNorm, whose running "
-                "statistics are the same on all processes here"
+                f"{name} is a SyncBatchNorm, which depends on the number of processes: use BatchNorm; its running statistics "
+                "are the same on all processes here"
             )
 
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from src.config.errors import UsageError, warn
-from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import plain_name
 from src.runtime import private_apis
 
@@ -28,7 +27,6 @@ class GradientCheck:
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.is_first_step = True
-        self.hosts: HostGroup | None = None  # made in the first step, by all ranks
 
     def check_trainable(self) -> None:
         """Raise UsageError if a parameter was frozen or unfrozen after the optimizer and the reduction were built."""
@@ -49,7 +47,6 @@ class GradientCheck:
         world = strategy.accelerator.num_processes
         if not self.is_first_step or world == 1 or strategy.uses_local_sgd or not (is_last or strategy.is_sharded):
             return
-        self.hosts = self.hosts or HostGroup(strategy.accelerator, strategy.cfg.ddp_timeout)
         if strategy.cfg.ddp_find_unused_parameters:
             return
         reached = {id(p) for p in reached_parameters(loss)}
@@ -58,7 +55,7 @@ class GradientCheck:
         is_ddp = isinstance(module, torch.nn.parallel.DistributedDataParallel)
         mine = [0.0] * world
         mine[strategy.accelerator.process_index] = float(zlib.crc32(repr(unused).encode()) if unused else 0)
-        found = self.hosts.sum(mine).tolist()
+        found = strategy.hosts.sum(mine).tolist()
         if not (any(found) if is_ddp else len(set(found)) > 1):
             if unused and not strategy.has_gradients:
                 warn(
@@ -69,7 +66,7 @@ class GradientCheck:
 
     def _explain(self, unused: list[str], found: list[float]) -> str:
         """Return the message of the first step's error, the same on all ranks."""
-        names = self.hosts.union(set(unused)) if self.hosts else unused
+        names = self.strategy.hosts.union(set(unused))
         ranks = [str(rank) for rank, value in enumerate(found) if value]
         where = "on all ranks" if len(ranks) == len(found) else f"on rank {', '.join(ranks)}"
         fix = FIX + ", or, if other rows use them, "

@@ -113,7 +113,7 @@ def is_plain(headers: Mapping[str, str]) -> bool:
 
 
 def difference(before: dict, now: dict) -> str | None:
-    """Return the first difference of two versions in words, None if they agree. Skip fields unknown in either."""
+    """Return the first difference of two versions in words, None if they are equal. Skip fields unknown in either."""
     for key, name in (("bytes", "size"), ("etag", "ETag"), ("modified", "Last-Modified")):
         if before.get(key) is None or now.get(key) is None:
             continue

@@ -41,7 +41,7 @@ def read_label(
 
 
 def open_label(data: bytes | np.ndarray) -> "Image":
-    """Return an image whose pixels are class ids; those of a palette are its indices. Raise ValueError for colors."""
+    """Return an image of class ids; in a palette image they are the palette indices. Raise ValueError for colors."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(bytes(data)))

@@ -8,6 +8,13 @@ import evaluate
 import numpy as np
 
 
+def correlation(x: np.ndarray, y: np.ndarray) -> float:
+    """Return the linear correlation of two vectors, NaN if one of them is constant."""
+    x, y = x - x.mean(), y - y.mean()
+    scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
+    return float(np.sum(x * y) / scale) if scale else float("nan")
+
+
 class Pearson(evaluate.Metric):
     """The linear correlation of predictions and references, in float64; NaN if one of them is constant."""
 
@@ -20,6 +27,4 @@ class Pearson(evaluate.Metric):
         )
 
     def _compute(self, predictions, references):
-        x, y = (np.asarray(values, np.float64) - np.mean(values) for values in (predictions, references))
-        scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
-        return {"pearson": float(np.sum(x * y) / scale) if scale else float("nan")}
+        return {"pearson": correlation(*(np.asarray(values, np.float64) for values in (predictions, references)))}

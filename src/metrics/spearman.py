@@ -3,9 +3,9 @@
 Tests: tests/tasks/test_text_classification.py.
 """
 
-import datasets
-import evaluate
 import numpy as np
+
+from src.metrics.pearson import Pearson, correlation
 
 
 def ranks(values) -> np.ndarray:
@@ -15,18 +15,8 @@ def ranks(values) -> np.ndarray:
     return ((2 * last - counts + 1) / 2)[inverse]
 
 
-class Spearman(evaluate.Metric):
+class Spearman(Pearson):
     """The correlation of the ranks of predictions and references, in float64; NaN if one of them is constant."""
 
-    def _info(self):
-        features = datasets.Features(
-            {"predictions": datasets.Value("float64"), "references": datasets.Value("float64")}
-        )
-        return evaluate.MetricInfo(
-            description=self.__doc__, citation="", inputs_description="numbers", features=features
-        )
-
     def _compute(self, predictions, references):
-        x, y = (ranks(values) - (len(values) + 1) / 2 for values in (predictions, references))
-        scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
-        return {"spearman": float(np.sum(x * y) / scale) if scale else float("nan")}
+        return {"spearman": correlation(ranks(predictions), ranks(references))}

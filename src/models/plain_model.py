@@ -1,6 +1,6 @@
 """Plain modules: build any nn.Module in the run's dtype, load its weights strictly, read its config.json.
 
-A task whose model has no `save_pretrained` calls build_plain_model in `build`. Tests: tests/models/test_plain_model.py.
+A task calls build_plain_model in `build` if its model has no `save_pretrained`. Tests: tests/models/test_plain_model.py.
 """
 
 import json

@@ -30,10 +30,10 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
-from src.training.first_rows import check_first_rows
 from src.training.schedules import make_schedule, total_steps
 from src.training.step import ModelWithLoss, StepTotals
 from src.training.train_state import Intervals, StepLosses, TrainState
+from src.training.trial_loss import check_trial_loss
 
 log = logging.getLogger("run")
 
@@ -190,7 +190,7 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
     module = ModelWithLoss(task.build(), task)
-    check_first_rows(module.model, task, datasets["train"])
+    check_trial_loss(module.model, task, datasets["train"])
     print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 

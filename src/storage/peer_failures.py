@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -74,7 +75,7 @@ class LaunchPeers:
         text = redact(str(error) if isinstance(error, UsageError | Failure) else f"{type(error).__name__}: {error}")
         is_first = self._is_first_to_report(text)
         vars(error).update(already_reported=is_first, reported_elsewhere=not is_first)
-        report = {"kind": type(error).__name__, "text": text, "time": time.time()}
+        report: dict[str, Any] = {"kind": type(error).__name__, "text": text, "time": time.time()}
         if isinstance(error, OSError) and is_unwritable(error, self.root):
             report["os_error"] = [error.errno, error.strerror, str(error.filename)]
         with suppress(OSError):  # on a full disk only the launcher stops the other processes

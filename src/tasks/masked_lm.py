@@ -99,7 +99,7 @@ class Task(base.Task):
         masked, positions, targets = [], [], []
         for i, row in enumerate(rows):
             ids = row["input_ids"]
-            # In training the masks belong to the micro-batch, whose seed is set: each epoch has others. In evaluation
+            # In training the masks come from the seed of the micro-batch: each epoch has others. In evaluation
             # they belong to the row, so the result does not depend on the batch size or the number of processes.
             seed = np.random.randint(1 << 62) if training else xxhash.xxh3_64_intdigest(ids.astype(np.int32).tobytes())
             changed, chosen = mask_tokens(

@@ -75,8 +75,8 @@ class Task(base.Task):
         if self.labels is None:
             if self.class_names is None and not whole:
                 raise UsageError(
-                    f"{split} data: the tags of a stream are not known before its end: give data whose `{tags}` are "
-                    "ClassLabels, or a model whose config has the tags"
+                    f"{split} data: the tags of a stream are not known before its end: give data with ClassLabels in `{tags}`, "
+                    "or a model with the tags in its config"
                 )
             self.labels = self.class_names or labels_of_rows(tag for row in examples[tags] for tag in row or ())
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids

@@ -53,8 +53,8 @@ def labels_of_data(examples: "Dataset", column: str, split: str, names: list[str
     """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError if there are less than two."""
     if names is None and not whole:
         raise UsageError(
-            f"{split} data: the labels of a stream are not known before its end: give data whose `{column}` is a "
-            "ClassLabel, or a classifier whose config has the labels"
+            f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in `{column}`, "
+            "or a classifier with the labels in its config"
         )
     labels = names or labels_of_rows(examples.unique(column))
     if len(labels) < 2:

@@ -8,7 +8,6 @@ second forward pass. Tests: tests/training/test_batch_loss.py.
 """
 
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ import torch
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
-from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 from src.training.evaluation_plan import Block
@@ -25,7 +23,6 @@ from src.training.train_state import Window
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 LossesAndSums = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses by micro-batch, further sums of a rank
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
-_host_groups: WeakKeyDictionary[torch.nn.Module, HostGroup] = WeakKeyDictionary()  # by module: made in its first step
 
 
 class _Part(NamedTuple):
@@ -47,10 +44,8 @@ def backward_in_two_passes(
     for other hosts, not for the device, except in the first step."""
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
-    is_first_step = model_with_loss not in _host_groups
-    if is_first_step:
-        _host_groups[model_with_loss] = HostGroup(strategy.accelerator, task.cfg.ddp_timeout)
-    vectors, places = _global_vectors(strategy, _host_groups[model_with_loss], model_with_loss, module, window)
+    is_first_step = strategy.gradients.is_first_step
+    vectors, places = _global_vectors(strategy, model_with_loss, module, window)
     loss, gradients, sums = _gradient_of_vectors(task, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
@@ -114,7 +109,7 @@ def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, b
 
 @torch.no_grad()
 def _global_vectors(
-    strategy: Strategy, hosts: HostGroup, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: Window
+    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: Window
 ) -> tuple[Vectors, list[slice | None]]:
     """Run pass 1. Return (vectors of the global batch, this rank's rows of them by micro-batch, None for dummies).
 
@@ -128,7 +123,7 @@ def _global_vectors(
             computed.append(_represent(strategy, caller, micro, batch) if needed else {})
     real = [(micro, vectors) for (micro, _), vectors in zip(window, computed, strict=True) if not micro.dummy]
     parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
-    parts_by_rank = _all_parts(strategy, hosts, parts)
+    parts_by_rank = _all_parts(strategy, parts)
     columns = _check_columns(model_with_loss.task, [part for found in parts_by_rank for part in found])
     height = max(sum(part.rows for part in found) for found in parts_by_rank)
     gathered = {}
@@ -146,12 +141,12 @@ def _global_vectors(
     return {name: value[index] for name, value in gathered.items()}, places
 
 
-def _all_parts(strategy: Strategy, hosts: HostGroup, parts: list[_Part]) -> list[list[_Part]]:
+def _all_parts(strategy: Strategy, parts: list[_Part]) -> list[list[_Part]]:
     """Return the parts of each rank, by rank; [] for all but the first rank of a tensor parallel group."""
     found = [(strategy.data_rank, parts)]
-    if not hosts.is_single:
+    if not strategy.hosts.is_single:
         found = [found[0]] * strategy.accelerator.num_processes
-        torch.distributed.all_gather_object(found, (strategy.data_rank, parts), group=hosts.group)
+        torch.distributed.all_gather_object(found, (strategy.data_rank, parts), group=strategy.hosts.group)
     seen: set[int] = set()
     return [[] if rank in seen or seen.add(rank) else theirs for rank, theirs in found]
 

@@ -19,8 +19,8 @@ from src.runtime import private_apis
 from src.tasks import Task
 from src.training import batch_loss
 from src.training.batch_loss import LossesAndSums
-from src.training.first_rows import check_first_rows
 from src.training.train_state import DeviceFlag, StepLosses, Window, widen
+from src.training.trial_loss import check_trial_loss
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -62,7 +62,7 @@ def build_model(
     """Return the task's model and loss in one module, compiled and with activation checkpointing as `cfg` says.
 
     Raise UsageError on all ranks if the model does not compute the loss of the first training rows."""
-    model = strategy.build_model(task, weights, lambda model: check_first_rows(model, task, train_set))
+    model = strategy.build_model(task, weights, lambda model: check_trial_loss(model, task, train_set))
     return ModelWithLoss(compile_and_recompute(model, cfg, strategy.accelerator.device), task)
 
 

@@ -5,7 +5,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.first_rows import check_first_rows, has_micro_batch_of_one_row
+from src.training.trial_loss import check_trial_loss, has_micro_batch_of_one_row
 from tests.helpers import kit, plain_task
 
 
@@ -19,14 +19,14 @@ def check(opened, change=None, **attributes):
     task, splits = opened
     for name, replacement in attributes.items():
         setattr(task, name, replacement(getattr(task, name)))
-    check_first_rows(task.build(), task, splits["train"])
+    check_trial_loss(task.build(), task, splits["train"])
 
 
 def test_working_task_is_not_changed(opened, capsys):
     task, splits = opened
     model = task.build().train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    check_first_rows(model, task, splits["train"])
+    check_trial_loss(model, task, splits["train"])
     assert kit.same(model.state_dict(), before)
     assert all(module.training for module in model.modules())
     assert capsys.readouterr().err == ""
@@ -81,7 +81,7 @@ def test_batch_norm_with_one_row_is_refused(plain):
     model = task.build()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UsageError, match=r"per_device_batch_size: .*batch norm"):
-        check_first_rows(model, task, splits["train"])
+        check_trial_loss(model, task, splits["train"])
     assert kit.same(model.state_dict(), before)
 
 

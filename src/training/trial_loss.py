@@ -1,6 +1,6 @@
-"""Check before step 1: the evaluation loss of two training rows, together and one by one.
+"""Trial loss before step 1: the evaluation loss of two training rows, together and one by one.
 
-Tests: tests/training/test_first_rows.py.
+Tests: tests/training/test_trial_loss.py.
 """
 
 import traceback
@@ -24,7 +24,7 @@ BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
 TOLERANCE = 1e-4  # some layers compute in float32, also in a float64 model
 
 
-def check_first_rows(model: torch.nn.Module, task: Task, train_set: Any) -> None:
+def check_trial_loss(model: torch.nn.Module, task: Task, train_set: Any) -> None:
     """Raise UsageError if the loss of two short training rows cannot be computed; warn if the rows are not independent.
 
     The model is on the CPU, and stays as it is: it runs in evaluation mode, without gradients."""
