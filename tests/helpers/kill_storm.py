@@ -10,6 +10,7 @@ ledger that of the plan. A fork runs it on its own task. Tests: tests/checkpoint
 import argparse
 import os
 import random
+import shutil
 import sys
 import tempfile
 import time
@@ -88,20 +89,28 @@ def during_steps(rng: random.Random, folder: Path, kills_left: int, total: int) 
 
 
 def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60, seed: int | None = None) -> dict:
-    """Return kills that hit a living job, seconds, and the differences between the killed run and the undisturbed one."""
-    rng, began, done = random.Random(seed), time.monotonic(), 0
+    """Return kills that hit a living job, seconds, and the differences between the killed runs and the undisturbed one.
+
+    A killed run that was complete before its next kill is compared, and the storm goes on in a new one.
+    """
+    rng, began, done, found = random.Random(seed), time.monotonic(), 0, []
     deadline = began + 60 * minutes
-    straight, killed = folder / "straight", folder / "killed"
+    straight = folder / "straight"
     run(argv, straight, world, deadline=deadline)
     total = kit.last_step(straight)
     while done < kills and time.monotonic() < deadline:
-        at_start = rng.random() < 0.2
-        should_kill = during_start(rng) if at_start else during_steps(rng, killed, kills - done, total)
-        if run(argv, killed, world, should_kill, deadline):
-            break  # it was faster, and is complete
-        done += 1
-    run(argv, killed, world, deadline=deadline)
-    return {"kills": done, "seconds": time.monotonic() - began, "differences": differences(straight, killed)}
+        killed, complete, before = folder / f"killed_{done}", False, done
+        while not complete and done < kills and time.monotonic() < deadline:
+            at_start = rng.random() < 0.2
+            should_kill = during_start(rng) if at_start else during_steps(rng, killed, kills - done, total)
+            complete = run(argv, killed, world, should_kill, deadline)
+            done += not complete
+        if not complete:
+            run(argv, killed, world, deadline=deadline)
+        if done > before:
+            found += differences(straight, killed)
+        shutil.rmtree(killed)
+    return {"kills": done, "seconds": time.monotonic() - began, "differences": found}
 
 
 def main() -> int:
