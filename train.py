@@ -12,9 +12,10 @@ from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, replicas, schedules
-from src.training.evaluation import evaluate
-from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
-from src.training.train_state import Intervals, UpdateResult
+from src.training.step import StepTotals, build_model, optimizer_step
+from src.training.technique_chain import TechniqueChain
+from src.training.techniques.base import Run
+from src.training.train_state import Intervals, TrainState, UpdateResult
 
 
 def main(argv: list[str]) -> None:
@@ -22,30 +23,34 @@ def main(argv: list[str]) -> None:
     cfg, task_options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, task_options)
     check_environment()
+    TechniqueChain(cfg)  # raises UsageError for unknown names and invalid options
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task)  # before the process group exists: cannot time out a collective
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
     accelerator = init_accelerator(cfg)
     train(cfg, task, datasets, accelerator)
-    shutdown(accelerator)
+    shutdown(accelerator)  # now nothing may refer to the model: torch could deadlock when it frees DDP later
 
 
 def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
+    techniques = TechniqueChain(cfg)  # SAM, EMA, …: those that the run file asks for
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
     hosts = strategy.hosts  # sums small vectors over all ranks on the CPU (gloo)
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
     # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
-    model = build_model(cfg, strategy, task, train_set, weights=checkpointer.find_weights())
+    model = build_model(cfg, strategy, task, train_set, checkpointer.find_weights(), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
-    state = checkpointer.load(model, optimizer, logger.meter)  # step, updates, best metric, ...
+    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, state=TrainState())
+    # step, updates, best metric, ...
+    state = run.state = checkpointer.load(model, optimizer, logger.meter, **techniques.begin(run))
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
     model_replicas = replicas.Replicas(strategy, hosts, cfg, model, optimizer, state, num_steps)
@@ -65,7 +70,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             logger.train_line(state)
         if due.evaluate():
             with logger.throughput_paused():
-                metrics = evaluate(strategy, hosts, module, task, val_set, cfg, signals.stopping)
+                metrics = techniques.evaluate(val_set, signals.stopping)
             if metrics:  # None if a stop request interrupted it: the resumed run evaluates again
                 logger.eval_line(state, metrics)
                 checkpointer.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
@@ -92,10 +97,12 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         if totals.weight:  # 0: no example of the global batch has a target
             batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
             # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
-            losses = compute_gradient(strategy, module, batch, totals.weight)
+            losses = techniques.compute_gradient(batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
+            techniques.change_gradient()
             state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
+            techniques.after_update(skipped)
             state.pending = UpdateResult(skipped, state.step, batch, losses)
         logger.add_step(state.step, losses, totals, data_seconds)
         model_replicas.after_step()  # local SGD, and the check that replicas are equal, if due

@@ -109,7 +109,8 @@ TYPES |= {kind | None: entry for kind, entry in TYPES.items()}
 
 def field_types(kind: type) -> dict[str, Any]:
     """Return {field name: type} for a dataclass. Raise TypeError if no reader supports the type of a field."""
-    types = get_type_hints(kind)
+    hints = get_type_hints(kind)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     for name, type_ in types.items():
         if (get_args(type_)[0] if get_origin(type_) is list else type_) not in TYPES:
             raise TypeError(

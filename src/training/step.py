@@ -3,6 +3,7 @@
 Tests: tests/training/test_step.py and tests/conformance/.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +58,22 @@ def tied_names(model: torch.nn.Module) -> list[list[str]]:
 
 
 def build_model(
-    cfg: RunConfig, strategy: Strategy, task: Task, train_set: Any, weights: str | Path | None
+    cfg: RunConfig,
+    strategy: Strategy,
+    task: Task,
+    train_set: Any,
+    weights: str | Path | None,
+    change_model: Callable[[ModelWithLoss, RunConfig], None],
 ) -> ModelWithLoss:
-    """Return the task's model and loss in one module, compiled and with activation checkpointing as `cfg` says.
+    """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
+    checkpointing as `cfg` says.
 
     Raise UsageError on all ranks if the model does not compute the loss of the first training rows."""
     model = strategy.build_model(task, weights, lambda model: check_trial_loss(model, task, train_set))
-    return ModelWithLoss(compile_and_recompute(model, cfg, strategy.accelerator.device), task)
+    model_with_loss = ModelWithLoss(model, task)
+    change_model(model_with_loss, cfg)
+    compile_and_recompute(model, cfg, strategy.accelerator.device)
+    return model_with_loss
 
 
 class StepTotals(NamedTuple):

@@ -29,10 +29,10 @@ def widen(value: torch.Tensor) -> torch.Tensor:
 
 
 class DeviceFlag:
-    """A bool being computed on the device; reading it does not wait for later work."""
+    """A bool being computed on the device, as `tensor`; reading it on the host does not wait for later work."""
 
     def __init__(self, value: torch.Tensor):
-        self.event = None
+        self.event, self.tensor = None, value
         if value.is_cuda:
             value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
             self.event = torch.cuda.Event()

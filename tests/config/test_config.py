@@ -291,7 +291,19 @@ def test_rules_of_an_evaluation(here, values, parts):
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
 
-GROUPS = ["command", "run", "model", "data", "batch", "optimizer", "schedule", "evaluation", "checkpoints", "logging"]
+GROUPS = [
+    "command",
+    "run",
+    "model",
+    "data",
+    "batch",
+    "optimizer",
+    "schedule",
+    "techniques",
+    "evaluation",
+    "checkpoints",
+    "logging",
+]
 GROUPS += ["performance"]
 
 

@@ -1,0 +1,128 @@
+"""The techniques of a run, as train.py uses them: each step goes through all of them in the registry's order.
+
+src/training/techniques/base.py defines a technique. Tests: tests/training/test_technique_chain.py.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from src.config.errors import UsageError, did_you_mean, list_errors
+from src.config.fields import declared_options, field_types, range_errors, read_value
+from src.config.schema import RunConfig
+from src.training.evaluation import evaluate
+from src.training.step import compute_gradient
+from src.training.techniques import TECHNIQUES, Technique
+from src.training.techniques.base import Run
+from src.training.train_state import DeviceFlag, StepLosses, Window
+
+
+class TechniqueChain:
+    """The techniques that the run file asks for; most runs have none."""
+
+    def __init__(self, cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES):
+        """Read `techniques` of the run file. Raise one UsageError that lists all unknown names and invalid options."""
+        self.techniques: dict[str, Technique] = {}
+        given, errors = dict(cfg.techniques or {}), []
+        for name in given.keys() - known.keys():
+            errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
+        for name in (name for name in known if name in given):
+            try:
+                self.techniques[name] = _read(known[name](), given[name])
+            except ValueError as error:
+                errors.append(f"techniques: {name}: {error}")
+        for name, technique in self.techniques.items():
+            errors += [f"techniques: {name}: {error}" for error in range_errors(technique) + technique.errors()]
+        if errors:
+            raise UsageError(list_errors(errors))
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        """Let the techniques change the model before it is compiled, wrapped and given to the optimizer."""
+        for technique in self.techniques.values():
+            technique.change_model(model, cfg)
+
+    def begin(self, run: Run) -> dict[str, Technique]:
+        """Prepare all techniques; return those with a state, by name: the parts of a checkpoint beside the model."""
+        self.run = run
+        for name, technique in self.techniques.items():
+            if run.strategy.accelerator.distributed_type.value == "DEEPSPEED" and not technique.deepspeed:
+                raise UsageError(
+                    f"techniques: {name} does not support {run.strategy.name}, which owns gradients and weights: use FSDP2 "
+                    "(accelerate_configs/fsdp2.yaml)"
+                )
+            technique.run = run
+            technique.begin()
+        return {n: t for n, t in self.techniques.items() if type(t).state_dict is not Technique.state_dict}
+
+    # ---- in a step ---------------------------------------------------------------------------------------------------
+
+    def compute_gradient(self, window: Window, total_weight: float) -> StepLosses:
+        """Fill `.grad` by `compute_gradient` of step.py, called by the techniques, the first one outermost."""
+        compute = partial(compute_gradient, self.run.strategy, self.run.module)
+        for technique in reversed(self.techniques.values()):
+            compute = partial(technique.compute_gradient, compute)
+        return compute(window, total_weight)
+
+    def change_gradient(self) -> None:
+        """Change the gradient of the global batch before it is clipped by its norm."""
+        for technique in self.techniques.values():
+            technique.change_gradient()
+
+    def after_update(self, skipped: DeviceFlag) -> None:
+        """Let the techniques follow an update of the weights, which the device may have skipped."""
+        for technique in self.techniques.values():
+            technique.after_update(skipped.tensor)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, split: Any, stopping: Callable[[], float]) -> dict | None:
+        """Return the metrics of the weights, and those of each average as NAME/metric; None if a stop interrupted it."""
+        run = self.run
+        metrics = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+        for name, technique in self.techniques.items():
+            average = technique.average()
+            if metrics is None or average is None:
+                continue
+            with exchanged(run.model, average):
+                found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+            metrics = None if found is None else metrics | {f"{name}/{key}": value for key, value in found.items()}
+        return metrics
+
+
+@contextmanager
+def exchanged(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+    """Within, the parameters and buffers named in `weights` have these values; afterwards, bitwise their own again."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = {name: own[name].detach().clone() for name in weights}
+    with torch.no_grad():
+        for name, value in weights.items():
+            own[name].copy_(value)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                own[name].copy_(value)
+
+
+def _read(kind: type[Technique], given: Any) -> Technique:
+    """Return a technique with the options `given` (null or true: all defaults); raise ValueError for an invalid one."""
+    given = {} if given is None or given is True else given
+    if not isinstance(given, dict):
+        raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
+    types, rules = field_types(kind), declared_options(kind)
+    if unknown := [name for name in given if name not in rules]:
+        raise ValueError(
+            f"{unknown[0]}: unknown option{did_you_mean(str(unknown[0]), rules)}; it has {', '.join(rules) or 'none'}"
+        )
+    found = {}
+    for name, value in given.items():
+        try:
+            found[name] = read_value(types[name], rules[name], value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error} ({rules[name].help})") from None
+    return kind(**found)

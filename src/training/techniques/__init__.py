@@ -1,0 +1,25 @@
+"""Registry of techniques. Add one here: a file in this folder and its line in TECHNIQUES. base.py defines the interface."""
+
+from importlib import import_module
+
+from src.training.techniques.base import Technique
+
+__all__ = ["TECHNIQUES", "Technique"]
+
+
+def _technique(name: str, file: str | None = None):
+    """Return a function that imports the class `name` of a file of this folder, only when it is used."""
+    file = file or name.lower()
+    return lambda: getattr(import_module(f"src.training.techniques.{file}"), name)
+
+
+# Name in the run file -> function that returns its class. The first is the outermost: it decides how often those below
+# it compute a gradient. This order holds for any order in the run file.
+TECHNIQUES = {
+    # two passes over a window: weights, then rows
+    # inputs and model
+    # the gradient of the global batch
+    "clip_by_value": _technique("ClipByValue", "clip_by_value"),
+    # updates: skip or undo
+    # weights after an update, and their averages
+}

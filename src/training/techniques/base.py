@@ -1,0 +1,88 @@
+"""Technique: what an entry of the run file's `techniques` may change in a step, an evaluation and a checkpoint.
+
+Write your own as one file here and one line of __init__.py (docs/techniques.md). Tests: tests/training/techniques/.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from src.config.schema import RunConfig
+from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
+from src.tasks import Task
+from src.training.train_state import StepLosses, TrainState, Window
+
+ComputeGradient = Callable[
+    [Window, float], StepLosses
+]  # compute_gradient of src/training/step.py without its first arguments
+
+
+@dataclass(eq=False)
+class Run:
+    """What a technique may read and change in a run. Every rank has one."""
+
+    cfg: RunConfig
+    strategy: Strategy
+    hosts: HostGroup
+    task: Task
+    model: torch.nn.Module  # ModelWithLoss, whose parameters are trained; sharded under FSDP2
+    module: torch.nn.Module  # the wrapped module, to call
+    optimizer: torch.optim.Optimizer
+    num_steps: int
+    state: TrainState  # of the checkpoint, once it is loaded; in a step, state.step already counts this step
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the trainable parameters by name; sharded ones are DTensors."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+class Technique:
+    """One technique. Subclass it as a dataclass whose fields are declared by `option(...)`: its options in the run file.
+
+    A method that you do not define does nothing. All ranks call the methods in the same order, so a method may use
+    collectives, and none may let a rank decide alone. What it draws at random must depend on (seed, step) or on the
+    micro-batch, and what it remembers between steps belongs in `state_dict`: then results do not depend on the number of
+    processes, and a resumed run continues exactly."""
+
+    deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
+    run: Run  # set before `begin`
+
+    def errors(self) -> list[str]:
+        """Return one sentence for each rule between the options that is violated."""
+        return []
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        """Change the model, or freeze parameters, before it is wrapped and the optimizer is made; add hooks."""
+
+    def begin(self) -> None:
+        """Prepare for training with `self.run`. Weights are loaded; then `load_state_dict` follows if a run is resumed."""
+
+    # ---- in a step, in this order ------------------------------------------------------------------------------------
+
+    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+        """Fill `.grad` with the gradient of the step and return the losses; `compute` may be called several times."""
+        return compute(window, total_weight)
+
+    def change_gradient(self) -> None:
+        """Change `.grad`, the gradient of the global batch on every rank, before it is clipped by its norm."""
+
+    def after_update(self, skipped: torch.Tensor) -> None:
+        """Use or change the weights after the optimizer's update; `skipped` is a bool on the device: do not wait for it."""
+
+    # ---- beside the model --------------------------------------------------------------------------------------------
+
+    def average(self) -> dict[str, torch.Tensor] | None:
+        """Return weights by name, which are evaluated beside the raw ones (`NAME/loss`), or None."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must hold: a flat dict of tensors (sharded as the parameters are), numbers and strings."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""

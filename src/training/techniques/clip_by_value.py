@@ -1,0 +1,18 @@
+"""Gradient clipping by value: each element of the gradient of the global batch is limited to [-limit, limit]."""
+
+from dataclasses import dataclass
+
+from src.config.fields import option
+from src.training.techniques.base import Technique
+
+
+@dataclass(eq=False)
+class ClipByValue(Technique):
+    """Limit each element of the gradient; before clipping by its norm (max_grad_norm), if both are on."""
+
+    limit: float = option("largest absolute value of an element of the gradient", 1.0, above=0)
+
+    def change_gradient(self) -> None:
+        for parameter in self.run.parameters().values():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-self.limit, self.limit)

@@ -1,0 +1,142 @@
+"""Runs that every technique must pass: the same weights however a step is split, and those of a plain loop.
+
+`check_splits` trains on 1, 2 and 4 processes with accumulation 1 and 4, `plain_weights` is the independent loop,
+`check_resume` resumes from the middle, `check_fsdp2` shards the model.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tests.helpers import kit
+
+ROWS, STEPS = 16, 5  # the global batch is the whole dataset, so that a plain loop needs no order of rows
+# (processes, per_device_batch_size), by accumulation. All numbers of processes with the same micro-batch also agree with dropout.
+ACCUMULATION_1 = [(1, 16), (2, 8), (4, 4)]
+ACCUMULATION_4 = [(1, 4), (2, 2), (4, 1)]
+
+
+def files(folder) -> dict:
+    """Return the fields of a run without dropout in float64 on 16 rows of different lengths; Adam with a constant rate."""
+    generator = np.random.default_rng(0)
+    lengths = generator.integers(3, 12, ROWS)
+    rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in lengths]
+    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    return {
+        "model_config": kit.write_yaml(Path(folder, "gpt2.yaml"), kit.TINY | off),
+        "train_file": kit.write_jsonl(Path(folder, "train.jsonl"), rows),
+        "validation_file": kit.write_jsonl(Path(folder, "validation.jsonl"), rows[:5]),
+        "dtype": "float64",
+        "global_batch_size": ROWS,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_steps": 2,
+        "save_total_limit": 10,
+        "check_save": False,
+    }
+
+
+def with_dropout(folder, fields: dict) -> dict:
+    """Return the fields of the same run with dropout 0.2."""
+    return fields | {"model_config": kit.write_yaml(Path(folder, "dropout.yaml"), kit.TINY)}
+
+
+def train(folder, fields: dict, world: int = 1, micro: int = ROWS, **more) -> kit.Run:
+    """Train on `world` processes with micro-batches of `micro` rows; `env` and `units` go to kit.run_training."""
+    rest = {name: more.pop(name) for name in ("env", "units") if name in more}
+    argv = kit.flags(**(fields | {"per_device_batch_size": micro} | more))
+    return kit.run_training(world, folder, *argv, **rest)
+
+
+def check_splits(
+    folder, fields: dict, reference: dict | None = None, bar: float = 1e-10, dropout: dict | None = None
+) -> kit.Run:
+    """Assert that the weights agree for all splits, with `reference` if given; with `dropout`, for its own splits, too.
+
+    `dropout`: fields of a run with dropout; its runs are compared for each size of a micro-batch. Return the first run."""
+    runs = {
+        split: train(Path(folder, f"{split[0]}x{split[1]}"), fields, *split)
+        for split in ACCUMULATION_1 + ACCUMULATION_4
+    }
+    first = runs[1, 16]
+    expected = first.weights if reference is None else {name: reference[name] for name in first.weights}
+    for split, run in runs.items():
+        assert kit.distance(run.weights, expected) <= bar, f"(processes, micro-batch) = {split}"
+    if dropout:
+        by_world = [train(Path(folder, f"dropout{world}"), dropout, world, 2) for world in (1, 2, 4)]
+        for run in by_world[1:]:
+            assert kit.distance(run.weights, by_world[0].weights) <= bar
+        assert kit.distance(by_world[0].weights, first.weights) > 1e-6  # there was dropout
+    return first
+
+
+def check_resume(
+    folder, fields: dict, world: int = 2, micro: int = 4, env: dict | None = None, bar: float = 0.0, units: int = 2
+) -> kit.Run:
+    """Assert that a run resumed from step 2 ends as the straight one; bitwise with `bar` 0. Return the straight run."""
+    straight = train(Path(folder, "straight"), fields, world, micro, env=env, units=units)
+    resumed = Path(folder, "resumed")
+    shutil.copytree(straight.folder, resumed)
+    for path in [resumed / "final", *sorted((resumed / "checkpoints").iterdir())[1:]]:
+        shutil.rmtree(path)
+    again = train(resumed, fields, world, micro, env=env, units=units)
+    assert kit.distance(again.weights, straight.weights) <= bar
+    if not bar:
+        assert kit.timeless(again.folder) == kit.timeless(straight.folder)
+        last = [sorted((run.folder / "checkpoints").iterdir())[-1] for run in (straight, again)]
+        for part in sorted(last[0].glob("*.safetensors")):  # also what the technique saves beside the model
+            assert part.read_bytes() == (last[1] / part.name).read_bytes(), part.name
+    return straight
+
+
+def check_fsdp2(folder, fields: dict, bar: float = 2e-5) -> None:
+    """Assert that FSDP2 on two processes ends with the weights of one process in float32, and that it resumes."""
+    # With Adam's default epsilon, gradients that are zero except for rounding would become whole steps.
+    fields = {"adam_epsilon": 1e-4} | fields | {"dtype": "float32"}
+    one = train(Path(folder, "one"), fields, 1, 4)
+    sharded = check_resume(
+        Path(folder, "fsdp2"), fields, 2, 4, kit.where("fsdp2", 2, mixed_precision="no"), bar, units=1
+    )
+    found = kit.distance(sharded.weights, one.weights)
+    assert found <= bar, found
+
+
+# ---- the independent loop ----------------------------------------------------------------------------------------------
+
+
+class Plain:
+    """One process, one batch, plain torch: the model and data of `files`, and its loss as one mean over all targets."""
+
+    def __init__(self, fields: dict):
+        names = ("model_config", "train_file", "dtype")
+        task, splits = kit.open_data(**{name: fields[name] for name in names}, output_dir="unused")
+        torch.manual_seed(42)
+        self.model = task.build(None).train()
+        rows = splits["train"].rows(range(ROWS))
+        self.batch = task.collate(rows, training=True)
+        self.task = task
+
+    def loss(self) -> torch.Tensor:
+        """Return the mean cross-entropy of next tokens, by torch on full logits."""
+        logits = self.model(input_ids=self.batch.inputs["input_ids"]).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), self.batch.inputs["targets"].flatten())
+
+    def optimizer(self, kind=torch.optim.AdamW, **options) -> torch.optim.Optimizer:
+        """Return an optimizer that decays parameters with two dimensions or more, as the project does."""
+        decayed = [p for p in self.model.parameters() if p.dim() >= 2]
+        rest = [p for p in self.model.parameters() if p.dim() < 2]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        return kind(groups, lr=1e-2, **options)
+
+    def train(self, update: Callable[[int], None], steps: int = STEPS) -> dict[str, torch.Tensor]:
+        """Call `update(step)` for each step; return the weights by name."""
+        for step in range(steps):
+            update(step)
+        return {name: value.detach().clone() for name, value in self.model.state_dict().items()}
