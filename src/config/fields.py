@@ -6,8 +6,11 @@ Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tes
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
 
 from src.config.errors import did_you_mean
 
@@ -85,10 +88,26 @@ def _json_object(value) -> dict:
     try:
         found = json.loads(text)
     except ValueError:
-        found = None
+        found = _yaml_or_none(text)
     if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object, found {text}")
-    return found
+        raise ValueError(f"expected {{NAME: VALUE, …}} in YAML or JSON, found {text}")
+    return _with_numbers(found)
+
+
+def _yaml_or_none(text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        return None
+
+
+def _with_numbers(value: Any) -> Any:
+    """Return `value` with texts such as 1e-5 as numbers: YAML 1.1 reads a number without a point as text."""
+    if isinstance(value, dict):
+        return {name: _with_numbers(inside) for name, inside in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(inside) for inside in value]
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE]-\d+", value) else value
 
 
 def _int_or_auto(value) -> int | str:
@@ -101,7 +120,7 @@ TYPES: dict[Any, tuple[Callable, str]] = {
     int: (_int, "N"),
     float: (_float, "X"),
     bool: (_bool, "true|false"),
-    dict: (_json_object, "JSON"),
+    dict: (_json_object, "{NAME: VALUE}"),
     int | Auto: (_int_or_auto, "N|auto"),
 }
 TYPES |= {kind | None: entry for kind, entry in TYPES.items()}
