@@ -12,7 +12,7 @@ from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, replicas, schedules
-from src.training.step import StepTotals, build_model, optimizer_step
+from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
 from src.training.train_state import Intervals, TrainState, UpdateResult
@@ -97,7 +97,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         if totals.weight:  # 0: no example of the global batch has a target
             batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
             # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
-            losses = techniques.compute_gradient(batch, totals.weight)
+            losses = techniques.around(compute_gradient)(strategy, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             techniques.change_gradient()

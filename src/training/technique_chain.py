@@ -13,8 +13,8 @@ import torch
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import declared_options, field_types, range_errors, read_value
 from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
 from src.training.evaluation import evaluate
-from src.training.step import compute_gradient
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
@@ -61,12 +61,16 @@ class TechniqueChain:
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def compute_gradient(self, window: Window, total_weight: float) -> StepLosses:
-        """Fill `.grad` by `compute_gradient` of step.py, called by the techniques, the first one outermost."""
-        compute = partial(compute_gradient, self.run.strategy, self.run.module)
-        for technique in reversed(self.techniques.values()):
-            compute = partial(technique.compute_gradient, compute)
-        return compute(window, total_weight)
+    def around(self, compute_gradient: Callable[..., StepLosses]) -> Callable[..., StepLosses]:
+        """Return `compute_gradient` of step.py as the techniques call it, the first one outermost; same arguments."""
+
+        def compute(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
+            inner = partial(compute_gradient, strategy, module)
+            for technique in reversed(self.techniques.values()):
+                inner = partial(technique.compute_gradient, inner)
+            return inner(window, total_weight)
+
+        return compute
 
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""
