@@ -56,6 +56,7 @@ class Strategy:
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.uses_local_sgd = bool(cfg.local_sgd_steps) and accelerator.num_processes > 1
+        self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
 
     @property
     def name(self) -> str:
@@ -187,12 +188,23 @@ class Strategy:
         """Run the backward pass and nothing else; each strategy defines it."""
         self.accelerator.backward(loss)
 
+    def unscale_gradients(self) -> None:
+        """Divide `.grad` by the loss scale of fp16, once per step; without a gradient scaler, do nothing."""
+        if self.accelerator.scaler is not None and not self.is_unscaled:
+            self.accelerator.unscale_gradients()
+            self.is_unscaled = True
+
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
         The update is skipped if the norm is not finite. It is the norm of the reduced gradient, so all ranks decide
         alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the host wait."""
-        clip = tensor_parallel.clip if self.tp_size > 1 else self.accelerator.clip_grad_norm_
+        self.unscale_gradients()
+        clip = self.accelerator.clip_grad_norm_
+        if self.accelerator.scaler is not None:
+            clip = torch.nn.utils.clip_grad_norm_  # accelerate's would unscale again, which torch refuses
+        if self.tp_size > 1:
+            clip = tensor_parallel.clip
         norm = clip(module.parameters(), max_norm or float("inf"))
         norm = norm.full_tensor() if is_partial(norm) else norm
         skipped = ~torch.isfinite(norm)
@@ -201,6 +213,7 @@ class Strategy:
         if self.accelerator.scaler is not None:
             optimizer.step()  # the scaler checks for non-finite gradients, and waits for the device
             skipped = torch.tensor(self.accelerator.optimizer_step_was_skipped)
+            self.is_unscaled = False
         elif optimizer.defaults.get("fused") and not first_momentum:
             private_apis.skip_update_on_device(optimizer, skipped)
             optimizer.step()

@@ -74,7 +74,10 @@ class TechniqueChain:
 
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""
-        for technique in self.techniques.values():
+        changing = [t for t in self.techniques.values() if type(t).change_gradient is not Technique.change_gradient]
+        if changing:
+            self.run.strategy.unscale_gradients()
+        for technique in changing:
             technique.change_gradient()
 
     def after_update(self, skipped: DeviceFlag) -> None:

@@ -13,6 +13,7 @@ import train
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.host_group import HostGroup
 from tests.helpers import kit
+from tests.helpers.fp16 import train_in_fp16
 
 
 def recipe(files, **flags):
@@ -213,27 +214,12 @@ def test_nothing_waits_for_the_device_between_log_steps(files, tmp_path, world):
 # ---- the gradient scaler of fp16 -------------------------------------------------------------------------------------
 
 
-def _fp16(argv, scale: float):
-    """Train with autocast to float16 and a real gradient scaler, which accelerate itself gives to GPUs only."""
-    start = train.init_accelerator
-
-    def scaled(run):
-        accelerator = start(run)
-        accelerator.state._mixed_precision = "fp16"
-        accelerator.native_amp = True
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        return accelerator
-
-    train.init_accelerator = scaled
-    train.main([str(word) for word in argv])
-
-
 def test_fp16_scales_unscales_clips_and_skips(files, tmp_path):
     # Few and short rows: a CPU computes float16 a hundred times slower than float32.
     fields = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
     flags = recipe(files, **fields, max_steps=12, max_length=16)
     reference = kit.run_training(1, tmp_path / "fp32", *flags)
-    kit.spawn(1, _fp16, [*flags, "--output_dir", tmp_path / "fp16"], 2.0**10, out=tmp_path / "out")
+    kit.spawn(1, train_in_fp16, [*flags, "--output_dir", tmp_path / "fp16"], 2.0**10, out=tmp_path / "out")
     run = kit.Run(tmp_path / "fp16")
     assert run.kind("train")[-1]["skipped"] == 0
     # Unscaled before it is clipped and logged: the norm is that of float32, not 1024 times as much.
@@ -245,7 +231,7 @@ def test_fp16_scales_unscales_clips_and_skips(files, tmp_path):
 def test_fp16_overflow_does_not_advance_the_schedule(files, tmp_path):
     fields = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
     flags = recipe(files, **fields, max_steps=12, max_length=16)
-    kit.spawn(1, _fp16, [*flags, "--output_dir", tmp_path / "overflow"], 2.0**120, out=tmp_path / "out")
+    kit.spawn(1, train_in_fp16, [*flags, "--output_dir", tmp_path / "overflow"], 2.0**120, out=tmp_path / "out")
     run = kit.Run(tmp_path / "overflow")
     lines = run.kind("train")
     assert lines[-1]["skipped"] == 12  # each step halves the scale, and 2^108 still overflows

@@ -19,6 +19,8 @@ TECHNIQUES = {
     # two passes over a window: weights, then rows
     # inputs and model
     # the gradient of the global batch
+    "gradient_noise": _technique("GradientNoise", "gradient_noise"),
+    "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),
     # updates: skip or undo
     # weights after an update, and their averages

@@ -69,7 +69,8 @@ class Technique:
         return compute(window, total_weight)
 
     def change_gradient(self) -> None:
-        """Change `.grad`, the gradient of the global batch on every rank, before it is clipped by its norm."""
+        """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped by
+        its norm. It is unscaled (fp16). Keep what is not finite, so that the update is skipped."""
 
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `skipped` is a bool on the device: do not wait for it."""

@@ -14,5 +14,6 @@ class ClipByValue(Technique):
 
     def change_gradient(self) -> None:
         for parameter in self.run.parameters().values():
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-self.limit, self.limit)
+            if (gradient := parameter.grad) is not None:
+                # 0 × infinity is NaN: an infinite gradient must not look finite, so that the update is skipped.
+                gradient.copy_(gradient.clamp(-self.limit, self.limit) + 0 * gradient)

@@ -1,0 +1,39 @@
+"""Noise added to the gradient, after Neelakantan et al. 2015, "Adding Gradient Noise Improves Learning".
+
+Tests: tests/training/techniques/test_gradient_noise.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from src.config.fields import option
+from src.data.batch_plan import derive_seed
+from src.distributed.sharded_tensors import plain_name
+from src.training.techniques.base import Technique
+
+
+@dataclass(eq=False)
+class GradientNoise(Technique):
+    """Add Gaussian noise of variance eta / (1 + t) ** gamma to the gradient of the global batch; t counts updates.
+
+    The noise of a parameter depends on (seed, step, its name) only. Each process draws it for the whole model, and a
+    sharded one takes its shard: no communication, but the memory of the largest parameter once more. A GPU and a CPU
+    draw different numbers."""
+
+    eta: float = option("variance of the noise before the first update", 0.01, above=0)
+    gamma: float = option("how fast the variance falls: eta / (1 + updates) ** gamma", 0.55, min=0)
+
+    def change_gradient(self) -> None:
+        state = self.run.state
+        deviation = (self.eta / (1 + state.updates) ** self.gamma) ** 0.5
+        for name, parameter in self.run.parameters().items():
+            if (gradient := parameter.grad) is None:
+                continue
+            seed = derive_seed("gradient noise", self.run.cfg.seed, state.step, plain_name(name))
+            generator = torch.Generator(gradient.device).manual_seed(seed)
+            noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
+            if isinstance(gradient, DTensor):  # None: every rank has drawn the same, so nothing is sent
+                noise = distribute_tensor(noise, gradient.device_mesh, gradient.placements, src_data_rank=None)
+            gradient.add_(noise, alpha=deviation)

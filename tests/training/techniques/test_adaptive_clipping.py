@@ -1,0 +1,68 @@
+import json
+
+import pytest
+import torch
+
+from src.training.techniques import adaptive_clipping
+from tests.helpers import kit, technique_runs
+
+FACTOR, EPS = 0.3, 1e-3
+
+
+def fields(folder) -> dict:
+    options = {"adaptive_clipping": {"clip_factor": FACTOR, "eps": EPS, "exclude": [r"wpe\."]}}
+    return technique_runs.files(folder) | {"techniques": json.dumps(options)}
+
+
+def clip_as_timm(parameter: torch.nn.Parameter) -> bool:
+    """Clip as timm's `adaptive_clip_grad`; return whether some units, but not all, were clipped."""
+    gradient, weights = parameter.grad, parameter.detach()
+    if parameter.ndim <= 1:
+        gradient_norm, weight_norm = gradient.norm(2.0), weights.norm(2.0)
+    else:
+        dims = tuple(range(1, parameter.ndim))
+        gradient_norm, weight_norm = (x.norm(2.0, dim=dims, keepdim=True) for x in (gradient, weights))
+    largest = weight_norm.clamp(min=EPS).mul(FACTOR)
+    clipped = gradient * (largest / gradient_norm.clamp(min=1e-6))
+    parameter.grad = torch.where(gradient_norm < largest, gradient, clipped)
+    return 0 < int((gradient_norm < largest).sum()) < gradient_norm.numel()
+
+
+def plain_weights(values: dict) -> dict[str, torch.Tensor]:
+    plain = technique_runs.Plain(values)
+    optimizer, partly = plain.optimizer(torch.optim.SGD, momentum=0.9), []
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        plain.loss().backward()
+        partly.extend(clip_as_timm(p) for n, p in plain.model.named_parameters() if "wpe." not in n)
+        optimizer.step()
+
+    weights = plain.train(update)
+    assert any(partly)
+    return weights
+
+
+def test_adaptive_clipping_is_exact_for_every_split(tmp_path, monkeypatch):
+    values = fields(tmp_path) | {"optim": "sgd"}  # Adam would undo a factor of the gradient
+    reference = plain_weights(values)
+    technique_runs.check_splits(tmp_path, values, reference)
+    monkeypatch.setattr(adaptive_clipping, "unit_norms", torch.linalg.vector_norm)
+    mutant = technique_runs.train(tmp_path / "mutant", values)
+    assert kit.distance(mutant.weights, {n: reference[n] for n in mutant.weights}) > 1e-6
+
+
+def test_adaptive_clipping_resumes(tmp_path):
+    technique_runs.check_resume(tmp_path, fields(tmp_path))
+
+
+def test_adaptive_clipping_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "sgd"})
+
+
+@pytest.mark.parametrize("exclude, word", [(["head("], "regular expression"), (["no_such_layer"], "no_such_layer")])
+def test_bad_patterns_are_named(tmp_path, exclude, word):
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"adaptive_clipping": {"exclude": exclude}})}
+    codes, texts = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "bad", world=2)
+    assert codes == [2, 2]
+    assert all("adaptive_clipping: exclude" in text and word in text for text in texts[:1])

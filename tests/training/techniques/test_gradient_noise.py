@@ -1,0 +1,59 @@
+import hashlib
+import json
+import os
+
+import pytest
+import torch
+
+from src.training.techniques import gradient_noise
+from tests.helpers import kit, technique_runs
+
+ETA, GAMMA = 0.01, 0.55
+
+
+def fields(folder) -> dict:
+    options = {"gradient_noise": {"eta": ETA, "gamma": GAMMA}}
+    return technique_runs.files(folder) | {"techniques": json.dumps(options)}
+
+
+def noise(step: int, name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return the noise of step 1, 2, …: standard normal numbers seeded by a hash of (seed, step, name), times the deviation."""
+    digest = hashlib.blake2b(repr(("gradient noise", 42, step, name)).encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.randn(like.shape, generator=generator, dtype=like.dtype) * (ETA / step**GAMMA) ** 0.5
+
+
+def plain_weights(values: dict) -> dict[str, torch.Tensor]:
+    plain = technique_runs.Plain(values)
+    optimizer = plain.optimizer()
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        plain.loss().backward()
+        for name, parameter in plain.model.named_parameters():
+            parameter.grad += noise(step + 1, f"model.{name}", parameter)
+        optimizer.step()
+
+    return plain.train(update)
+
+
+def test_gradient_noise_is_exact_for_every_split(tmp_path, monkeypatch):
+    values = fields(tmp_path)
+    reference = plain_weights(values)
+    technique_runs.check_splits(tmp_path, values, reference)
+
+    def seed_by_rank(*parts):
+        return derive_seed(*parts) + int(os.environ["RANK"])
+
+    derive_seed = gradient_noise.derive_seed
+    monkeypatch.setattr(gradient_noise, "derive_seed", seed_by_rank)
+    with pytest.raises(kit.RankFailed, match="replica"):  # the weights differ at the first save
+        technique_runs.train(tmp_path / "mutant", values, 2, 8)
+
+
+def test_gradient_noise_resumes(tmp_path):
+    technique_runs.check_resume(tmp_path, fields(tmp_path))
+
+
+def test_gradient_noise_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))

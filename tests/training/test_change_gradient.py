@@ -1,0 +1,53 @@
+"""What techniques see as the gradient: unscaled in fp16; and that none makes a non-finite gradient look finite."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from src.training import technique_chain
+from src.training.techniques import TECHNIQUES
+from tests.helpers import kit
+from tests.helpers.fp16 import train_in_fp16
+from tests.training.test_step import recipe
+
+
+@pytest.fixture(scope="module")
+def flags(files):
+    techniques = {"adaptive_clipping": {"clip_factor": 0.05}, "clip_by_value": {"limit": 1e-3}}
+    few = {"global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0, "max_steps": 6, "max_length": 16}
+    return recipe(files, dtype="float32", **few, techniques=json.dumps(techniques))
+
+
+def norms(folder) -> list[float]:
+    return [line["grad_norm"] for line in kit.Run(folder).kind("train")]
+
+
+def test_techniques_see_the_unscaled_gradient_in_fp16(flags, tmp_path, monkeypatch):
+    kit.run_training(1, tmp_path / "fp32", *flags)
+    folder = ["--output_dir", tmp_path / "fp16"]
+    kit.spawn(1, train_in_fp16, [*flags, *folder], 2.0**10, out=tmp_path / "out")
+    assert norms(tmp_path / "fp16") == pytest.approx(norms(tmp_path / "fp32"), rel=0.03)
+    # The mutant clips the gradient times 1024.
+    monkeypatch.setattr(technique_chain.TechniqueChain, "change_gradient", _without_unscaling)
+    kit.spawn(1, train_in_fp16, [*flags, *folder, "--resume", "never"], 2.0**10, out=tmp_path / "mutant")
+    assert norms(tmp_path / "fp16") != pytest.approx(norms(tmp_path / "fp32"), rel=0.5)
+
+
+def _without_unscaling(chain) -> None:
+    for technique in chain.techniques.values():
+        technique.change_gradient()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["gradient_noise", "adaptive_clipping", "clip_by_value"])
+def test_a_non_finite_gradient_stays_non_finite(name, value):
+    parameter = torch.nn.Parameter(torch.ones(3, 2))
+    parameter.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])
+    technique = TECHNIQUES[name]()()
+    state, cfg = SimpleNamespace(step=1, updates=0), SimpleNamespace(seed=42)
+    technique.run = SimpleNamespace(parameters=lambda: {"weight": parameter}, state=state, cfg=cfg)
+    technique.change_gradient()
+    assert parameter.grad[[0, 2]].isfinite().all()
+    assert not parameter.grad[1].isfinite().all()
