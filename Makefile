@@ -37,7 +37,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
+.PHONY: help setup data find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
@@ -63,6 +63,9 @@ train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
+
+find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.png' draws the curve
+	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) find_lr.py --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
 	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)

@@ -47,7 +47,7 @@ if _problem:
 
 
 _command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
-_is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py")
+_is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py", "find_lr.py")
 _is_launcher = "src.distributed.run_launcher" in _command[1:3]
 
 

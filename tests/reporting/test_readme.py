@@ -79,7 +79,7 @@ def test_run_files_are_valid_and_begin_with_their_command():
 
 def test_make_targets_exist():
     text = shell("make")
-    named = set(re.findall(r"make ([a-z]+)", README))
+    named = set(re.findall(r"make ([a-z-]+)", README))
     assert {"train", "eval", "test", "lint"} <= named
     for target in named | {"setup", "format", "bench", "report", "clean", "help"}:
         assert re.search(rf"^  {target}\s", text, re.M), target

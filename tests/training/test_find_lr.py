@@ -1,0 +1,161 @@
+"""find_lr.py: the suggestion for known curvature, the same on any number of processes, and nothing left behind."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from src.training.lr_range_test import RangeTest, Result, result
+from tests.helpers import kit, technique_runs
+
+# ---- what losses suggest -----------------------------------------------------------------------------------------------
+
+
+def descend(test: RangeTest, curvatures=(1.0, 10.0), noise: float = 0.0) -> Result:
+    """Minimize sum(h·w²)/2 by gradient descent with the rates of the test; it diverges above 2 / max(h)."""
+    h, w, generator = np.array(curvatures), np.ones(len(curvatures)), np.random.default_rng(0)
+    rates, losses = [], []
+    for update in range(test.updates):
+        losses.append(float((h * w * w).sum() / 2) + noise * generator.standard_normal())
+        rates.append(test.rate(update))
+        w = w - rates[-1] * h * w
+        if losses[-1] > 1e3:
+            break
+    return result(test, rates, losses)
+
+
+@pytest.mark.parametrize("largest", [0.1, 1.0, 100.0])
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+def test_suggestion_is_below_the_divergence_of_a_quadratic(largest, noise):
+    found = descend(RangeTest(updates=200), (largest / 10, largest), noise * largest)
+    assert found.suggestion is not None
+    assert 0.01 * 2 / largest < found.suggestion < 2 / largest
+
+
+def test_mutant_rate_of_the_lowest_loss_diverges():
+    """Gradient descent with the suggestion converges; ten times as much, where the loss of the test was lowest, does not."""
+    for largest in (1.0, 10.0, 100.0):
+        suggestion = descend(RangeTest(updates=200), (largest / 10, largest)).suggestion or math.nan
+        assert abs(1 - suggestion * largest) < 1
+        assert abs(1 - 10 * suggestion * largest) > 1
+
+
+def losses_of(kind: str, count: int = 100) -> list[float]:
+    generator = np.random.default_rng(1)
+    noisy = (5 + 0.1 * generator.standard_normal(count)).tolist()
+    return {
+        "noise": noisy,
+        "diverges at once": [5.0, 9.0, 40.0, math.inf],
+        "not finite": [math.nan],
+        "diverges without a fall": [*noisy[:50], 30.0, 90.0, 500.0],
+        "rises": np.linspace(5, 6, count).tolist(),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["noise", "diverges at once", "not finite", "diverges without a fall", "rises"])
+def test_no_suggestion_if_the_loss_never_fell(kind):
+    test, losses = RangeTest(), losses_of(kind)
+    found = result(test, [test.rate(i) for i in range(len(losses))], losses)
+    assert found.suggestion is None, found.reason
+    assert "never fell" in found.reason
+    assert ("it diverged" in found.reason) == (kind not in ("noise", "rises"))
+
+
+def test_loss_that_still_falls_at_the_end_is_said():
+    test = RangeTest()
+    found = result(test, [test.rate(i) for i in range(100)], np.linspace(5, 4, 100).tolist())
+    assert found.suggestion
+    assert "--end_lr" in found.reason
+
+
+# ---- the command -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fields(tmp_path) -> dict:
+    fields = technique_runs.with_dropout(tmp_path, technique_runs.files(tmp_path))
+    own = {"per_device_batch_size": 4, "updates": 30, "start_lr": 1e-5, "output_dir": tmp_path / "run"}
+    return fields | own | {"techniques": json.dumps({"clip_by_value": {"limit": 0.01}})}
+
+
+def find(folder, fields: dict, world: int = 1, env=None) -> dict:
+    """Return the numbers of the curve."""
+    curve = folder / "curve.svg"
+    folder.mkdir()
+    codes, texts = kit.run_command(
+        "find_lr.py", *kit.flags(**fields, curve=curve), folder=folder / "here", world=world, env=env
+    )
+    assert codes == [0] * world, texts
+    numbers = json.loads(curve.with_suffix(".json").read_text())
+    assert f"suggestion: --learning_rate {numbers['suggestion']:g} (a tenth of" in texts[0]
+    assert numbers["reason"] in texts[0]
+    assert curve.read_text().startswith("<?xml")
+    return numbers
+
+
+def files(folder) -> dict:
+    return {str(path): path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
+
+
+def test_same_suggestion_on_any_number_of_processes(tmp_path, fields):
+    one = find(tmp_path / "one", fields)
+    assert 1e-4 < one["suggestion"] < 1
+    for world in (2, 3):
+        found = find(tmp_path / str(world), fields, world)
+        assert (found["suggestion"], found["reason"]) == (one["suggestion"], one["reason"])
+        assert np.allclose(found["loss"], one["loss"], rtol=1e-9, atol=0)
+
+
+def test_same_suggestion_of_shards_and_first_losses_of_the_run(tmp_path, fields):
+    """The first losses are those of train.py with the same data, because the first rates change nothing yet."""
+    fields |= {"dtype": "float32", "start_lr": 1e-9, "end_lr": 1.0}
+    one = find(tmp_path / "one", fields)
+    shards = find(tmp_path / "two", fields, 2, kit.where("fsdp2", 2, mixed_precision="no"))
+    assert shards["suggestion"] == one["suggestion"]
+    del fields["updates"], fields["start_lr"], fields["end_lr"], fields["output_dir"]
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields | {"learning_rate": 1e-9, "max_steps": 3}))
+    assert np.allclose(run.losses(), one["loss"][:3], rtol=1e-5)
+
+
+def test_nothing_is_left_behind(tmp_path, fields):
+    """Neither beside a run that exists, nor after a divergence at once, nor after an error."""
+    here = tmp_path / "here"
+    own = {name: value for name, value in fields.items() if name not in ("updates", "start_lr", "output_dir")}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**own | {"max_steps": 1}))
+    before = files(run.folder)
+    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields), folder=here, world=2)
+    assert codes == [0, 0], texts
+    assert "suggestion: " in texts[0]
+    assert texts[1] == ""
+    fields |= {"output_dir": here / "new"}
+    diverging = {"start_lr": 1e30, "end_lr": 1e38}
+    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | diverging), folder=here)
+    assert codes == [0], texts
+    assert "no suggestion: the loss never fell" in texts[0]
+    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | {"train_file": "gone"}), folder=here)
+    assert codes == [2], texts
+    assert "gone" in texts[0]
+    assert files(run.folder) == before
+    assert files(here) == {}
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"start_lr": 1.0, "end_lr": 0.1}, ["start_lr is 1.0", "end_lr, which is 0.1"]),
+        ({"start_lr": -1}, ["start_lr is -1.0"]),
+        ({"updates": "many"}, ["updates", "'many'"]),
+        ({"updates": 3}, ["updates is 3", "20"]),
+        ({"curve": "curve.txt"}, ["curve.txt", ".png"]),
+        ({"curve": "/nowhere/curve.png"}, ["/nowhere/curve.png"]),
+        ({"techniques": json.dumps({"sma": None})}, ["sma"]),
+        ({"end_rl": 1}, ["end_rl", "end_lr"]),
+    ],
+)
+def test_bad_input(tmp_path, fields, given, words):
+    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | given), folder=tmp_path / "here")
+    assert codes == [2]
+    last = texts[0].strip().splitlines()[-1]
+    for word in words:
+        assert word in last
