@@ -22,7 +22,7 @@ from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, schedules
 from src.training.lr_range_test import RangeTest, Result, has_diverged, result
-from src.training.step import StepTotals, build_model, optimizer_step
+from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
 from src.training.train_state import TrainState, UpdateResult
@@ -89,7 +89,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         if not totals.weight:
             continue
         batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
-        step_losses = techniques.compute_gradient(batch, totals.weight)
+        step_losses = techniques.around(compute_gradient)(strategy, module, batch, totals.weight)
         state.finish_update(cfg.max_skipped_steps)
         state.learning_rate = rate
         techniques.change_gradient()
