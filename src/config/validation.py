@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from src.config.best_metric import metric_warnings
+from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.mixture_fields import mixture_errors
@@ -200,6 +201,7 @@ TRAINING_RULES = [
     training_data,
     stream,
     micro_batch_within_global_batch,
+    data_order_errors,
     local_sgd,
     hub_upload,
 ]

@@ -4,18 +4,17 @@ Pure functions of the plan and the step: no torch, no processes, no files.
 Tests: tests/data/test_batch_plan.py and tests/conformance/.
 """
 
-import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
-Quotas = tuple[tuple[int, int], ...]  # (rows, draws per epoch) of each source of a mixture
-ROUNDS = 8
+from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
+from src.data.step_sizes import Ramp, StepSizes, step_sizes
+
 OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
-BLOCK = 4096  # positions of an epoch that are permuted together: numpy's cost is per call, not per number
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +28,12 @@ class PlanConfig:
     lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
     max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
     quotas: Quotas | None = None  # for a mixture
+    batch_warmup: Ramp | None = None  # examples per step
+    length_warmup: Ramp | None = None  # tokens per row
 
-    @property
-    def steps_per_epoch(self) -> int:
-        return steps_per_epoch(self.num_examples, self.global_batch)
+    @cached_property
+    def sizes(self) -> StepSizes:
+        return step_sizes(self.num_examples, self.global_batch, self.batch_warmup)
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,95 +47,7 @@ class MicroBatch:
     cost: int = 0  # tokens including padding, or rows if lengths are unknown
     last: bool = True  # last micro-batch of the rank's window: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends only on `parts`."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-def permute(positions: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the ids at `positions` of the epoch's permutation of range(n), in O(len(positions)) memory.
-
-    A Feistel network over the next power of four, applied again while the result is not below n (cycle walking:
-    Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It is a bijection for any round function.
-    """
-    half = max(1, ((n - 1).bit_length() + 1) // 2)
-    mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
-    keys = np.array([derive_seed("order", seed, epoch, r) for r in range(ROUNDS)], np.uint64)
-
-    def encrypt(x: np.ndarray) -> np.ndarray:
-        left, right = x >> shift, x & mask
-        for key in keys:
-            left, right = right, left ^ (splitmix64(right + key) & mask)
-        return (left << shift) | right
-
-    x = encrypt(np.asarray(positions).astype(np.uint64))
-    outside = np.flatnonzero(x >= n)
-    while outside.size:  # the domain is smaller than 4n, so this takes fewer than four rounds on average
-        x[outside] = encrypt(x[outside])
-        outside = outside[x[outside] >= n]
-    return x.astype(np.int64)
-
-
-def splitmix64(x: np.ndarray) -> np.ndarray:
-    """Return the finalizer of SplitMix64 (Steele, Lea and Flood, 2014): each input bit affects each output bit."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def epoch_order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of the epoch. Like `permute`, but faster: blocks are cached."""
-    first = start // BLOCK
-    blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
-    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
-
-
-@lru_cache(maxsize=4)
-def _block(number: int, n: int, seed: int, epoch: int) -> np.ndarray:
-    return permute(np.arange(number * BLOCK, min((number + 1) * BLOCK, n)), n, seed, epoch)
-
-
-def example_ids(start: int, stop: int, n: int, seed: int, epoch: int, quotas: Quotas | None = None) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of an epoch of `n` draws, from one dataset or a mixture.
-
-    Each source of a mixture has a quota of draws per epoch, at random positions. Its draws run through its rows in
-    passes, across epochs and in a new order each pass, so every row is drawn once before any row is drawn twice.
-    Row ids count through all sources in order."""
-    positions = epoch_order(start, stop, n, seed, epoch)
-    if quotas is None:
-        return positions
-    ids = np.empty_like(positions)
-    first_draw = first_id = 0
-    for source, (rows, draws) in enumerate(quotas):
-        mine = np.flatnonzero((positions >= first_draw) & (positions < first_draw + draws))
-        passes, within = np.divmod(epoch * draws + positions[mine] - first_draw, rows)
-        for number in np.unique(passes).tolist():
-            now = passes == number
-            ids[mine[now]] = first_id + permute(within[now], rows, derive_seed("source", seed, source), number)
-        first_draw += draws
-        first_id += rows
-    return ids
-
-
-def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quotas:
-    """Return (rows, draws per epoch) of each source of a mixture. An epoch has one draw per row of all sources.
-
-    Without weights every row is drawn once. With weights, draws are proportional to them (largest remainder method)."""
-    if weights is None:
-        return tuple((n, n) for n in rows)
-    exact = np.asarray(weights, float) / sum(weights) * sum(rows)
-    draws = np.floor(exact).astype(np.int64)
-    for source in np.argsort(draws - exact, kind="stable")[: sum(rows) - int(draws.sum())]:
-        draws[source] += 1
-    return tuple(zip(rows, draws.tolist(), strict=True))
-
-
-def steps_per_epoch(num_examples: int, global_batch: int) -> int:
-    """Return the number of optimizer steps in one epoch. The last step holds the remaining examples."""
-    return -(-num_examples // global_batch)
+    max_length: int | None = None  # rows are shortened to so many tokens before they are collated
 
 
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
@@ -143,27 +56,27 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     With lengths, the global batch is sorted by length before it is split, so rows of similar length are padded
     together. The sum over the global batch, and so the gradient, does not depend on the split.
     """
-    start = step * config.global_batch
-    stop = min(start + config.global_batch, config.num_examples)
+    start, stop = config.sizes.positions(epoch, step)
     ids = example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
-    parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens)
-    first = epoch * config.steps_per_epoch
-    return [
-        MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), first + step, j, cost)
-        for j, (part, cost) in enumerate(parts)
-    ]
+    of_run = config.sizes.first_step(epoch) + step
+    max_length = config.length_warmup.at(of_run) if config.length_warmup else None
+    parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)
+    seeds = [derive_seed("micro-batch", config.seed, epoch, step, j) for j in range(len(parts))]
+    return [MicroBatch(ids, seeds[j], of_run, j, cost, max_length=max_length) for j, (ids, cost) in enumerate(parts)]
 
 
 def split_into_micro_batches(
-    ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None
+    ids: np.ndarray, micro_batch: int, lengths=None, max_tokens: int | None = None, max_length: int | None = None
 ) -> list[tuple[np.ndarray, int]]:
     """Split `ids` into (part, cost) pairs; with `lengths`, longest rows first.
 
-    A part has `micro_batch` rows (the last part may have fewer), or at most `max_tokens` tokens including padding."""
+    A part has `micro_batch` rows (the last part may have fewer), or at most `max_tokens` tokens including padding.
+    Rows are shortened to `max_length` tokens first."""
     if lengths is None:
         parts = [ids[i : i + micro_batch] for i in range(0, len(ids), micro_batch)]
         return [(part, len(part)) for part in parts]
     by_row = np.asarray(lengths[ids]).astype(np.int64)
+    by_row = by_row if max_length is None else np.minimum(by_row, max_length)
     order = np.argsort(-by_row, kind="stable")
     ids, by_row = ids[order], by_row[order]
     bounds = split_by_tokens(by_row, max_tokens) if max_tokens else [*range(0, len(ids), micro_batch), len(ids)]
@@ -215,7 +128,7 @@ def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[li
 def training_order(config: PlanConfig, rank: int, world_size: int, start: int, stop: int) -> Iterator[MicroBatch]:
     """Yield one rank's micro-batches of optimizer steps start … stop−1. Starting at any step is O(1)."""
     for step in range(start, stop):
-        epoch, within = divmod(step, config.steps_per_epoch)
+        epoch, within = config.sizes.locate(step)
         yield from assign_to_ranks(plan(config, epoch, within), world_size)[rank]
 
 

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, PlanConfig, derive_seed, training_order
+from src.data.batch_plan import MicroBatch, PlanConfig, training_order
+from src.data.row_order import derive_seed
+from src.data.step_sizes import batch_warmup, length_warmup
 from src.distributed.stop_signals import ignore_signals
 from src.distributed.strategies import Strategy
 from src.runtime import private_apis
@@ -39,7 +41,13 @@ def train_batches(
     pin_memory = strategy.accelerator.device.type == "cuda"
     if cfg.streaming:
         return train_set.windows(rank, world, state, pin_memory)
-    config = PlanConfig(
+    order = training_order(plan_config(cfg, task, train_set), rank, world, state.step, num_steps)
+    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
+
+
+def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
+    """Return the inputs of the batch plan of a run."""
+    return PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
         micro_batch=int(cfg.per_device_batch_size),  # `auto` is resolved by now
@@ -47,9 +55,9 @@ def train_batches(
         lengths=train_set.lengths,
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
+        batch_warmup=batch_warmup(cfg),
+        length_warmup=length_warmup(cfg, task),
     )
-    order = training_order(config, rank, world, state.step, num_steps)
-    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
 
 
 def group_into_windows(batches: Iterator[Item]) -> Iterator[tuple[Window, float]]:
@@ -82,6 +90,8 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
+        if micro.max_length is not None:  # before `collate`, which counts the weight
+            rows = [task.shorten(row, micro.max_length) for row in rows]
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")

@@ -22,13 +22,14 @@ from src.data.prepared_pieces import STATS
 from src.data.prepared_split import Split
 from src.data.preprocessing import prepare_rows
 from src.data.sources import Source, fetch_source, look_up_stream, resolve_source
+from src.data.step_sizes import length_warmup
 from src.data.streaming import Stream
 from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.runtime.exit_codes import run_main
 from src.storage.disk_errors import is_unwritable
 from src.storage.shared_work import SharedWork
-from src.tasks import OPTIONS, Task, make_task
+from src.tasks import OPTIONS, Task, base, make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -45,6 +46,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     # the files that `joined` itself writes.
     with _explain_unwritable_cache(work), work.peers.joined(), _explain_unwritable_cache(work):
         task.load()
+        if "train" in wanted:
+            _check_length_warmup(cfg, task)
         return load_splits(cfg, task, work, wanted)
 
 
@@ -154,6 +157,23 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
                 f"{name} is {value}, but there is no evaluation data: give --validation_file (or a dataset with a validation "
                 f"split), or remove {name}"
             )
+
+
+def _check_length_warmup(cfg: RunConfig, task: Task) -> None:
+    """Raise UsageError if the task cannot shorten rows, or its rows have no more tokens than those of the first step."""
+    ramp = length_warmup(cfg, task)
+    if ramp is None:
+        return
+    if type(task).shorten is base.Task.shorten:
+        raise UsageError(
+            f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
+            "remove it, or define `shorten` in the task"
+        )
+    if ramp.start >= ramp.end:
+        raise UsageError(
+            f"sequence_length_warmup_start is {ramp.start}, not less than max_length, which is {ramp.end}: lower it, or "
+            "remove sequence_length_warmup_steps"
+        )
 
 
 def check_same_data(accelerator: "Accelerator", splits: dict) -> None:

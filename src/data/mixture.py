@@ -9,7 +9,9 @@ import hashlib
 import numpy as np
 
 from src.config.errors import UsageError
-from src.data.batch_plan import mixture_quotas, steps_per_epoch
+from src.config.schema import RunConfig
+from src.data.row_order import mixture_quotas
+from src.data.step_sizes import sizes_of_run
 
 SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source_rows", "examples")
 
@@ -50,9 +52,9 @@ class Mixture:
     def __len__(self) -> int:
         return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
 
-    def epoch_at(self, step: int, batch: int) -> float:
+    def epoch_at(self, step: int, cfg: RunConfig) -> float:
         """Return the number of epochs finished after `step` steps. One epoch has one draw per row of all sources."""
-        return step / steps_per_epoch(len(self), batch)
+        return sizes_of_run(cfg, len(self)).epochs_of(step)
 
     def segments(self) -> list[tuple]:
         """Return (source name, id of its first row, its split) of each source."""

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
+from src.config.schema import RunConfig
 from src.data.arrow_columns import column_readers
-from src.data.batch_plan import steps_per_epoch
+from src.data.step_sizes import sizes_of_run
 
 
 @dataclass
@@ -34,9 +35,9 @@ class Split:
         # A dataloader worker opens its own files.
         return {"folder": self.folder, "stats": self.stats, "_pieces": {}, "_readers": {}}
 
-    def epoch_at(self, step: int, batch: int) -> float:
-        """Return the number of epochs finished after `step` steps of `batch` examples."""
-        return step / steps_per_epoch(len(self), batch)
+    def epoch_at(self, step: int, cfg: RunConfig) -> float:
+        """Return the number of epochs finished after `step` steps."""
+        return sizes_of_run(cfg, len(self)).epochs_of(step)
 
     def position(self, step: int, host_group) -> None:
         """Return None: the step alone determines where to resume."""

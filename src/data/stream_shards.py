@@ -11,10 +11,10 @@ import pyarrow as pa
 from src.config.errors import UsageError
 from src.data import file_readers
 from src.data.arrow_columns import column_readers, keep_encoded, record_batch, refuse_mixed_types
-from src.data.batch_plan import derive_seed, permute
 from src.data.dataset_folder import refuse_files_outside, unread_files, warn_of_unread
 from src.data.file_errors import explain_read_error
 from src.data.row_errors import RowLocations, read_rows
+from src.data.row_order import derive_seed, permute
 from src.data.sources import Source
 from src.download import remote_files
 from src.tasks import Task

@@ -19,9 +19,11 @@ import xxhash
 
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, derive_seed, permute, split_into_micro_batches
+from src.data.batch_plan import MicroBatch, split_into_micro_batches
 from src.data.data_loader import Item, Window, collate, read_ahead
+from src.data.row_order import derive_seed, permute
 from src.data.sources import Source
+from src.data.step_sizes import batch_warmup, length_warmup
 from src.data.stream_shards import BLOCK, Row, StreamShards
 from src.tasks import Task
 
@@ -52,12 +54,19 @@ class Stream:
     def __init__(self, cfg: RunConfig, task: Task, source: Source):
         self.cfg, self.task = cfg, task
         self.shards = StreamShards(source, task, cfg.seed)
+        self.batch_warmup = batch_warmup(cfg)
+        self.length_warmup = length_warmup(cfg, task)
         count = len(self.shards)
         self.shard_groups = cfg.stream_lanes or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
         if self.shard_groups > count:  # a group without a shard would leave its share of every step empty
             raise UsageError(
                 f"stream_lanes is {self.shard_groups}, but there are {count} shards (files): give at most {count}, or more "
                 "files"
+            )
+        if self.batch_warmup and self.batch_warmup.start < self.shard_groups:
+            raise UsageError(
+                f"batch_size_warmup_start is {self.batch_warmup.start}, but the stream has {self.shard_groups} shard groups, "
+                "and each gives at least one row to every step: raise batch_size_warmup_start, or lower --stream_lanes"
             )
         # Names and sizes, not paths: files may be moved, and each node may have its own copy.
         content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
@@ -88,7 +97,7 @@ class Stream:
                 "similar size, or lower --stream_lanes"
             )
 
-    def epoch_at(self, step: int, batch: int) -> float:
+    def epoch_at(self, step: int, cfg: RunConfig) -> float:
         """Return the number of finished passes."""
         return float(self.epoch)
 
@@ -158,8 +167,9 @@ class _Pass(torch.utils.data.IterableDataset):
         while groups:
             window = []
             for group in list(groups):
-                rows = self._take(groups[group], group)
-                if len(rows) < self._share(group):
+                share = self._share(group, step)
+                rows = self._take(groups[group], group, share)
+                if len(rows) < share:
                     del groups[group]
                 window += self._split(rows, group, step)
             if window:
@@ -182,15 +192,16 @@ class _Pass(torch.utils.data.IterableDataset):
                 for i in range(begin.rows if block == begin.blocks else 0, len(rows)):
                     yield StreamPosition(position, block, i + 1), rows[i]
 
-    def _share(self, group: int) -> int:
-        """Return the number of rows that a shard group contributes to a global batch."""
-        size, groups = self.stream.cfg.global_batch_size, self.stream.shard_groups
+    def _share(self, group: int, step: int) -> int:
+        """Return the number of rows that a shard group contributes to the global batch of a step."""
+        warmup, groups = self.stream.batch_warmup, self.stream.shard_groups
+        size = warmup.at(step) if warmup else self.stream.cfg.global_batch_size
         return size // groups + (group < size % groups)
 
-    def _take(self, items: Iterator[tuple[StreamPosition, Row]], group: int) -> list[Row]:
-        """Return the next rows of a shard group, at most its share, and advance its position."""
+    def _take(self, items: Iterator[tuple[StreamPosition, Row]], group: int, count: int) -> list[Row]:
+        """Return the next rows of a shard group, at most `count`, and advance its position."""
         rows = []
-        for position, row in islice(items, self._share(group)):
+        for position, row in islice(items, count):
             self.positions[group] = position
             rows.append(row)
         return rows
@@ -198,13 +209,14 @@ class _Pass(torch.utils.data.IterableDataset):
     def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
         cfg, lengths = self.stream.cfg, np.array([length for *_, length in rows], np.int64)
+        max_length = self.stream.length_warmup.at(step) if self.stream.length_warmup else None
         parts = split_into_micro_batches(
-            np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens
+            np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens, max_length
         )
         found = []
         for j, (part, cost) in enumerate(parts):
             ids = np.array([rows[i][0] for i in part])
             seed = derive_seed("micro-batch", cfg.seed, "stream", step, group, j)
-            micro = MicroBatch(ids, seed, step, (group << 20) | j, cost, last=False)
+            micro = MicroBatch(ids, seed, step, (group << 20) | j, cost, last=False, max_length=max_length)
             found.append((micro, [rows[i][1] for i in part]))
         return found

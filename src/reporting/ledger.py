@@ -14,9 +14,11 @@ import numpy as np
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import LOW, PlanConfig, hash_ids, plan
+from src.data.step_sizes import Ramp
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
+WARMUP = ("batch_size_warmup_start", "batch_size_warmup_steps")
 FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step
 
 
@@ -38,6 +40,8 @@ class Ledger:
         }
         if examples.quotas:
             self.plan["quotas"] = examples.quotas
+        if cfg.batch_size_warmup_steps:
+            self.plan |= {name: getattr(cfg, name) for name in WARMUP}
 
     def begin(self, step: int) -> None:
         """Delete the lines after `step`; write the first line if the file is missing or empty."""
@@ -70,9 +74,9 @@ def planned_step(settings: dict, step: int) -> tuple[int, str]:
     examples, batch = settings["examples"], settings["global_batch_size"]
     if examples is None:
         raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
-    config = PlanConfig(examples, batch, batch, settings["seed"], quotas=settings.get("quotas"))
-    epoch, step_in_epoch = divmod(step - 1, config.steps_per_epoch)
-    ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, epoch, step_in_epoch)])
+    warmup = Ramp(settings[WARMUP[0]], batch, settings[WARMUP[1]]) if WARMUP[1] in settings else None
+    config = PlanConfig(examples, batch, batch, settings["seed"], quotas=settings.get("quotas"), batch_warmup=warmup)
+    ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, *config.sizes.locate(step - 1))])
     return len(ids), hash_text(*hash_ids(ids))
 
 

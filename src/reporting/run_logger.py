@@ -139,7 +139,7 @@ class RunLogger:
         """Write a train line over the steps since the last train line (a collective)."""
         state.finish_update(self.cfg.max_skipped_steps)
         state.logged = state.step
-        epoch = self.train_set.epoch_at(state.step, self.cfg.global_batch_size)
+        epoch = self.train_set.epoch_at(state.step, self.cfg)
         values = {"epoch": epoch} | self.meter.line(self.hosts)
         values |= {
             "learning_rate": state.learning_rate,

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import steps_per_epoch
 from src.data.data_stats import data_notes, format_stats
+from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
 from src.models import memory_estimate
 from src.models.activation_memory import Forward
+from src.tasks import Task
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
@@ -32,7 +33,7 @@ def plan_table(
         rows["evaluation data"] = format_stats(splits["validation"].stats)
     else:
         rows["evaluation data"] = "none: no evaluation"
-    rows |= _length(cfg, train, total)
+    rows |= _length(cfg, train, total) | _warmups(cfg, module.task)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
@@ -65,13 +66,26 @@ def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
     steps = f"{total:,} of {batch} examples"
     if cfg.streaming:
         return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.shard_groups} shard groups"}
-    per_epoch = steps_per_epoch(len(train), batch)
-    last_batch = len(train) - (per_epoch - 1) * batch
-    steps += f" = {total * batch / len(train):.2f} epochs of {per_epoch:,} steps"
+    sizes = sizes_of_run(cfg, len(train))
+    last_batch = len(train) - (sizes.per_epoch - 1) * batch
+    if sizes.warmup:
+        steps = (
+            f"{total:,} = {sizes.epochs_of(total):.2f} epochs, of {sizes.per_epoch:,} steps after the batch-size warmup"
+        )
+        epochs = sizes.passes(total)
+    else:
+        steps += f" = {total * batch / len(train):.2f} epochs of {sizes.per_epoch:,} steps"
+        epochs = total / sizes.per_epoch
     if last_batch != batch:
         steps += f"; the last step of an epoch has {last_batch} examples"
-    tokens = train.stats["tokens"] * total / per_epoch
-    return {"steps": steps, "tokens": f"{tokens:,.0f} in the whole run"}
+    shorter = ", fewer because rows are shortened at first" if cfg.sequence_length_warmup_steps else ""
+    return {"steps": steps, "tokens": f"{train.stats['tokens'] * epochs:,.0f} in the whole run{shorter}"}
+
+
+def _warmups(cfg: RunConfig, task: Task) -> dict[str, str]:
+    """Format the warmups of the global batch and of the length of rows, if there are any."""
+    ramps = {"global batch": batch_warmup(cfg), "tokens per row": length_warmup(cfg, task)}
+    return {name: str(ramp) for name, ramp in ramps.items() if ramp}
 
 
 def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int) -> str:

@@ -50,6 +50,8 @@ class Task:
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
     decode_media: bool = True
 
+    max_length: int = 0  # tokens per row; set by `load` of a task whose rows are tokens
+
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
 
@@ -101,6 +103,12 @@ class Task:
         return {}
 
     # ---- batches and loss --------------------------------------------------------------------------------------------
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        """Return the prepared row cut to its first `length` tokens; for sequence_length_warmup_steps, in training only.
+
+        The result has min(`length`, its `length` column) tokens. A task without this method refuses the field."""
+        raise NotImplementedError
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         """Return the padded micro-batch. Augmentation, masking and mixup belong here, only if `training` is true.

@@ -30,6 +30,7 @@ from src.tasks.base import Batch, padded_length
 from src.text.chat import read_template
 from src.text.encode_rows import Encoder
 from src.text.packing import pack, packed_positions
+from src.text.padding import shorten_row
 from src.text.tokenization import IGNORED
 
 
@@ -130,6 +131,9 @@ class Task(base.Task):
         if self.router_coefficient:
             check_router(model, self.vocab_size)
         return model
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        return shorten_row(row, length)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]

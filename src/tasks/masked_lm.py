@@ -6,6 +6,7 @@ Shows: randomness in `collate` that evaluation does not have. Tests: tests/tasks
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from src.tasks import base
 from src.tasks.base import Batch, padded_length
 from src.text.encode_rows import Encoder
 from src.text.masking import mask_tokens, masked_count
-from src.text.padding import pad_columns
+from src.text.padding import pad_columns, shorten_row
 
 
 @dataclass
@@ -92,6 +93,9 @@ class Task(base.Task):
         if not empty:
             self.positionwise_head = has_positionwise_head(model, self.vocab_size)
         return model
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        return shorten_row(row, length)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]

@@ -21,7 +21,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
 from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, set_labels, word_of_each_token
-from src.text.padding import pad_columns
+from src.text.padding import pad_columns, shorten_row
 from src.text.tokenization import IGNORED, require_text, tokenize_truncated
 
 OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
@@ -116,6 +116,9 @@ class Task(base.Task):
         set_labels(self.config, self.labels)
         new_head = ("classifier", "score")
         return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, new_head, empty)
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        return shorten_row(row, length)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]

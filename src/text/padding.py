@@ -17,3 +17,17 @@ def pad_columns(rows: list[dict], padding: dict[str, int], width: int) -> dict[s
             padded[name][i, : len(row[name])] = row[name]
         mask[i, : max(1, len(row["input_ids"]))] = 1  # a row that attends to nothing would be NaN
     return padded if mask.all() else padded | {"attention_mask": mask}
+
+
+def shorten_row(row: dict, length: int) -> dict:
+    """Return a row of tokens cut to its first `length` tokens: `input_ids`, `labels`, and `documents` if it is packed.
+
+    Its UTF-8 bytes (`bytes`), which only an evaluation uses, become 0."""
+    cut = {name: row[name][:length] for name in ("input_ids", "labels") if name in row}
+    if "bytes" in row:
+        cut["bytes"] = 0
+    if "documents" in row:
+        ends = np.minimum(np.cumsum(row["documents"]), length)
+        sizes = np.diff(ends, prepend=0)
+        cut["documents"] = sizes[sizes > 0]
+    return row | cut

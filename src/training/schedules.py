@@ -10,7 +10,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import steps_per_epoch
+from src.data.step_sizes import sizes_of_run
 
 # ---- schedules that transformers lacks: functions of x, the share of the updates after warmup that are done ------------
 
@@ -134,4 +134,4 @@ def after_evaluation(cfg: RunConfig, state: dict | None, value: float | None, gr
 
 def total_steps(cfg: RunConfig, examples: int) -> int:
     """Return the number of optimizer steps of the whole run, from max_steps or num_train_epochs."""
-    return cfg.max_steps or math.ceil(round(cfg.num_train_epochs * steps_per_epoch(examples, cfg.global_batch_size), 6))
+    return cfg.max_steps or sizes_of_run(cfg, examples).steps_of(cfg.num_train_epochs)

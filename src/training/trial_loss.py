@@ -14,6 +14,7 @@ import torch
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
+from src.data.step_sizes import sizes_of_run
 from src.models.model_files import reason
 from src.models.parameter_checks import check_parameters
 from src.tasks import Task
@@ -57,13 +58,12 @@ def check_trial_loss(model: torch.nn.Module, task: Task, train_set: Any) -> None
 
 
 def has_micro_batch_of_one_row(cfg: RunConfig, examples: int) -> bool:
-    """Return whether a step of the first epoch, its shorter last step included, has a micro-batch of one row."""
-    size, batch = cfg.per_device_batch_size, cfg.global_batch_size
+    """Return whether a step, also the shorter last one of an epoch, has a micro-batch of one row."""
+    size = cfg.per_device_batch_size
     if size == "auto" or cfg.per_device_batch_tokens:  # not known before the first step
         return False
-    steps = total_steps(cfg, examples)
-    sizes = {min(batch, examples)} if batch * steps <= examples else {min(batch, examples), examples % batch}
-    return any(rows % size == 1 or (size == 1 and rows) for rows in sizes)
+    sizes = sizes_of_run(cfg, examples).batch_sizes(total_steps(cfg, examples))
+    return any(rows % size == 1 or size == 1 for rows in sizes)
 
 
 def _check_one_row(model: torch.nn.Module, task: Task, rows: list[dict]) -> None:

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 
 from src.data.batch_plan import (
-    BLOCK,
     PlanConfig,
     assign_to_ranks,
-    epoch_order,
     evaluation_order,
-    permute,
     plan,
     split_into_micro_batches,
-    steps_per_epoch,
     training_order,
 )
+from src.data.row_order import BLOCK, epoch_order, permute
+from src.data.step_sizes import steps_per_epoch
 
 LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 

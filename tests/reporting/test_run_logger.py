@@ -116,7 +116,7 @@ def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
 
 
 def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
-    from src.data.batch_plan import permute
+    from src.data.row_order import permute
 
     rows = [{"input_ids": [5] * 6, "labels": [5] * 6 if i == 0 else [-100] * 6} for i in range(6)]
     data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
@@ -130,7 +130,7 @@ def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
 
 def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
     """The step after the resume has no targets, so its line repeats learning rate and norm of the update before it."""
-    from src.data.batch_plan import permute
+    from src.data.row_order import permute
 
     rows = [{"input_ids": [5] * 6, "labels": [-100] * 6 if i == 0 else [5, 6, 7, 8, 9, 5]} for i in range(6)]
     data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)

@@ -1,0 +1,255 @@
+"""Warmups of the global batch and of the length of rows: functions of the step, on any number of processes."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from src.config import validation
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.data import data_loader
+from src.data.batch_plan import PlanConfig, plan, training_order
+from src.data.row_order import permute
+from src.data.step_sizes import Ramp, StepSizes, step_sizes
+from src.reporting import ledger
+from src.tasks.causal_lm import Options
+from src.text.padding import shorten_row
+from tests.helpers import kit, technique_runs
+
+ROWS, BATCH, STEPS = 23, 8, 8  # batches of 2, 2, 4, 4, 6, then 5 (the rest of the epoch), 8, 8
+WARMUPS = {
+    "batch_size_warmup_start": 2,
+    "batch_size_warmup_steps": 5,
+    "sequence_length_warmup_start": 3,
+    "sequence_length_warmup_steps": 6,
+    "max_length": 11,
+}
+LENGTHS = [3, 3, 3, 6, 6, 9, 11, 11]
+
+
+# ---- sizes and positions -----------------------------------------------------------------------------------------------
+
+
+def plain_steps(rows: int, batch: int, start: int, warmup: int, steps: int) -> list[tuple]:
+    """Return (epoch, step in the epoch, positions) of each step, by counting."""
+    found, epoch, within, at = [], 0, 0, 0
+    for step in range(steps):
+        size = batch
+        if step < warmup:
+            size = int(start + (batch - start) * step / warmup)
+            size = size // start * start
+        positions = list(range(at, min(at + size, rows)))
+        found.append((epoch, within, positions))
+        within, at = within + 1, at + size
+        if at >= rows:
+            epoch, within, at = epoch + 1, 0, 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "rows, batch, start, warmup",
+    [(23, 8, 2, 5), (100, 16, 1, 40), (7, 16, 3, 9), (1, 4, 1, 3), (1003, 32, 8, 1), (64, 8, 4, 200), (50, 8, 7, 6)],
+)
+def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
+    sizes = StepSizes(rows, batch, Ramp(start, batch, warmup))
+    expected = plain_steps(rows, batch, start, warmup, 300)
+    by_epoch = {}
+    for step, (epoch, within, positions) in enumerate(expected):
+        assert sizes.locate(step) == (epoch, within)
+        assert sizes.first_step(epoch) == step - within
+        begin, end = sizes.positions(epoch, within)
+        assert list(range(begin, end)) == positions
+        by_epoch.setdefault(epoch, []).append(step)
+    last = max(by_epoch)
+    for epoch in range(last):
+        assert sizes.steps_of(epoch + 1) == by_epoch[epoch][-1] + 1
+        assert sizes.epochs_of(by_epoch[epoch][-1] + 1) == sizes.passes(by_epoch[epoch][-1] + 1) == epoch + 1
+    assert sizes.batch_sizes(300) == {len(positions) for *_, positions in expected}
+
+
+def test_without_a_warmup_steps_are_slices():
+    plain = StepSizes(1003, 32)
+    for step in (0, 31, 32, 10**12):
+        assert plain.locate(step) == divmod(step, 32)
+        assert plain.first_step(step) == step * 32
+    assert plain.positions(5, 31) == (992, 1003)
+    assert plain.batch_sizes(31) == {32}
+    assert plain.batch_sizes(33) == {32, 11}
+
+
+def test_entering_a_billion_examples_after_a_warmup_costs_the_table_only():
+    config = PlanConfig(10**9, 1024, 8, 0, batch_warmup=Ramp(32, 1024, 10_000))
+    [micro, *_] = training_order(config, 3, 64, 10**7, 10**7 + 1)
+    assert micro.step == 10**7
+    assert config.sizes is step_sizes(10**9, 1024, Ramp(32, 1024, 10_000))  # computed once
+    assert config.sizes._table.nbytes < 300_000
+
+
+def test_rows_are_shortened_before_they_are_sorted():
+    lengths = np.array([9, 4, 7, 2, 8, 3, 9, 9])
+    config = PlanConfig(8, 8, 3, 0, lengths, length_warmup=Ramp(4, 9, 2))
+    first, third = plan(config, 0, 0), plan(config, 2, 0)
+    assert [micro.cost for micro in first] == [12, 12, 6]  # 4 4 4 | 4 4 4 | 3 2
+    assert {micro.max_length for micro in first} == {4}
+    assert [micro.cost for micro in third] == [27, 24, 6]
+    assert {micro.max_length for micro in third} == {9}
+
+
+def test_packed_row_is_shortened_within_a_document():
+    row = {"input_ids": np.arange(9), "documents": np.array([4, 3, 2]), "bytes": np.int64(30)}
+    for length, documents in ((3, [3]), (4, [4]), (5, [4, 1]), (8, [4, 3, 1]), (20, [4, 3, 2])):
+        short = shorten_row(row, length)
+        assert short["input_ids"].tolist() == list(range(min(length, 9)))
+        assert short["documents"].tolist() == documents
+    assert row["documents"].tolist() == [4, 3, 2]
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warmups")
+    generator = np.random.default_rng(1)
+    rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in generator.integers(3, 12, ROWS)]
+    return (
+        technique_runs.files(folder)
+        | WARMUPS
+        | {
+            "train_file": kit.write_jsonl(folder / "train.jsonl", rows),
+            "global_batch_size": BATCH,
+            "max_steps": STEPS,
+        }
+    )
+
+
+def plain_weights(fields: dict) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop: one process, rows cut by hand, one mean over the targets of a step."""
+    plain = technique_runs.Plain(fields | {"train_file": fields["train_file"]})
+    optimizer = plain.optimizer()
+    rows = kit.open_data(**{k: fields[k] for k in ("model_config", "train_file")}, output_dir="unused")[1]["train"]
+    steps = plain_steps(ROWS, BATCH, 2, 5, STEPS)
+
+    def update(step: int) -> None:
+        epoch, _, positions = steps[step]
+        loss = weight = 0
+        for row in rows.rows(permute(np.array(positions), ROWS, 42, epoch)):
+            ids = torch.tensor(row["input_ids"][: LENGTHS[step]]).long()[None]
+            logits = plain.model(input_ids=ids).logits
+            loss = loss + torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum")
+            weight += ids.shape[1] - 1
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+
+    return plain.train(update, STEPS)
+
+
+def test_warmups_are_exact_for_every_split(fields, tmp_path):
+    expected = plain_weights(fields)
+    splits = [(1, 8), (1, 2), (2, 3), (3, 1), (4, 4)]
+    runs = [technique_runs.train(tmp_path / f"{world}x{micro}", fields, world, micro) for world, micro in splits]
+    for run in runs:
+        assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
+        assert ledger.compare(run.folder) is None
+        assert ledger.compare(run.folder, runs[0].folder) is None
+    _, steps = ledger.read(runs[0].folder)
+    assert [examples for examples, _ in steps.values()] == [2, 2, 4, 4, 6, 5, 8, 8]
+    weights = [line["weight"] for line in runs[0].kind("train")]
+    assert weights[0] == 2 * 2  # two rows of three tokens
+    epochs = [line["epoch"] for line in runs[0].kind("train")]
+    assert epochs == [pytest.approx(at) for at in (1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1, 4 / 3, 5 / 3)]
+    two = technique_runs.train(tmp_path / "workers", fields, 2, 3, dataloader_num_workers=2)
+    assert kit.distance(two.weights, runs[2].weights) == 0
+
+
+def test_resume_within_the_warmups_on_more_processes(fields, tmp_path):
+    straight = technique_runs.check_resume(tmp_path, fields)  # from step 2
+    shutil.copytree(straight.folder, tmp_path / "more")
+    for path in [tmp_path / "more/final", *sorted((tmp_path / "more/checkpoints").iterdir())[2:]]:
+        shutil.rmtree(path)
+    more = technique_runs.train(tmp_path / "more", fields, 3, 4)
+    assert kit.distance(more.weights, straight.weights) <= 1e-10
+    assert ledger.compare(more.folder) is None
+
+
+def test_mutant_warmup_that_begins_again_on_resume_is_caught(fields, tmp_path, monkeypatch):
+    straight = technique_runs.train(tmp_path / "run", fields, 1, 4)
+    for path in [straight.folder / "final", *sorted((straight.folder / "checkpoints").iterdir())[1:]]:
+        shutil.rmtree(path)
+
+    def from_the_start(config, rank, world, start, stop):
+        for micro in training_order(config, rank, world, 0, stop - start):
+            yield replace(micro, step=micro.step + start)
+
+    monkeypatch.setattr(data_loader, "training_order", from_the_start)
+    assert ledger.compare(technique_runs.train(straight.folder, fields, 1, 4).folder).startswith("step 3 differs: ")
+
+
+def test_mutant_weights_counted_before_the_cut_are_caught(fields, tmp_path, monkeypatch):
+    expected = plain_weights(fields)
+    collate = data_loader.collate
+
+    def counts_first(task, micro, rows, training=True):
+        weight = task.collate(rows, training).weight
+        micro, batch = collate(task, micro, rows, training)
+        return micro, batch._replace(weight=weight)
+
+    monkeypatch.setattr(data_loader, "collate", counts_first)
+    run = technique_runs.train(tmp_path / "run", fields, 1, 4)
+    assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) > 1e-6
+
+
+def test_stream_of_packed_rows_has_the_warmups(fields, tmp_path):
+    """The first steps have fewer and shorter rows, the same for 1 and 2 processes, and after a resume."""
+    files = [tmp_path / f"part{i}.jsonl" for i in range(2)]
+    lines = fields["train_file"].read_text().splitlines(keepends=True) * 3
+    for i, file in enumerate(files):
+        file.write_text("".join(lines[i::2]))
+    more = {"streaming": True, "stream_lanes": 2, "packing": True, "train_file": files}
+    one = technique_runs.train(tmp_path / "one", fields | more, 1, 3)
+    two = technique_runs.check_resume(tmp_path / "two", fields | more, 2, 3)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    _, steps = ledger.read(one.folder)
+    assert [examples for examples, _ in steps.values()][:6] == [2, 2, 4, 4, 6, 8]
+    assert one.kind("train")[0]["weight"] <= 2 * 2
+
+
+# ---- the run file ------------------------------------------------------------------------------------------------------
+
+
+def test_num_train_epochs_and_the_printed_plan_follow_the_warmup(fields, tmp_path):
+    more = {"max_steps": None, "num_train_epochs": 2, "dry_run": True, "per_device_batch_size": 4}
+    values = {name: value for name, value in (fields | more).items() if value is not None}
+    codes, [text] = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "run")
+    assert codes == [0], text
+    assert "9 = 2.00 epochs, of 3 steps after the batch-size warmup" in text
+    assert "2 → 8 over the first 5 steps, in multiples of 2" in text
+    assert "3 → 11 over the first 6 steps, in multiples of 3" in text
+
+
+@pytest.mark.parametrize(
+    "more, message",
+    [
+        ({"batch_size_warmup_steps": 4}, "batch_size_warmup_start is missing: give both, or neither"),
+        ({"sequence_length_warmup_start": 4}, "sequence_length_warmup_steps is missing: give both, or neither"),
+        ({"batch_size_warmup_start": 32, "batch_size_warmup_steps": 9}, "not less than global_batch_size, which is 32"),
+    ],
+)
+def test_half_a_warmup_is_refused(more, message):
+    with pytest.raises(UsageError, match=message):
+        validation.check(RunConfig(output_dir="x", train_file=["a.jsonl"], **more), Options())
+
+
+def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):
+    more = {"sequence_length_warmup_start": 11, "output_dir": "x"}
+    names = ("model_config", "train_file", "max_length", "sequence_length_warmup_steps")
+    with pytest.raises(UsageError, match="sequence_length_warmup_start is 11, not less than max_length, which is 11"):
+        kit.open_data(**({name: fields[name] for name in names} | more))
+    with pytest.raises(UsageError, match="task preference cannot shorten its rows"):
+        rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
+        more |= {"task": "preference", "train_file": kit.write_jsonl(tmp_path / "pairs.jsonl", rows)}
+        kit.open_data(**({name: fields[name] for name in names} | more))
