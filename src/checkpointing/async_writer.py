@@ -61,7 +61,8 @@ class CheckpointWriter:
         self.error: BaseException | None = None  # exception of the last write, which failed() raises
         self.failures, self.reason = 0, ""  # failed checkpoints in a row, and why the last one failed
         self.saved: tuple[int | None, int | None] = (None, None)  # (step, last evaluation) of the newest checkpoint
-        self.final_step: int | None = None  # step of the weights in final/
+        self.final_step = 0  # step of the weights in final/
+        self.intact = True  # whether the checkpoint that was verified is undamaged
         self.pauses: list[float] = []  # seconds that each checkpoint paused training
 
     # ---- called by the main thread -----------------------------------------------------------------------------------
@@ -115,15 +116,22 @@ class CheckpointWriter:
         self.pauses.append(paused)
         self._start(self._write_checkpoint, tensors, state, copying)
 
-    def write_final(self, tensors: Tensors | None, state: TrainState, config: dict) -> None:
-        """Start writing final/ from the model of the last step."""
+    def verify(self, checkpoint: Path) -> None:
+        """Start to set `intact`, whether the checkpoint is undamaged; this reads all of its files."""
+
+        def work() -> None:
+            self.intact = final_model.is_usable(checkpoint)
+
+        self._start(self._write_final, work)
+
+    def write_final(self, tensors: Tensors | None, state: TrainState, config: dict, average: str) -> None:
+        """Start writing final/ from the model in memory, whose weights are those of `final_step` or their `average`."""
 
         def write(folder: Path) -> None:
             model_folder.write_final(folder, self.cfg, self.model, tensors, self.rank, self.world, config)
-            final_model.complete_card(folder, self.cfg, state, state.step)
+            final_model.complete_card(folder, self.cfg, state, self.final_step, average)
 
-        self.final_step = state.step
-        self._start(self._write_final, lambda: self._publish(self.folder / "final", write, state.step))
+        self._start(self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step))
 
     def copy_final(self, candidates: list[Path | None], state: TrainState, config: dict) -> None:
         """Start copying the model of the first intact checkpoint of `candidates` to final/."""

@@ -5,6 +5,7 @@ Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_async_writer
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -76,14 +77,19 @@ def load_checkpoint(
             raise UsageError(
                 f"resume: {checkpoint} has no {part}: start a new run from its weights with --init_from {checkpoint}"
             )
-        reader, numbers = TensorReader(checkpoint, part), state["numbers"][part]
         if part == "optimizer":
-            strategy.load_moments(model_with_loss.model, holder, reader, numbers)
+            reader = TensorReader(checkpoint, part)
+            strategy.load_moments(model_with_loss.model, holder, reader, state["numbers"][part])
         else:
-            current = holder.state_dict()  # sharded, if the part was made from a sharded model
-            tensors = {name: reader.like(name, current.get(name)) for name in reader.where}
-            holder.load_state_dict(numbers | tensors)
+            load_part(checkpoint, part, holder)
     if strategy.accelerator.scaler is not None and state["scaler"]:
         strategy.accelerator.scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
     return TrainState(**state["progress"])
+
+
+def load_part(checkpoint: Path, part: str, holder: Any) -> None:
+    """Restore an object that was saved beside the model and the optimizer; its tensors may be sharded."""
+    reader, current = TensorReader(checkpoint, part), holder.state_dict()
+    tensors = {name: reader.like(name, current.get(name)) for name in reader.where}
+    holder.load_state_dict(read_state(checkpoint)["numbers"][part] | tensors)

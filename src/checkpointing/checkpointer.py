@@ -15,6 +15,7 @@ import torch
 
 from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
+from src.checkpointing.final_average import FinalAverage
 from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.sharded_checkpoint import check_shared_folder
@@ -45,6 +46,7 @@ class Checkpointer:
         self.accelerator = accelerator = strategy.accelerator
         self.folder, self.is_main = Path(cfg.output_dir), accelerator.is_main_process
         self.resume_from: Path | None = None
+        self.average = ""  # name of the technique whose average final/ holds
         self.notes: list[str] = []  # messages for the user about the chosen checkpoint
 
     # ---- at the start ------------------------------------------------------------------------------------------------
@@ -177,9 +179,9 @@ class Checkpointer:
     def write_final(self) -> None:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.
 
-        If the best checkpoint is gone, final/ holds the model of the last step. Upload final/ if push_to_hub is set."""
-        state, writer = self.state, self.writer
-        best = None
+        If the best checkpoint is gone, final/ holds the last step. The average of a technique with the option `final`
+        replaces the weights, also in memory. Upload final/ if push_to_hub is set."""
+        state, writer, average, best = self.state, self.writer, FinalAverage(self.parts), None
         if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 first lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
@@ -188,15 +190,22 @@ class Checkpointer:
         self._wait_on_all_ranks()
         if self.is_main and self.cfg.metric_for_best_model and state.best_step not in (0, state.step):
             best = checkpoint_list.checkpoint_of_step(self.folder, state.best_step)
+        if best and average.name:
+            writer.verify(best)
+        self._wait_on_all_ranks()
+        best = best if writer.intact else None
         writer.final_step = state.best_step if best else state.step
         is_done = self.is_main and _is_intact(self.folder / "final", writer.final_step)
         if writer.writes:
             is_done, is_copy = self._any_writer([is_done, best is not None])
+            source = checkpoint_list.checkpoint_of_step(self.folder, state.best_step) if is_copy else None
+            if average.put(self.strategy, self.model, source):
+                self.average, is_copy = average.name, False
             if not is_done and is_copy and self.is_main:
                 last = checkpoint_list.checkpoint_of_step(self.folder, state.step)
                 writer.copy_final([best, last], state, self.metadata["config"])
             elif not is_done and not is_copy:
-                writer.write_final(self._final_tensors(), state, self.metadata["config"])
+                writer.write_final(self._final_tensors(), state, self.metadata["config"], self.average)
         self._finish_writing()
         self.uploaded = push_to_hub(self.cfg, self.is_main) if self.cfg.push_to_hub and self.due.complete() else ""
 
@@ -220,7 +229,7 @@ class Checkpointer:
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, the pauses for saving, and the upload."""
-        best = final_model.best(self.cfg, self.state, self.writer.final_step)
+        best = final_model.best(self.cfg, self.state, self.writer.final_step, self.average)
         lines = [self.due.early_stop_message(), best, self.writer.summary(), self.uploaded]
         return "\n".join(filter(None, lines))
 

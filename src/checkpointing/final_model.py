@@ -15,21 +15,26 @@ from src.storage.disk_errors import DiskError
 from src.training.train_state import TrainState
 
 
-def best(cfg: RunConfig, progress: TrainState, held: int | None) -> str:
-    """Return a sentence about the best step and `held`, the step in final/; empty without metric_for_best_model."""
-    if not cfg.metric_for_best_model or held is None:
-        return ""
+def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> str:
+    """Return a sentence about the best step, `held`, the step in final/, and the technique whose average final/ holds.
+
+    Return an empty string without metric_for_best_model and average."""
+    what = f"the average ({average}) of " if average else ""
+    if not held or not cfg.metric_for_best_model:
+        return f"final/ holds {what}step {held:,}" if held and average else ""
     if not progress.best_step:
-        return f"no best step by {progress.best_metric} is known, so final/ holds the last step, {progress.step:,}"
-    holds = "final/ holds it"
+        return (
+            f"no best step by {progress.best_metric} is known, so final/ holds {what}the last step, {progress.step:,}"
+        )
+    holds = f"final/ holds its average ({average})" if average else "final/ holds it"
     if held != progress.best_step:
-        holds = f"its checkpoint is gone or damaged, so final/ holds step {held:,}"
+        holds = f"its checkpoint is gone or damaged, so final/ holds {what}step {held:,}"
     return f"best: step {progress.best_step:,}, {progress.best_metric} {progress.best}; {holds}"
 
 
-def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int) -> None:
+def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> None:
     """Append the sentence of best() to the model card."""
-    card, text = folder / "README.md", best(cfg, progress, held)
+    card, text = folder / "README.md", best(cfg, progress, held, average)
     if card.exists() and text:
         card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
 
@@ -41,11 +46,16 @@ def publish_copy(
 
     `write_card(folder, step)` adds the files that a checkpoint lacks."""
     for checkpoint in filter(None, candidates):
-        errors = atomic_folder.verify(checkpoint)
-        if not errors:
+        if is_usable(checkpoint):
             return _publish_copy(folder, checkpoint, write_card, mixed_precision)
-        warn(f"{checkpoint} is damaged and not used for {folder}: {'; '.join(errors)}", any_rank=True)
     raise DiskError(None, "no intact checkpoint to copy it from")
+
+
+def is_usable(checkpoint: Path) -> bool:
+    """Return whether a checkpoint may be used for final/; warn if it is damaged."""
+    if errors := atomic_folder.verify(checkpoint):
+        warn(f"{checkpoint} is damaged and not used for final/: {'; '.join(errors)}", any_rank=True)
+    return not errors
 
 
 def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, int], None], mixed_precision: str) -> int:

@@ -30,6 +30,11 @@ def gather_full(value: Any) -> torch.Tensor:
     return value.detach().full_tensor() if is_partial(value) else value
 
 
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """Return what this process holds of a tensor, in the same memory; call it under no_grad."""
+    return value.to_local() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
 def plain_name(name: str) -> str:
     """Return the name of a parameter without the prefix that activation checkpointing inserts."""
     return name.replace(CHECKPOINT_WRAPPER_PREFIX, "")

@@ -113,8 +113,10 @@ def optimizer_moments(cfg: RunConfig) -> int:
     return 1 if cfg.optim == "sgd" else 2
 
 
-def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -> dict[str, float]:
-    """Return the bytes of weights, gradients and optimizer state that a process keeps between steps."""
+def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings, copies: int = 0) -> dict[str, float]:
+    """Return the bytes of weights, gradients and optimizer state that a process keeps between steps.
+
+    `copies`: copies of the trained weights, in float32, that techniques keep; they count as weights."""
     width, shards = getattr(torch, cfg.dtype).itemsize, strategy.shards
     weights, gradients = width * size.parameters, width * size.trained
     if strategy.kind.startswith("ZERO"):
@@ -125,6 +127,7 @@ def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings) -
         gradients = 4 * size.trained / (shards if stage > 1 else 1)
     elif strategy.kind == "FSDP":
         weights, gradients = weights / shards, gradients / shards
+    weights += copies * max(width, 4) * size.trained / shards
     optimizer = optimizer_moments(cfg) * width * size.trained / shards
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer}
 
@@ -172,12 +175,16 @@ def describe_memory(
     format_size: Callable[[float], str],
     forward: Forward | None = None,
     length: int = 1,
+    copies: int = 0,
 ) -> str:
-    """Return one line: the memory per device under this launch's strategy. Activations need a `forward` pass."""
+    """Return one line: the memory per device under this launch's strategy. Activations need a `forward` pass.
+
+    `copies`: copies of the trained weights that techniques keep."""
     size, strategy = count_parameters(model), strategy_of_launch(cfg)
-    resting = format_size(sum(resting_bytes(size, cfg, strategy).values()))
+    resting = format_size(sum(resting_bytes(size, cfg, strategy, copies).values()))
     where = f"rest in host memory ({strategy.name}, offload)" if strategy.offload else f"per device ({strategy.name})"
-    parts = [f"{resting} {where} for weights, gradients and optimizer"]
+    extra = f" ({copies} extra cop{'ies' if copies > 1 else 'y'} for techniques)" if copies else ""
+    parts = [f"{resting} {where} for weights{extra}, gradients and optimizer"]
     if working := working_bytes(size, cfg, strategy):
         parts.append(f"{format_size(working)} for temporary copies")
     kept = activations(forward, size, length, cfg, strategy) if forward else None

@@ -89,9 +89,17 @@ def figures(by_kind: dict[str, list[dict]]) -> list[str]:
             points = [(line["step"], line.get(key)) for line in by_kind[kind]]
             if any(isinstance(value, int | float) for _, value in points):
                 curves[kind] = points
+            for name in averages(by_kind[kind], key):
+                curves[f"{kind}, {name}"] = [(line["step"], line.get(f"{name}/{key}")) for line in by_kind[kind]]
         if curves:
             made.append(f"<figure>{draw(title, unit, curves)}</figure>")
     return made
+
+
+def averages(lines: list[dict], key: str) -> list[str]:
+    """Return the averages of weights that have a metric `key`; unlike sources of a mixture they have no weight."""
+    names = {name.removesuffix(f"/{key}") for line in lines for name in line if name.endswith(f"/{key}")}
+    return sorted(name for name in names if "/" not in name and not any(f"{name}/weight" in line for line in lines))
 
 
 def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:
@@ -101,7 +109,7 @@ def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
     for label, points in curves.items():
-        few = label == "eval" or len(points) < 25
+        few = label.startswith("eval") or len(points) < 25
         steps, values = zip(*points, strict=True)
         axes.plot(steps, values, label=label, marker="o" if few else None, markersize=3.5)
     axes.set(title=title, xlabel="step", ylabel=unit)

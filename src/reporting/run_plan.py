@@ -16,6 +16,7 @@ from src.models.activation_memory import Forward
 from src.tasks import Task
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
+from src.training.technique_chain import TechniqueChain
 from src.training.train_state import TrainState
 
 
@@ -38,9 +39,10 @@ def plan_table(
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
     forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
-    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, train.stats.get("longest", 1))
+    copies, longest = TechniqueChain(cfg).copies, train.stats.get("longest", 1)
+    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, longest, copies)
     saved = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
-    disk = _disk_bytes(cfg, saved.parameters, trainable, total)
+    disk = _disk_bytes(cfg, saved.parameters, trainable, total, copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 
@@ -95,10 +97,11 @@ def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int
     return f"{cfg.lr_scheduler_type}: {', '.join(rates)}"
 
 
-def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int) -> int:
+def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:
     """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
     width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
     checkpoint = width * (parameters + memory_estimate.optimizer_moments(cfg) * trainable)
+    checkpoint += copies * max(width, 4) * trainable
     # Old checkpoints are deleted after the next one is written, and the best one is kept besides the newest.
     kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
     saved = max(1, total // cfg.save_steps) + 1

@@ -160,7 +160,10 @@ class Console:
             self._train_line(line)
             return
         names = [k for k in line if k not in ("kind", "step", "epoch")]
-        numbers = ", ".join(f"{k} {number(line[k])}" for k in names if isinstance(line[k], int | float | None))
+        groups: dict[str, list[str]] = {}  # by source of a mixture, or average of weights
+        for group, _, name in (k.rpartition("/") for k in names if isinstance(line[k], int | float | None)):
+            groups.setdefault(group, []).append(f"{name} {number(line[f'{group}/{name}' if group else name])}")
+        numbers = "; ".join(f"{group}: " * bool(group) + ", ".join(found) for group, found in groups.items())
         stamped(f"{KIND_NAMES.get(line['kind'], line['kind'])} at step {line['step']}: {numbers}")
 
     def _train_line(self, line: dict) -> None:

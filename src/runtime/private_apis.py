@@ -43,6 +43,17 @@ def copy_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> N
     torch._foreach_copy_(targets, sources)
 
 
+def move_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]", share: "float | torch.Tensor") -> None:
+    """Add `share` * (source - target) to each target, in three kernels for all; takes memory for one more set of targets.
+
+    Test: tests/training/techniques/test_averages.py."""
+    import torch
+
+    difference = torch._foreach_sub(sources, targets)
+    torch._foreach_mul_(difference, share)
+    torch._foreach_add_(targets, difference)
+
+
 def check_reduced(module: "torch.nn.parallel.DistributedDataParallel") -> None:
     """Raise RuntimeError if DDP has not reduced all gradients in its last backward pass.
 

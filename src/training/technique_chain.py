@@ -13,10 +13,12 @@ import torch
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import declared_options, field_types, range_errors, read_value
 from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training.evaluation import evaluate
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
+from src.training.techniques.weight_copies import assign
 from src.training.train_state import DeviceFlag, StepLosses, Window
 
 
@@ -36,8 +38,14 @@ class TechniqueChain:
                 errors.append(f"techniques: {name}: {error}")
         for name, technique in self.techniques.items():
             errors += [f"techniques: {name}: {error}" for error in range_errors(technique) + technique.errors()]
+        errors += _averages_errors(self.techniques, cfg)
         if errors:
             raise UsageError(list_errors(errors))
+
+    @property
+    def copies(self) -> int:
+        """Return the number of copies of the trained weights, in float32, that the techniques keep."""
+        return sum(technique.copies for technique in self.techniques.values())
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -90,30 +98,56 @@ class TechniqueChain:
     def evaluate(self, split: Any, stopping: Callable[[], float]) -> dict | None:
         """Return the metrics of the weights, and those of each average as NAME/metric; None if a stop interrupted it."""
         run = self.run
-        metrics = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+        raw = metrics = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
         for name, technique in self.techniques.items():
             average = technique.average()
             if metrics is None or average is None:
                 continue
-            with exchanged(run.model, average):
-                found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
-            metrics = None if found is None else metrics | {f"{name}/{key}": value for key, value in found.items()}
+            found = raw
+            if average:
+                with exchanged(run.strategy, run.model, average):
+                    found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+            metrics = (
+                None if found is None else metrics | {f"{name}/{k}": v for k, v in found.items() if not _is_size(k)}
+            )
         return metrics
 
 
+def _is_size(key: str) -> bool:
+    """Return whether a metric, of all data or of a source, is about the data, so that it is the same for all weights."""
+    return key.rpartition("/")[2] in ("weight", "examples")
+
+
 @contextmanager
-def exchanged(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
+def exchanged(strategy: Strategy, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, the parameters and buffers named in `weights` have these values; afterwards, bitwise their own again."""
-    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    own = named_tensors(strategy, model)
     before = {name: own[name].detach().clone() for name in weights}
-    with torch.no_grad():
-        for name, value in weights.items():
-            own[name].copy_(value)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                own[name].copy_(value)
+    put_weights(strategy, model, weights)
+    try:
+        yield
+    finally:
+        put_weights(strategy, model, before)
+
+
+def put_weights(strategy: Strategy, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Copy `weights` into the parameters and buffers of their names."""
+    assign(named_tensors(strategy, model), weights)
+
+
+def named_tensors(strategy: Strategy, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a model by name, sharded if it is; tied ones appear once."""
+    strategy.reshard(model)
+    return {plain_name(name): value for name, value in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _averages_errors(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iterator[str]:
+    """Yield a sentence for each rule between the techniques, or between them and the data, that is violated."""
+    final = [name for name, technique in techniques.items() if technique.final]
+    if len(final) > 1:
+        yield f"techniques: {' and '.join(final)} have final: true, but final/ can hold one average: keep it for one of them"
+    for name in techniques.keys() & set(cfg.mixture or ()):
+        yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
 
 
 def _read(kind: type[Technique], given: Any) -> Technique:

@@ -24,4 +24,8 @@ TECHNIQUES = {
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),
     # updates: skip or undo
     # weights after an update, and their averages
+    "lookahead": _technique("Lookahead"),
+    "ema": _technique("EMA"),
+    "swa": _technique("SWA"),
+    "lawa": _technique("LAWA"),
 }

@@ -48,6 +48,8 @@ class Technique:
     processes, and a resumed run continues exactly."""
 
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
+    copies = 0  # of the trained weights, in float32, that it keeps: for the estimates of memory and disk
+    final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -78,7 +80,9 @@ class Technique:
     # ---- beside the model --------------------------------------------------------------------------------------------
 
     def average(self) -> dict[str, torch.Tensor] | None:
-        """Return weights by name, which are evaluated beside the raw ones (`NAME/loss`), or None."""
+        """Return weights by name, which are evaluated beside those of training (`NAME/loss`), or None; {}: the same ones.
+
+        Names are those of `run.model` without the prefixes of wrappers; buffers may be among them."""
         return None
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Stochastic weight averaging (SWA): the mean of the weights since a step."""
+
+from dataclasses import dataclass
+
+import torch
+
+from src.config.fields import option
+from src.training.techniques.base import Technique
+from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, move, warn_if_unused
+
+
+@dataclass(eq=False)
+class SWA(Technique):
+    """Average the weights of every `every`-th step from `start` on, all with the same weight.
+
+    Reference: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Their constant or cyclic learning rate is the
+    affair of lr_scheduler_type. Until the first weights are taken, the average is the weights of training."""
+
+    start: float = option("first step of the average; below 1: a fraction of all steps", 0.75, min=0)
+    every: int = option("steps between the weights that are averaged", 1, min=1)
+    final: bool = option("final/ holds the average instead of the weights of training", False)
+
+    copies = 1
+
+    def begin(self) -> None:
+        steps = self.run.num_steps
+        self.first = round(self.start * steps) if self.start < 1 else round(self.start)
+        warn_if_unused(self.run, "swa", -(-max(self.first, 1) // self.every) * self.every)
+        self.trained = TrainedTensors(self.run)
+        self.weights, self.count = self.trained.copy(), 0
+
+    def after_update(self, skipped: torch.Tensor) -> None:
+        step = self.run.state.step
+        if step < self.first:
+            self.count = 0  # a resumed run that is longer now begins later
+        elif step % self.every == 0:
+            self.count += 1
+            if self.count == 1:
+                assign(self.weights, self.trained.now())
+            else:
+                move(self.weights, self.trained.now(), 1 / self.count)
+
+    def average(self) -> Tensors:
+        return self.weights if self.count else {}
+
+    def state_dict(self) -> dict:
+        return {"count": self.count} | {f"average/{name}": value for name, value in self.weights.items()}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.count = state["count"]
+        assign(self.weights, {name: state[f"average/{name}"] for name in self.weights})

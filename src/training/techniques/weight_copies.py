@@ -1,0 +1,77 @@
+"""Copies of what training changes, sharded like the model: for averages of weights and Lookahead.
+
+Tests: tests/training/techniques/test_averages.py.
+"""
+
+import torch
+
+from src.config.errors import UsageError, warn
+from src.distributed.sharded_tensors import local_part, plain_name
+from src.distributed.step_buffers import persistent_buffers
+from src.runtime import private_apis
+from src.training.techniques.base import Run
+
+Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
+
+
+class TrainedTensors:
+    """The trainable parameters of a run and, with `buffers`, the buffers that checkpoints hold, by name."""
+
+    def __init__(self, run: Run, buffers: bool = True):
+        """Raise UsageError under local SGD, where the weights of the processes differ."""
+        if run.strategy.uses_local_sgd:
+            raise UsageError(
+                "techniques: averages of weights and lookahead do not support local_sgd_steps, with which the weights of the "
+                "processes differ: remove one of them"
+            )
+        self.parameters = {plain_name(name): parameter for name, parameter in run.parameters().items()}
+        found = persistent_buffers(run.model) if buffers else {}
+        places = {name: name.rpartition(".") for name in found}
+        # A module may replace a buffer, so look it up by name.
+        self.owners = {
+            plain_name(name): (run.model.get_submodule(path), leaf) for name, (path, _, leaf) in places.items()
+        }
+
+    def now(self) -> Tensors:
+        """Return the tensors themselves."""
+        return self.parameters | {name: getattr(*owner) for name, owner in self.owners.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.parameters.values())).device
+
+    @torch.no_grad()
+    def copy(self) -> Tensors:
+        """Return copies; numbers of 16 bits in float32, because in 16 bits the small moves of an average vanish."""
+        return {name: value.detach().to(_wide(value.dtype), copy=True) for name, value in self.now().items()}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def warn_if_unused(run: Run, name: str, first_step: int) -> None:
+    """Warn if the run ends before `first_step`, at which the technique `name` first does something."""
+    if first_step > run.num_steps:
+        warn(
+            f"techniques: {name} has no effect: it begins at step {first_step:,}, but the run has {run.num_steps:,} steps"
+        )
+
+
+@torch.no_grad()
+def assign(targets: Tensors, sources: Tensors) -> None:
+    """Copy each source into the target of its name, in one kernel."""
+    private_apis.copy_all_(*_local_parts(targets, sources, list(sources)))
+
+
+@torch.no_grad()
+def move(targets: Tensors, sources: Tensors, share: float | torch.Tensor) -> None:
+    """Add `share` * (source - target) to each target; whole numbers, such as counters, are copied."""
+    floats = [name for name, value in targets.items() if value.is_floating_point()]
+    private_apis.move_all_(*_local_parts(targets, sources, floats), share)
+    if rest := [name for name in targets if name not in set(floats)]:
+        private_apis.copy_all_(*_local_parts(targets, sources, rest))
+
+
+def _local_parts(targets: Tensors, sources: Tensors, names: list[str]) -> tuple[list, list]:
+    return [local_part(targets[name]) for name in names], [local_part(sources[name]) for name in names]
