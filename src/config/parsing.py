@@ -117,7 +117,7 @@ def _without_negation(given: Given, types: dict[str, Any]) -> Given:
 def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> str:
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
-            return f"it belongs to task {other}, but the task of this run is {task}"
+            return f"it belongs to task {other}, but the task of this run is {task}{did_you_mean(name, known)}"
     if name in NAMES_ELSEWHERE:
         return f"unknown field; {NAMES_ELSEWHERE[name]}"
     return f"unknown field{did_you_mean(name, known)}"

@@ -155,6 +155,7 @@ def _replaced(chunks: list[tuple[int, int]]) -> Iterator[None]:
         (F, "scaled_dot_product_attention"): lambda q, k, v, *_, **__: _FlashAttention.apply(q, k, v),
         (F, "grouped_mm"): lambda inputs, weights, *_, **__: _Experts.apply(inputs, weights),
         (losses, "linear_cross_entropy"): chunked,
+        (losses, "linear_sums"): lambda *arguments: {"loss": chunked(*arguments[:4])},
     }
     originals = {(module, name): getattr(module, name) for module, name in stand_ins if hasattr(module, name)}
     try:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from src.config.errors import warn
 from src.distributed.sharded_tensors import is_partial
+from src.models.cross_entropy import CrossEntropy
 from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import is_plain_head
 from src.text.tokenization import IGNORED
@@ -45,7 +46,11 @@ def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], de
 
 
 def seq2seq_sums(
-    model: "PreTrainedModel", inputs: dict[str, torch.Tensor], labels: torch.Tensor, plain_head: bool
+    model: "PreTrainedModel",
+    inputs: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    plain_head: bool,
+    options: CrossEntropy,
 ) -> dict[str, torch.Tensor]:
     """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored.
 
@@ -53,9 +58,9 @@ def seq2seq_sums(
     decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
     if plain_head:
         hidden = decoder_states(model, inputs, decoder_ids).flatten(0, 1)
-        return sums_from_hidden(hidden, model.get_output_embeddings(), labels.flatten(), model.training)
+        return sums_from_hidden(hidden, model.get_output_embeddings(), labels.flatten(), model.training, options)
     logits = model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
-    return sums_from_logits(logits.flatten(0, 1), labels.flatten(), model.training)
+    return sums_from_logits(logits.flatten(0, 1), labels.flatten(), model.training, options)
 
 
 def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:

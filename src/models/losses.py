@@ -3,9 +3,13 @@
 Tests: tests/models/test_losses.py.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+
+from src.models.cross_entropy import PLAIN, CrossEntropy
 
 # Number of logits that exist at once. A CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -17,23 +21,36 @@ def chunk_rows(device_type: str, vocabulary: int) -> int:
     return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
 
 
-def sums_from_logits(logits: torch.Tensor, targets: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
-    """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored."""
+def sums_from_logits(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    training: bool,
+    options: CrossEntropy = PLAIN,
+    class_weights: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored.
+
+    In training, the loss is that of `options`, whose further sums it has if it is not the plain cross-entropy."""
+    if training and not options.is_plain_loss:
+        return options.sums(at_least_float32(logits), targets, class_weights)
     if training:
         return {"loss": F.cross_entropy(at_least_float32(logits), targets, reduction="sum")}
     loss, correct = scores(logits, targets)
     return {"loss": loss, "correct": correct}
 
 
-def mixed_cross_entropy(
-    logits: torch.Tensor, labels: torch.Tensor, others: torch.Tensor, shares: torch.Tensor, smoothing: float
-) -> torch.Tensor:
-    """Return the summed cross-entropy for rows that are a mixture (mixup): `shares` of `labels`, the rest of `others`.
-
-    `smoothing` is the probability that is spread over all classes."""
+def mixed_sums(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    others: torch.Tensor,
+    shares: torch.Tensor,
+    options: CrossEntropy,
+    class_weights: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return the training sums of rows that are a mixture (mixup): `shares` of `labels`, the rest of `others`."""
     logits = at_least_float32(logits)
-    own, other = (F.cross_entropy(logits, t, reduction="none", label_smoothing=smoothing) for t in (labels, others))
-    return (shares * own + (1 - shares) * other).sum()
+    own, other = (options.per_target(logits, targets, class_weights) for targets in (labels, others))
+    return {name: (shares * own[name] + (1 - shares) * other[name]).sum() for name in own}
 
 
 def squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
@@ -43,9 +60,11 @@ def squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training
 
 
 def sums_from_hidden(
-    hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool
+    hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
 ) -> dict[str, torch.Tensor]:
     """Return the same sums for the logits `head(hidden)` in bounded memory. `hidden` is (rows, features)."""
+    if training and not options.is_plain_loss:
+        return linear_sums(hidden, head.weight, head.bias, targets, options)
     if training:
         return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
     loss, correct = linear_scores(hidden, head.weight, head.bias, targets)
@@ -73,16 +92,37 @@ def linear_cross_entropy(
     # for a loss. The loop below recomputes the logits of a chunk in backward, which costs one more matrix product.
     total = 0.0
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        total = total + torch.utils.checkpoint.checkpoint(
-            _chunk, h, weight, bias, t, use_reentrant=False, preserve_rng_state=False
-        )
+        total = total + _recomputed(_chunk, h, weight, bias, t)
     return total
+
+
+def linear_sums(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: CrossEntropy
+) -> dict[str, torch.Tensor]:
+    """Return the training sums of `options` for the logits `hidden @ weight.T + bias`, in the same bounded memory."""
+    rows = chunk_rows(weight.device.type, weight.shape[0])
+    if hidden.shape[0] <= rows:
+        return _sums_of_chunk(hidden, weight, bias, targets, options)
+    total: dict[str, torch.Tensor] = {}
+    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
+        for name, value in _recomputed(_sums_of_chunk, h, weight, bias, t, options).items():
+            total[name] = total[name] + value if name in total else value
+    return total
+
+
+def _recomputed(function: Callable, *arguments):
+    """Call the function; backward calls it again instead of keeping its logits."""
+    return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _chunk(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
     return F.cross_entropy(at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
+
+
+def _sums_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> dict[str, torch.Tensor]:
+    return options.sums(at_least_float32(F.linear(hidden, weight, bias)), targets)
 
 
 @torch.no_grad()

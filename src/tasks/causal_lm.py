@@ -18,6 +18,7 @@ import torch
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.losses import sums_from_hidden, sums_from_logits
@@ -35,7 +36,7 @@ from src.text.tokenization import IGNORED
 
 
 @dataclass
-class Options:
+class Options(CrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -169,9 +170,9 @@ class Task(base.Task):
             output = model.base_model(**arguments) if self.plain_head else model(**arguments)
         if self.plain_head:
             hidden = output.last_hidden_state.flatten(0, 1)
-            sums = sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training)
+            sums = sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training, self.options)
         else:
-            sums = sums_from_logits(output.logits.flatten(0, 1), targets, model.training)
+            sums = sums_from_logits(output.logits.flatten(0, 1), targets, model.training, self.options)
         if not self.router_coefficient:
             return sums
         is_real = torch.arange(inputs["input_ids"].shape[1], device=targets.device) < inputs["lengths"][:, None]

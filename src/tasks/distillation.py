@@ -38,6 +38,8 @@ class Options(causal_lm.Options):
     )
 
     def check(self) -> list[str]:
+        if not self.is_plain_loss:
+            return ["distillation has no label_smoothing_factor, z_loss or focal_gamma: remove them"]
         if self.teacher_name_or_path:
             return []
         return ["teacher_name_or_path is missing: distillation needs a teacher, a Hub id or the folder of a model"]

@@ -17,9 +17,10 @@ from src.images import augmentation
 from src.images.decoding import open_image, read_image
 from src.images.image_processor import normalize, read_image_processor, stack
 from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
-from src.models.losses import mixed_cross_entropy, sums_from_logits
+from src.models.losses import mixed_sums, sums_from_logits
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
@@ -31,7 +32,7 @@ TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
 
 
 @dataclass
-class Options:
+class Options(ClassCrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
     image_size: int | None = option(
@@ -49,7 +50,6 @@ class Options:
     horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
     mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
     cutmix: float = option("paste parts of other images; like mixup", 0.0, min=0, **TRAINING)
-    label_smoothing: float = option("probability spread over all classes", 0.0, min=0, below=1, **TRAINING)
     metrics: list[str] = option(
         "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
         "trust_remote_code); or none",
@@ -118,6 +118,7 @@ class Task(base.Task):
         of_model = labels_of_model(self.config, HEAD) if self.cfg.model_name_or_path else None
         if of_model and of_model != self.labels:
             warn(f"the {len(of_model)} classes of the model are replaced by the {len(self.labels)} classes of the data")
+        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
 
@@ -130,20 +131,22 @@ class Task(base.Task):
             else:
                 image = processor.center(image)
             images.append(augmentation.random_flip(image, o.horizontal_flip) if training else image)
-        pixels, labels = stack(images), torch.tensor([int(row["label"]) for row in rows])
-        inputs = processor.scale(getattr(torch, self.cfg.dtype)) | {"labels": labels}
+        pixels, labels = stack(images), np.array([int(row["label"]) for row in rows])
+        inputs, others, shares = {"labels": labels}, labels, np.ones(len(rows), np.float32)
         if training:
             pixels, other, shares = augmentation.mix(pixels, o.mixup, o.cutmix)
-            inputs |= {"other_labels": labels[torch.from_numpy(other)], "shares": torch.from_numpy(shares).float()}
-        return Batch(
-            inputs | {"pixels": torch.from_numpy(pixels)}, weight=len(rows), tokens=len(rows), padded_tokens=len(rows)
-        )
+            others, shares = labels[other], shares.astype(np.float32)
+            inputs |= {"other_labels": others, "shares": shares}
+        weight, more = o.weigh(training, labels, others, shares)
+        tensors = {name: torch.from_numpy(value) for name, value in (inputs | {"pixels": pixels}).items()}
+        tensors |= processor.scale(getattr(torch, self.cfg.dtype)) | more
+        return Batch(tensors, weight, tokens=len(rows), padded_tokens=len(rows))
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         labels, logits = inputs["labels"], model(pixel_values=normalize(model, inputs)).logits
         if model.training:
             others, shares = inputs["other_labels"], inputs["shares"]
-            return {"loss": mixed_cross_entropy(logits, labels, others, shares, self.options.label_smoothing)}
+            return mixed_sums(logits, labels, others, shares, self.options, inputs.get("class_weights"))
         sums = sums_from_logits(logits, labels, False) | {"prediction": logits.argmax(-1), "label": labels}
         if len(self.labels) >= TOP_FIVE:
             sums["correct_in_five"] = (logits.topk(5).indices == labels[:, None]).double().sum()

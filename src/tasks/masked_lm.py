@@ -15,6 +15,7 @@ import xxhash
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import vocabulary_size
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import sums_from_logits
@@ -28,7 +29,7 @@ from src.text.padding import pad_columns, shorten_row
 
 
 @dataclass
-class Options:
+class Options(CrossEntropy):
     max_length: int | None = option(
         "tokens per row; a longer text becomes several rows (default: the model's limit, at most 1024)",
         min=2,
@@ -131,7 +132,7 @@ class Task(base.Task):
                     logits = model(**arguments).logits[0]
             else:
                 logits = model(**arguments).logits.flatten(0, 1)[positions]
-        return sums_from_logits(logits, inputs["targets"], model.training)
+        return sums_from_logits(logits, inputs["targets"], model.training, self.options)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(sums["loss"] / weight, 700.0)), "accuracy": sums["correct"] / weight}

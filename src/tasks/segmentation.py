@@ -19,8 +19,9 @@ from src.images import segments
 from src.images.decoding import open_image, read_image
 from src.images.image_processor import normalize, read_image_processor
 from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_config import check_fit, load_config
-from src.models.losses import at_least_float32
+from src.models.losses import at_least_float32, sums_from_logits
 from src.models.masked_unet import MaskedUNet
 from src.models.plain_model import build_plain_model, saved_config
 from src.tasks import base
@@ -33,7 +34,7 @@ NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may b
 
 
 @dataclass
-class Options:
+class Options(ClassCrossEntropy):
     class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
     num_classes: int | None = option("number of classes, if they have no names", min=2, from_checkpoint=True)
     ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255, from_checkpoint=True)
@@ -109,6 +110,7 @@ class Task(base.Task):
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        self.options.check_classes(self.classes)
         if self.is_plain:
             make = lambda: MaskedUNet(self.processor.channels, len(self.classes), self.widths)  # noqa: E731
             return build_plain_model(self.cfg, make, weights, empty)
@@ -128,9 +130,9 @@ class Task(base.Task):
                 pair = segments.random_view(*pair, o.random_crop, o.horizontal_flip)
             pairs.append(segments.resize(*pair, o.image_size, self.processor.resample) if o.image_size else pair)
         inputs = segments.pad(pairs, self.multiple, o.ignored_value)
-        weight, tokens = int((inputs["labels"] != segments.IGNORED).sum()), int(inputs["mask"].sum())
+        weight, more = o.weigh(training, inputs["labels"].numpy())
         scale = self.processor.scale(getattr(torch, self.cfg.dtype))
-        return Batch(scale | inputs, weight, tokens, padded_tokens=inputs["mask"].numel())
+        return Batch(scale | inputs | more, weight, int(inputs["mask"].sum()), padded_tokens=inputs["mask"].numel())
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         pixels, labels = normalize(model, inputs), inputs["labels"]
@@ -139,6 +141,9 @@ class Task(base.Task):
         else:
             logits = at_least_float32(model(pixel_values=pixels).logits)  # some models give a lower resolution
             logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
+        if model.training and not self.options.is_plain_loss:
+            by_pixel = logits.movedim(1, -1).flatten(0, -2)
+            return sums_from_logits(by_pixel, labels.flatten(), True, self.options, inputs.get("class_weights"))
         if model.training:
             return {"loss": F.cross_entropy(logits, labels, reduction="sum", ignore_index=segments.IGNORED)}
         loss = F.cross_entropy(logits, labels, reduction="none", ignore_index=segments.IGNORED)

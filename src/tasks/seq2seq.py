@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.cross_entropy import CrossEntropy
 from src.models.encoder_decoder import complete_config, generate_tokens, has_plain_decoder_head, seq2seq_sums
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, check_metrics, compute_metrics
@@ -27,7 +28,7 @@ from src.text.tokenization import IGNORED, pad_rows
 
 
 @dataclass
-class Options:
+class Options(CrossEntropy):
     max_source_length: int | None = option(
         "tokens per source; longer ones are truncated (default: 1024, or the model's limit)",
         min=1,
@@ -125,7 +126,7 @@ class Task(base.Task):
         labels = inputs["labels"]
         source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         with known_masks(packed=False):
-            sums = seq2seq_sums(model, source, labels, self.plain_head)
+            sums = seq2seq_sums(model, source, labels, self.plain_head, self.options)
         if model.training or not self.metric_names:
             return sums
         missing = self.options.max_target_length - labels.shape[1]

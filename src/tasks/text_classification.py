@@ -13,6 +13,7 @@ import torch
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import squared_error_sums, sums_from_logits
@@ -36,7 +37,7 @@ NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_h
 
 
 @dataclass
-class Options:
+class Options(ClassCrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -55,6 +56,12 @@ class Options:
         may_change_on_resume=True,
         from_checkpoint=all_shipped,
     )
+
+    def check(self) -> list[str]:
+        if self.regression and not self.is_plain_loss:
+            names = "label_smoothing_factor, z_loss, focal_gamma and class_weights"
+            return [f"regression is true: it has a squared error, so remove {names}"]
+        return super().check()
 
 
 class Task(base.Task):
@@ -129,6 +136,7 @@ class Task(base.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification
 
+        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         if self.options.regression:
             self.config.problem_type = "regression"
@@ -143,18 +151,20 @@ class Task(base.Task):
         dtype = getattr(np, self.cfg.dtype.replace("bfloat16", "float32")) if self.options.regression else np.int64
         inputs["labels"] = np.array([row["label"] for row in rows], dtype)
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        return Batch(tensors, weight=len(rows), tokens=sum(lengths), padded_tokens=len(rows) * width)
+        weight, more = self.options.weigh(training, inputs["labels"])
+        return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         labels = inputs["labels"]
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
-            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+            logits = model(**own).logits
         if self.options.regression:
             prediction = logits[:, 0]
             sums = squared_error_sums(prediction, labels, model.training)
         else:
             prediction = logits.argmax(-1)
-            sums = sums_from_logits(logits, labels, model.training)
+            sums = sums_from_logits(logits, labels, model.training, self.options, inputs.get("class_weights"))
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:

@@ -15,6 +15,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import sums_from_logits
 from src.runtime.private_apis import known_masks
@@ -28,7 +29,7 @@ OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 
 
 @dataclass
-class Options:
+class Options(ClassCrossEntropy):
     max_length: int | None = option(
         "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
         min=2,
@@ -113,6 +114,7 @@ class Task(base.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForTokenClassification
 
+        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         new_head = ("classifier", "score")
         return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, new_head, empty)
@@ -124,15 +126,16 @@ class Task(base.Task):
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
         inputs = pad_columns(rows, {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED}, width)
-        weight = int((inputs["labels"] != IGNORED).sum())
         tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
-        return Batch(tensors, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
+        weight, more = self.options.weigh(training, inputs["labels"])
+        return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         labels = inputs["labels"].flatten()
         with known_masks(packed=False):
-            logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits.flatten(0, 1)
-        sums = sums_from_logits(logits, labels, model.training)
+            logits = model(**own).logits.flatten(0, 1)
+        sums = sums_from_logits(logits, labels, model.training, self.options, inputs.get("class_weights"))
         if model.training:
             return sums
         classes = torch.arange(logits.shape[1], device=logits.device)

@@ -100,7 +100,7 @@ def masked_lm(folder) -> list:
 
 
 def token_classification(folder) -> list:
-    """Sentences of random words, each tagged by its length."""
+    """Sentences of random words, each tagged by its length; with all options of the cross-entropy."""
     generator = np.random.default_rng(4)
     for split, count in (("train", 203), ("validation", 31)):
         lengths = 1 + (20 * generator.random(count) ** 2).astype(int)
@@ -113,6 +113,10 @@ def token_classification(folder) -> list:
         task="token_classification",
         model_config=kit.write_yaml(folder / "model.yaml", BERT),
         tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
+        label_smoothing_factor=0.1,
+        z_loss=0.01,
+        focal_gamma=1.5,
+        class_weights=[1, 2, 0.25],
     )
 
 
@@ -135,7 +139,7 @@ def seq2seq(folder) -> list:
 
 def image_classification(folder) -> list:
     """Small images with crops, flips, mixup and cutmix, which the seed of a micro-batch draws."""
-    return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing=0.1)
+    return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing_factor=0.1)
 
 
 def embeddings(folder) -> list:

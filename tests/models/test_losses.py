@@ -114,13 +114,13 @@ def memory(work) -> tuple[int, int]:
     return max(sizes), alive.max().item()
 
 
-def bounded(work, inputs) -> bool:
+def bounded(work, inputs, chunks: int = 4) -> bool:
     """Whether `work` stays within its inputs' gradients (twice: new and added up) and a few chunks of logits; 1 % is for alignment."""
     chunk = CHUNK * WIDE * 4
     gradients = sum(x.numel() * x.element_size() for x in inputs)
     largest, peak = memory(work)
     assert peak > chunk  # the profiler sees what happens inside
-    return largest <= 1.01 * max(chunk, gradients) and peak <= 2 * gradients + 4 * chunk
+    return largest <= 1.01 * max(chunk, gradients) and peak <= 2 * gradients + chunks * chunk
 
 
 @pytest.mark.parametrize("low", [False, True])

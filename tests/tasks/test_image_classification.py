@@ -126,7 +126,7 @@ def test_only_training_augments(folder):
 
 def test_soft_targets_equal_those_of_torch(folder):
     """The loss of mixed and smoothed labels is the cross-entropy with class probabilities."""
-    task, splits = kit.open_data(**fields(folder, mixup=0.5, cutmix=0.5, label_smoothing=0.2, dtype="float64"))
+    task, splits = kit.open_data(**fields(folder, mixup=0.5, cutmix=0.5, label_smoothing_factor=0.2, dtype="float64"))
     np.random.seed(0)
     inputs = task.collate(rows(splits["train"])[:8], True).inputs
     model = task.build().train()

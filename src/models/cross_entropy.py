@@ -1,0 +1,152 @@
+"""Options of a training loss that is a cross-entropy: label smoothing, z-loss, focal loss, class weights; their sums.
+
+A task whose Options inherit from CrossEntropy or ClassCrossEntropy has them. Evaluation reports the plain cross-entropy.
+Tests: tests/models/test_cross_entropy.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from src.config.errors import UsageError
+from src.config.fields import option
+
+IGNORED = -100
+TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
+
+
+@dataclass
+class CrossEntropy:
+    """The loss of a target: Σ over classes c of q_c w_c (1 − p_c)^focal_gamma (−log p_c) + z_loss (log Σ exp logits)².
+
+    p are the model's probabilities, q is 1 for the target and 0 for the others, smoothed as in torch's cross_entropy
+    (Szegedy et al. 2016); the focal factor is that of Lin et al. 2017, the z-loss that of PaLM (Chowdhery et al. 2022)
+    and ST-MoE (Zoph et al. 2022). w are the class weights: 1 without ClassCrossEntropy."""
+
+    label_smoothing_factor: float = option(
+        "probability spread over all classes in the training loss; evaluation does without",
+        0.0,
+        min=0,
+        below=1,
+        **TRAINING,
+    )
+    z_loss: float = option(
+        "weight of (log of the softmax's denominator)² in the training loss, such as 1e-4: keeps logits small",
+        0.0,
+        min=0,
+        **TRAINING,
+    )
+    focal_gamma: float = option(
+        "multiplies the training loss of a target by (1 − its probability) to this power: less of what is learned",
+        0.0,
+        min=0,
+        **TRAINING,
+    )
+
+    @property
+    def is_plain_loss(self) -> bool:
+        """Whether the training loss is the plain cross-entropy."""
+        return not (self.label_smoothing_factor or self.z_loss or self.focal_gamma)
+
+    def per_target(
+        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the `loss` of each target, (rows,), and without gradient `cross_entropy` (the plain one, times class
+        weights) and `z_loss`, as far as the options make them differ.
+
+        logits (rows, classes) in float32 or better, targets (rows,), class_weights (classes,). All values are zero for a
+        target of -100."""
+        if self.is_plain_loss and class_weights is None:
+            return {"loss": F.cross_entropy(logits, targets, reduction="none")}
+        log_p = F.log_softmax(logits, -1)
+        index = targets.clamp(min=0)
+        own = log_p.gather(-1, index[:, None])[:, 0]
+        weights = real = (targets != IGNORED).to(own.dtype)
+        if class_weights is not None:
+            class_weights = class_weights.to(own.dtype)
+            weights = weights * class_weights[index]
+        smoothing = self.label_smoothing_factor
+        loss = (1 - smoothing) * weights * self._cost(own)
+        if smoothing:
+            costs = self._cost(log_p) if class_weights is None else self._cost(log_p) * class_weights
+            loss = loss + smoothing * real * costs.mean(-1)
+        found = {"cross_entropy": -weights * own.detach()}
+        if self.z_loss:
+            log_denominator = logits.gather(-1, index[:, None])[:, 0] - own
+            z = weights * log_denominator.square()
+            loss, found["z_loss"] = loss + self.z_loss * z, z.detach()
+        return {"loss": loss} | found
+
+    def sums(
+        self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """Return the sums of `per_target`."""
+        return {name: value.sum() for name, value in self.per_target(logits, targets, class_weights).items()}
+
+    def _cost(self, log_p: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a class if it was the target, by the logarithm of its probability."""
+        if not self.focal_gamma:
+            return -log_p
+        # The bound keeps the gradient finite where a probability is rounded to 1: a power below 1 has none at 0.
+        rest = (-torch.expm1(log_p)).clamp(min=torch.finfo(log_p.dtype).tiny)
+        return -log_p * rest**self.focal_gamma
+
+
+PLAIN = CrossEntropy()
+
+
+@dataclass
+class ClassCrossEntropy(CrossEntropy):
+    """The options of a task with few classes. The weight of a batch is the sum of its targets' class weights."""
+
+    class_weights: list[str] = option(
+        "weight of each class in the training loss, in the order of the model's labels; the mean is weighted, too",
+        [],
+        **TRAINING,
+    )
+
+    @property
+    def is_plain_loss(self) -> bool:
+        return super().is_plain_loss and not self.class_weights
+
+    def check(self) -> list[str]:
+        """Return one sentence for each invalid class weight."""
+        return [
+            f"class_weights: {value!r} is not a number of 0 or more: give one for each class"
+            for value in self.class_weights
+            if not _is_weight(value)
+        ]
+
+    def check_classes(self, labels: Sequence[str]) -> None:
+        """Raise UsageError unless there is one weight for each class, or none at all."""
+        given, names = len(self.class_weights), ", ".join(labels[:20])
+        if given not in (0, len(labels)):
+            raise UsageError(
+                f"class_weights has {given} numbers, but there are {len(labels)} classes: give one for each, in this order: "
+                f"{names}{', …' if len(labels) > 20 else ''}"
+            )
+
+    def weigh(
+        self, training: bool, targets: np.ndarray, others: np.ndarray | None = None, shares: np.ndarray | float = 1.0
+    ) -> tuple[float, dict[str, torch.Tensor]]:
+        """Return (weight of a batch, its additional input `class_weights`): in training the sum of its class weights.
+
+        With `others` (mixup), a target has the weight of its two classes in their `shares`. Without class weights, and
+        in evaluation, the weight is the number of targets, and there is no additional input."""
+        if not training or not self.class_weights:
+            return int((targets != IGNORED).sum()), {}
+        weights = np.array([float(value) for value in self.class_weights])
+        total = (shares * weights[targets.clip(min=0)] * (targets != IGNORED)).sum()
+        if others is not None:
+            total += ((1 - shares) * weights[others]).sum()
+        return float(total), {"class_weights": torch.from_numpy(weights)}
+
+
+def _is_weight(value: str) -> bool:
+    try:
+        return 0 <= float(value) < float("inf")
+    except ValueError:
+        return False
