@@ -48,7 +48,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
-    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, state=TrainState())
+    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, TrainState(), checkpointer.roll_back)
     # step, updates, best metric, ...
     state = run.state = checkpointer.load(model, optimizer, logger.meter, **techniques.begin(run))
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
@@ -102,9 +102,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             techniques.change_gradient()
             state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
-            techniques.after_update(skipped)
             state.pending = UpdateResult(skipped, state.step, batch, losses)
-        logger.add_step(state.step, losses, totals, data_seconds)
+            techniques.after_update(skipped)
+        logger.add_step(state, losses, totals, data_seconds)
         model_replicas.after_step()  # local SGD, and the check that replicas are equal, if due
 
     if not due.complete():

@@ -66,9 +66,9 @@ def write_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter
+    checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter=None
 ) -> TrainState:
-    """Restore `parts`, gradient scaler and meter; return the TrainState. The model already has its weights."""
+    """Restore `parts`, gradient scaler and meter, if given; return the TrainState. The model has its weights already."""
     state = read_state(checkpoint)
     if unread := sorted(state["numbers"].keys() - parts.keys()):
         warn(f"resume: {checkpoint} also holds {', '.join(unread)}, which this run neither loads nor saves")
@@ -84,7 +84,8 @@ def load_checkpoint(
             load_part(checkpoint, part, holder)
     if strategy.accelerator.scaler is not None and state["scaler"]:
         strategy.accelerator.scaler.load_state_dict(state["scaler"])
-    meter.resume(state["meter"])
+    if meter is not None:
+        meter.resume(state["meter"])
     return TrainState(**state["progress"])
 
 

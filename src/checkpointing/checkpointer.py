@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume, roll_back
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.final_average import FinalAverage
 from src.checkpointing.hub_upload import push_to_hub
@@ -100,6 +100,12 @@ class Checkpointer:
             self.state.update_best(metrics, self.cfg)
         except UsageError as error:
             self.stop(error)
+
+    def roll_back(self, before: int) -> int | None:
+        """Return weights, optimizer and parts to the newest intact checkpoint below step `before`; return its step or None."""
+        with self.meter.paused():
+            self._wait_on_all_ranks()
+            return roll_back.roll_back(self.strategy, self.folder, self.model, self.parts, self.state, before)
 
     def save(self) -> None:
         """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""

@@ -57,6 +57,7 @@ class Strategy:
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.uses_local_sgd = bool(cfg.local_sgd_steps) and accelerator.num_processes > 1
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
+        self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
     @property
     def name(self) -> str:
@@ -200,8 +201,8 @@ class Strategy:
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
-        The update is skipped if the norm is not finite. It is the norm of the reduced gradient, so all ranks decide
-        alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the host wait."""
+        The update is skipped if the norm is not finite, or by `skip_rules`. It is that of the reduced gradient, so all ranks
+        decide alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the host wait."""
         self.unscale_gradients()
         clip = self.accelerator.clip_grad_norm_
         if self.accelerator.scaler is not None:
@@ -211,11 +212,13 @@ class Strategy:
         norm = clip(module.parameters(), max_norm or float("inf"))
         norm = norm.full_tensor() if is_partial(norm) else norm
         skipped = ~torch.isfinite(norm)
+        by_rule = sum((rule(norm) for rule in self.skip_rules), torch.zeros_like(skipped))
+        skipped = skipped | by_rule
         # If a fused SGD skips its first step, torch leaves the momentum uninitialized.
         first_momentum = bool(optimizer.defaults.get("momentum")) and not optimizer.state
-        if self.accelerator.scaler is not None:
-            optimizer.step()  # the scaler checks for non-finite gradients, and waits for the device
-            skipped = torch.tensor(self.accelerator.optimizer_step_was_skipped)
+        if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
+            (self.accelerator.scaler.update if by_rule else optimizer.step)()
+            skipped = by_rule.cpu() | self.accelerator.optimizer_step_was_skipped
             self.is_unscaled = False
         elif optimizer.defaults.get("fused") and not first_momentum:
             private_apis.skip_update_on_device(optimizer, skipped)

@@ -129,10 +129,14 @@ class RunLogger:
         Call it on every rank; it does not wait for the device. A sum that is the same on all ranks counts on each."""
         self.meter.add_sums(sums)
 
-    def add_step(self, step: int, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
-        """Count one step without waiting for the device."""
+    def add_step(self, state: TrainState, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
+        """Count one step without waiting for the device; write a line for each of `state.events`."""
+        for event in state.events:
+            self._line(event["kind"], state.step, event)
+            self.ledger.add_event(event | {"step": state.step})
+        state.events.clear()
         self.meter.add(losses, totals, data_seconds)
-        self.ledger.add(step, totals.examples, totals.hash_low, totals.hash_high)
+        self.ledger.add(state.step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
     def train_line(self, state: TrainState) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean, list_errors
+from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import declared_options, field_types, range_errors, read_value
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
@@ -92,6 +92,12 @@ class TechniqueChain:
         """Let the techniques follow an update of the weights, which the device may have skipped."""
         for technique in self.techniques.values():
             technique.after_update(skipped.tensor)
+        for name, technique in self.techniques.items():
+            before = technique.roll_back_before()
+            if before is not None and self.run.roll_back(before) is None:
+                warn(
+                    f"techniques: {name}: there is no checkpoint before step {before} to return to; its update was skipped"
+                )
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -55,7 +55,7 @@ class StepLosses(NamedTuple):
 class UpdateResult(NamedTuple):
     """An update that the device may still be computing, with the data for a report if it is skipped."""
 
-    skipped: DeviceFlag  # the loss or the gradient of some rank was not finite
+    skipped: DeviceFlag  # the loss or the gradient of some rank was not finite, or a technique skipped it
     step: int
     window: Window  # this rank's micro-batches
     losses: StepLosses  # of these micro-batches
@@ -67,7 +67,7 @@ class TrainState:
 
     step: int = 0  # completed steps, including those with a skipped update
     updates: int = 0  # steps that changed the weights; the learning rate depends on it
-    skipped: int = 0  # updates skipped in a row up to now: loss or gradient not finite
+    skipped: int = 0  # updates skipped in a row up to now: loss or gradient not finite, or a spike
     logged: int = 0  # step of the last train line
     evaluated: int = 0  # step of the last finished evaluation
     best: float | None = None  # best value so far of the metric that selects the best model
@@ -79,10 +79,12 @@ class TrainState:
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
     stream: dict | None = None  # position in each shard group of a streamed dataset
+    rollbacks: list[dict] = field(default_factory=list)  # {"step", "to", …} of each return to a checkpoint
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
         self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
+        self.events: list[dict] = []  # what the next line of a step says besides; emptied by the logger
 
     @property
     def lr_factor(self) -> float:
@@ -101,7 +103,7 @@ class TrainState:
         self.updates += self.local_updates or not skipped
         self.skipped = self.skipped + 1 if skipped else 0
         if skipped:
-            report_skipped(pending, self.local_updates)
+            report_skipped(pending, self.local_updates, self.norm_if_spike())
         if not self.local_updates:
             self.check_skipped(max_skipped, pending.step)
 
@@ -110,12 +112,18 @@ class TrainState:
         if self.skipped < max_skipped:
             return
         where = " on some rank" if self.local_updates else ""
+        reason = "the loss or the gradient was not finite" if self.norm_if_spike() is None else "the gradient spiked"
         weights = "" if self.local_updates else "Skipped updates do not change the weights. "
         raise Failure(
-            f"{self.skipped} updates in a row were skipped{where} because the loss or the gradient was not finite, the "
-            f"last at step {step} (max_skipped_steps is {max_skipped}). {weights}Lower learning_rate, or check the "
+            f"{self.skipped} updates in a row were skipped{where} because {reason}, the last at step "
+            f"{step} (max_skipped_steps is {max_skipped}). {weights}Lower learning_rate, or check the "
             "examples named above and in logs/; the same command resumes from the last checkpoint"
         )
+
+    def norm_if_spike(self) -> float | None:
+        """Return the gradient norm of the last update if it is finite; this waits for the device."""
+        norm = float("nan") if self.grad_norm is None else float(self.grad_norm)
+        return norm if math.isfinite(norm) and not self.local_updates else None
 
     def use_metric(self, cfg: RunConfig) -> None:
         """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
@@ -206,17 +214,20 @@ class Intervals:
         )
 
 
-def report_skipped(result: UpdateResult, local_updates: bool = False) -> None:
-    """Log a skipped update and print it on rank 0, on ranks with a non-finite loss, and under local SGD on each rank."""
+def report_skipped(result: UpdateResult, local_updates: bool = False, spike: float | None = None) -> None:
+    """Log a skipped update and print it on rank 0, on ranks with a non-finite loss, and under local SGD on each rank.
+
+    `spike`: the gradient norm if it is finite, because then a technique skipped the update."""
     rank = os.environ.get("RANK", "0")
     all_ids, bad_ids = [], []
     for (micro, _), loss in zip(result.window, result.losses.losses.tolist(), strict=True):
         if not micro.dummy:
             all_ids += micro.ids.tolist()
             bad_ids += [] if math.isfinite(loss) else micro.ids.tolist()
-    what = f"the loss of examples {bad_ids}" if bad_ids else f"the gradient (here, of examples {all_ids})"
+    what = f"the loss of examples {bad_ids} is" if bad_ids else f"the gradient (here, of examples {all_ids}) is"
+    what += " not finite" if spike is None or bad_ids else f" a spike of norm {spike:.4g}"
     where = "on this rank" if local_updates else "on all ranks"
-    text = f"step {result.step}: {what} is not finite; the update is skipped {where}, no weight or moment has changed"
+    text = f"step {result.step}: {what}; the update is skipped {where}, no weight or moment has changed"
     logging.getLogger("run").warning("%s", text)
     if bad_ids or local_updates or rank == "0":
         print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

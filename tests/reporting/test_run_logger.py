@@ -164,9 +164,9 @@ def sums_of_a_task(monkeypatch):
                 out["rare"] = inputs["input_ids"].double().sum()
         return out
 
-    def with_calls(self, step, *rest):
-        add_step(self, step, *rest)
-        self.add_sums({"calls": torch.tensor(float(step))})
+    def with_calls(self, state, *rest):
+        add_step(self, state, *rest)
+        self.add_sums({"calls": torch.tensor(float(state.step))})
 
     monkeypatch.setattr(causal_lm.Task, "loss", with_sums)
     monkeypatch.setattr(RunLogger, "add_step", with_calls)

@@ -23,6 +23,7 @@ TECHNIQUES = {
     "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),
     # updates: skip or undo
+    "spike_watch": _technique("SpikeWatch", "spike_watch"),
     # weights after an update, and their averages
     "lookahead": _technique("Lookahead"),
     "ema": _technique("EMA"),

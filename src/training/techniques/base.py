@@ -33,6 +33,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     num_steps: int
     state: TrainState  # of the checkpoint, once it is loaded; in a step, state.step already counts this step
+    # Return to the newest checkpoint before a step, on all ranks; its step, or None if there is none (Checkpointer).
+    roll_back: Callable[[int], int | None] = lambda before: None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""
@@ -76,6 +78,13 @@ class Technique:
 
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `skipped` is a bool on the device: do not wait for it."""
+
+    def roll_back_before(self) -> int | None:
+        """Return a step if the weights and all else must return to the last checkpoint before it, after an update.
+
+        The same on every rank, and never by waiting for the device: judge the update before. Training goes on with the
+        data of the next step."""
+        return None
 
     # ---- beside the model --------------------------------------------------------------------------------------------
 
