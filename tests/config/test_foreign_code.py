@@ -33,6 +33,7 @@ EVIL = {
     "attn_implementation": "evil/kernel",
     "chat_template": "/evil/template",
     "sample_prompt": "evil",
+    "techniques": {"evil": None},
 }
 CHECKPOINT = "checkpoints/step_00000003"
 

@@ -3,6 +3,7 @@
 import json
 import math
 
+import matplotlib.figure  # noqa: F401 (before ranks are forked: it takes a second)
 import numpy as np
 import pytest
 
@@ -75,7 +76,7 @@ def test_loss_that_still_falls_at_the_end_is_said():
 @pytest.fixture
 def fields(tmp_path) -> dict:
     fields = technique_runs.with_dropout(tmp_path, technique_runs.files(tmp_path))
-    own = {"per_device_batch_size": 4, "updates": 30, "start_lr": 1e-5, "output_dir": tmp_path / "run"}
+    own = {"per_device_batch_size": 4, "updates": 20, "start_lr": 1e-4, "output_dir": tmp_path / "run"}
     return fields | own | {"techniques": json.dumps({"clip_by_value": {"limit": 0.01}})}
 
 

@@ -1,0 +1,238 @@
+"""The field `techniques`: reading it, the order of techniques, resuming; the registry and its documentation."""
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from src.config.errors import UsageError
+from src.config.fields import declared_options, option
+from src.config.schema import RunConfig
+from src.training.technique_chain import TechniqueChain, exchanged
+from src.training.techniques import TECHNIQUES
+from src.training.techniques.base import Technique
+from tests.checkpointing import recipe
+from tests.helpers import kit, technique_runs
+
+
+@dataclass(eq=False)
+class Outer(Technique):
+    """A technique without state, which computes the gradient twice."""
+
+    rate: float = option("a rate", 0.5, above=0)
+    low: int = option("lowest", 1)
+    high: int = option("highest", 2)
+
+    def errors(self) -> list[str]:
+        return [f"low is {self.low}: it must be below high, which is {self.high}"] if self.low >= self.high else []
+
+    def compute_gradient(self, compute, window, total_weight):
+        return ["outer", compute(window, total_weight), compute(window, total_weight)]
+
+
+@dataclass(eq=False)
+class Inner(Technique):
+    """A technique with a state, which works under DeepSpeed."""
+
+    deepspeed = True
+    name: str = option("a name", "x", choices=("x", "y"))
+
+    def compute_gradient(self, compute, window, total_weight):
+        return ["inner", compute(window, total_weight)]
+
+    def state_dict(self):
+        return {"count": 1}
+
+
+KNOWN = {"outer": lambda: Outer, "inner": lambda: Inner}
+
+
+def chain(techniques: dict | None) -> TechniqueChain:
+    return TechniqueChain(RunConfig(techniques=techniques), KNOWN)
+
+
+# ---- reading the field -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, {}])
+def test_a_run_without_techniques_has_none(given):
+    assert chain(given).techniques == {}
+
+
+@pytest.mark.parametrize("given", [None, True, {}])
+def test_null_and_true_take_all_defaults(given):
+    assert vars(chain({"outer": given}).techniques["outer"]) == {"rate": 0.5, "low": 1, "high": 2}
+
+
+def test_values_are_read_as_the_types_of_the_options():
+    outer = chain({"outer": {"rate": 1, "low": "0"}}).techniques["outer"]
+    assert (outer.rate, type(outer.rate), outer.low) == (1.0, float, 0)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"oter": {}}, ["oter", "did you mean outer", "outer, inner"]),
+        ({"outer": {"rat": 1}}, ["outer: rat", "did you mean rate", "rate, low, high"]),
+        ({"outer": {"rate": "fast"}}, ["outer: rate", "'fast'", "a rate"]),
+        ({"outer": {"rate": [1, 2]}}, ["outer: rate", "1 2"]),
+        ({"outer": {"rate": 0}}, ["outer: rate is 0", "above 0"]),
+        ({"outer": {"rate": float("nan")}}, ["outer: rate is nan", "finite"]),
+        ({"outer": {"low": 2}}, ["outer: low is 2", "high, which is 2"]),
+        ({"outer": 0.5}, ["outer", "0.5", "{NAME: VALUE}"]),
+        ({"outer": False}, ["outer", "False"]),
+        ({"outer": ["rate"]}, ["outer", "['rate']"]),
+        ({"inner": {"name": "z"}}, ["inner: name", "'z'", "'x', 'y'"]),
+        ({"outer": {"rate": -1}, "inner": {"nam": 1}, "sma": None}, ["3 errors", "rate is -1", "nam", "sma"]),
+    ],
+)
+def test_invalid_techniques_are_refused_by_name(given, words):
+    with pytest.raises(UsageError) as raised:
+        chain(given)
+    for word in ("techniques: ", *words):
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("given", ['{"clip_by_value": {"limit": -1}}', "{clip_by_valu: null}", "[clip_by_value]"])
+def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path, given):
+    argv = kit.flags(**technique_runs.files(tmp_path), techniques=given, output_dir="run")
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
+    assert codes == [2, 2]
+    assert "techniques" in texts[0]
+    assert texts[0].count("error") == 1
+    assert not list((tmp_path / "here").iterdir())
+
+
+# ---- the order of techniques, and their states ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [{"outer": None, "inner": None}, {"inner": None, "outer": None}])
+def test_the_registry_decides_the_order(given):
+    compute = chain(given).around(lambda strategy, module, window, weight: [strategy, module, window, weight])
+    pass_of_inner = ["inner", ["s", "m", "w", 2.0]]
+    assert compute("s", "m", "w", 2.0) == ["outer", pass_of_inner, pass_of_inner]
+
+
+def test_order_in_the_run_file_changes_no_bit(tmp_path):
+    """And a run file in YAML, its config.yaml and JSON on the command line are the same run."""
+    techniques = {"clip_by_value": {"limit": 1e-3}, "gradient_noise": {"eta": 1e-8}}
+    values = technique_runs.files(tmp_path)
+    first = technique_runs.train(tmp_path / "flag", values, max_steps=2, techniques=json.dumps(techniques))
+    turned = dict(reversed(techniques.items()))
+    texts = {name: str(value) if hasattr(value, "parts") else value for name, value in values.items()}
+    file = kit.write_yaml(tmp_path / "run.yaml", texts | {"techniques": turned, "max_steps": 2})
+    second = kit.run_training(1, tmp_path / "yaml", "--config", file, "--per_device_batch_size", technique_runs.ROWS)
+    third = kit.run_training(1, tmp_path / "config", "--config", first.folder / "config.yaml")
+    plain = technique_runs.train(tmp_path / "plain", values, max_steps=2)
+    assert kit.same(first.weights, second.weights)
+    assert kit.same(first.weights, third.weights)
+    assert not kit.same(first.weights, plain.weights)
+
+
+def test_only_techniques_with_a_state_are_parts_of_a_checkpoint():
+    found = chain({"outer": None, "inner": None})
+    run = SimpleNamespace(strategy=_strategy("NO"))
+    assert found.begin(run) == {"inner": found.techniques["inner"]}
+    assert all(technique.run is run for technique in found.techniques.values())
+
+
+def _strategy(kind: str):
+    return SimpleNamespace(
+        accelerator=SimpleNamespace(distributed_type=SimpleNamespace(value=kind)), name="DeepSpeed ZeRO-2"
+    )
+
+
+def test_deepspeed_is_refused_unless_the_technique_supports_it():
+    run = SimpleNamespace(strategy=_strategy("DEEPSPEED"))
+    assert chain({"inner": None}).begin(run)
+    with pytest.raises(UsageError, match=r"techniques: outer .*DeepSpeed ZeRO-2.*fsdp2.yaml"):
+        chain({"outer": None, "inner": None}).begin(run)
+
+
+@pytest.mark.cluster
+def test_real_deepspeed_is_refused_on_all_ranks(tmp_path):
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
+    values = technique_runs.files(tmp_path) | {"dtype": "float32", "per_device_batch_size": 4, "output_dir": "run"}
+    argv = kit.flags(**values, techniques='{"clip_by_value": null}')
+    env = kit.where("zero2", 2, mixed_precision="no")
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env, timeout=300)
+    assert codes == [2, 2]
+    assert "techniques: clip_by_value does not support DeepSpeed" in texts[0]
+
+
+def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
+    values = technique_runs.files(tmp_path) | {"max_steps": 2, "save_steps": 1, "per_device_batch_size": 4}
+    values["techniques"] = json.dumps({"clip_by_value": {"limit": 0.5}, "gradient_noise": None})
+    run = technique_runs.train(tmp_path / "run", values, 1, 4)
+
+    def found(techniques: dict | None):
+        fields = {name: value for name, value in values.items() if name != "techniques"}
+        return recipe.find(
+            run.folder, kit.flags(**fields, **({"techniques": json.dumps(techniques)} if techniques else {}))
+        )
+
+    assert found({"gradient_noise": None, "clip_by_value": {"limit": 0.5}}).folder
+    for other in (None, {"clip_by_value": {"limit": 0.5}}, {"clip_by_value": {"limit": 0.6}, "gradient_noise": None}):
+        with pytest.raises(UsageError, match=r"techniques: .*clip_by_value.*0\.5.*→.*--output_dir"):
+            found(other)
+
+
+# ---- weights in place of others ------------------------------------------------------------------------------------------
+
+
+def test_exchanged_weights_are_bitwise_restored():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    odd = torch.tensor([[float("nan"), -0.0], [1e-45, float("inf")]])
+    with torch.no_grad():
+        model[0].weight.copy_(odd)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    others = {"0.weight": torch.ones(2, 2), "1.running_mean": torch.full((2,), 3.0)}
+    for error in (None, RuntimeError("an evaluation fails")):
+        try:
+            with exchanged(model, others):
+                assert torch.equal(model[0].weight, torch.ones(2, 2))
+                assert torch.equal(model[1].running_mean, torch.full((2,), 3.0))
+                if error:
+                    raise error
+        except RuntimeError as raised:
+            assert raised is error  # noqa: PT017 (the weights are compared below)
+        for name, value in model.state_dict().items():
+            assert value.numpy().tobytes() == before[name].numpy().tobytes(), name
+
+
+# ---- the registry and its documentation ----------------------------------------------------------------------------------
+
+PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_every_technique_has_a_row_that_names_its_options_and_test(name):
+    rows = re.findall(rf"^\| `{name}` \|.*\|$", PAGE, re.M)
+    assert len(rows) == 1
+    kind = TECHNIQUES[name]()
+    for option_name in declared_options(kind):
+        assert re.search(rf"`{option_name}\b", rows[0]), option_name
+    tests = re.findall(r"`(tests/training/techniques/test_\w+\.py)", rows[0])
+    assert tests
+    for file in tests:
+        assert (kit.REPOSITORY / file).exists(), file
+    assert (kind.__doc__ or "").strip()
+
+
+def test_no_file_of_src_imports_a_technique():
+    """So that a fork can delete any of them, with its line in the registry and its test."""
+    shared = {"base"}
+    for path in sorted((kit.REPOSITORY / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("src.training.techniques."):
+                assert node.module.rpartition(".")[2] in shared, f"{path}: {node.module}"
+            elif isinstance(node, ast.ImportFrom) and node.module == "src.training.techniques":
+                assert {alias.name for alias in node.names} <= {"TECHNIQUES", "Technique", *shared}, path
+
+
+def test_the_readme_links_to_the_page():
+    assert "(docs/techniques.md)" in (kit.REPOSITORY / "README.md").read_text()
