@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from src.config.fields import ASK, Auto, declared_options, option
 from src.config.untrusted_values import plain_data, plain_name
 
-OPTIMIZERS = ("adamw", "adamw_torch", "sgd")
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 SCHEDULES += ("flat_cos", "one_cycle", "cosine_restarts_min", "reduce_lr_on_plateau")  # of src/training/schedules.py
@@ -149,12 +148,24 @@ class RunConfig:
         from_checkpoint=True,
     )
 
-    optim: str = option("optimizer; adamw_torch is adamw", "adamw", group="optimizer", choices=OPTIMIZERS)
+    optim: str = option(
+        "optimizer: adamw, sgd, muon, or a name of torch.optim or of the package pytorch_optimizer",
+        "adamw",
+        group="optimizer",
+    )
+    optim_args: dict | None = option('further arguments of the optimizer, e.g. {"nesterov": true}')
     learning_rate: float = option("peak learning rate", 5e-5, min=0)
     weight_decay: float = option("weight decay of parameters with two or more dimensions", 0.01, min=0)
     adam_beta1: float = option("decay of the first moment; momentum of sgd", 0.9, min=0, below=1)
     adam_beta2: float = option("decay of the second moment", 0.999, min=0, below=1)
     adam_epsilon: float = option("added to the root of the second moment", 1e-8, above=0)
+    parameter_groups: dict | None = option(
+        "rate and weight decay by parameter name: {PATTERN: {lr_factor: X, weight_decay: Y}, …}; * stands for any text"
+    )
+    lr_layer_decay: float | None = option(
+        "multiply the rate by this for each layer further from the head (default: off)", above=0, max=1
+    )
+    freeze: list[str] = option("name patterns of parameters that are not trained", [])
     max_grad_norm: float = option("clip the gradient to this norm; 0: no clipping", 1.0, min=0)
     max_skipped_steps: int = option(
         "fail after this many skipped (non-finite) updates in a row", 20, min=1, may_change_on_resume=True

@@ -15,6 +15,7 @@ from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.mixture_fields import mixture_errors
+from src.config.optimizer_class import BUILT_IN, optimizer_errors
 from src.config.redact import was_redacted
 from src.config.schema import RunConfig
 from src.config.untrusted_values import plain_name
@@ -135,6 +136,17 @@ def plateau_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
         yield "lr_scheduler_type is reduce_lr_on_plateau, which acts after evaluations: give --eval_steps"
 
 
+def group_fields(cfg: RunConfig) -> Iterator[str]:
+    """Yield the errors of `parameter_groups`."""
+    for pattern, fields in (cfg.parameter_groups or {}).items():
+        if not isinstance(fields, dict) or not fields or fields.keys() - {"lr_factor", "weight_decay"}:
+            yield f"parameter_groups: {pattern}: give lr_factor, weight_decay or both as {{NAME: VALUE}}, not {fields!r}"
+            continue
+        for name, value in fields.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                yield f"parameter_groups: {pattern}: {name} is {value!r}: give a number of 0 or more"
+
+
 def local_sgd(cfg: RunConfig) -> Iterator[str]:
     """Yield the errors of intervals that do not fit `local_sgd_steps`."""
     every = cfg.local_sgd_steps or 0
@@ -147,6 +159,8 @@ def local_sgd(cfg: RunConfig) -> Iterator[str]:
                 f"{name} is {value}, not a multiple of local_sgd_steps, which is {every}: between two averages, "
                 "processes have different weights"
             )
+    if cfg.optim not in BUILT_IN:
+        yield f"local_sgd_steps is {every} and optim is {cfg.optim}, whose state cannot be averaged: use adamw or sgd"
     if cfg.ddp_comm_hook != "no":
         yield "local_sgd_steps and ddp_comm_hook are both given: local SGD sends no gradients to compress: keep one"
 
@@ -196,6 +210,8 @@ def _redacted_values(values: dict[str, Any]) -> list[str]:
 
 RULES = [trusted_attention, one_source, named_subset, mixture_errors, whole_warmup_steps, writable_folders]
 TRAINING_RULES = [
+    optimizer_errors,
+    group_fields,
     plateau_needs_evaluations,
     one_model,
     training_data,

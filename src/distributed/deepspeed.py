@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from src.config.errors import UsageError, warn
+from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
 from src.distributed.strategies import Strategy
@@ -120,6 +121,11 @@ def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
     for part in ("optimizer", "scheduler"):
         if part in config:
             raise UsageError(f"the DeepSpeed configuration has a field {part}: remove it; the run file sets the {part}")
+    if cfg.optim not in BUILT_IN:
+        raise UsageError(
+            f"optim is {cfg.optim}, but DeepSpeed shards all parameters as one vector, without their shapes: use adamw or sgd, "
+            "or FSDP2 (accelerate_configs/fsdp2.yaml)"
+        )
     if cfg.dtype == "float64":
         raise UsageError("dtype is float64, which DeepSpeed does not support: use accelerate_configs/fsdp2.yaml")
     if plugin.zero_stage not in (1, 2, 3):

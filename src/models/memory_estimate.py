@@ -109,8 +109,8 @@ def count_parameters(model: torch.nn.Module) -> ModelSize:
 
 
 def optimizer_moments(cfg: RunConfig) -> int:
-    """Return the number of optimizer state values per trainable parameter."""
-    return 1 if cfg.optim == "sgd" else 2
+    """Return the number of optimizer state values per trainable parameter; of optimizers that are not listed, a guess."""
+    return {"sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}.get(cfg.optim.lower(), 2)
 
 
 def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings, copies: int = 0) -> dict[str, float]:

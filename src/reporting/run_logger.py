@@ -30,6 +30,7 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
+from src.training.parameter_groups import freeze
 from src.training.schedules import make_schedule, total_steps
 from src.training.step import ModelWithLoss, StepTotals
 from src.training.train_state import Intervals, StepLosses, TrainState
@@ -195,6 +196,7 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
     module = ModelWithLoss(task.build(), task)
     check_trial_loss(module.model, task, datasets["train"])
+    freeze(module, cfg)
     print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 

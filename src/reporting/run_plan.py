@@ -14,6 +14,7 @@ from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
 from src.models import memory_estimate
 from src.models.activation_memory import Forward
 from src.tasks import Task
+from src.training.parameter_groups import describe_groups
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
 from src.training.technique_chain import TechniqueChain
@@ -37,6 +38,8 @@ def plan_table(
     rows |= _length(cfg, train, total) | _warmups(cfg, module.task)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
+    if groups := describe_groups(model, cfg):
+        rows["parameter groups"] = groups
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
     forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
     copies, longest = TechniqueChain(cfg).copies, train.stats.get("longest", 1)

@@ -1,31 +1,40 @@
-"""Optimizers and their parameter groups.
+"""Optimizers by name: the one that `optim` names, with its parameter groups.
 
-Add an optimizer as one line of make_optimizer. Tests: tests/training/test_optimizers.py.
+src/config/optimizer_class.py finds the class, parameter_groups.py makes the groups.
+Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py.
 """
 
 import torch
 
 from src.config.errors import UsageError
+from src.config.optimizer_class import find_class, optimizer_arguments
 from src.config.schema import RunConfig
 from src.distributed.tensor_parallel import split_by_sharding
+from src.training.muon import MuonWithAdamW
+from src.training.parameter_groups import freeze, parameter_groups
 
-
-def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict]:
-    """Return the trainable parameters in groups: weight decay for two or more dimensions, none for the rest."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [part for group in groups for part in split_by_sharding(group)]
+FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device
 
 
 def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-    """Return the optimizer named by `cfg.optim`; with `fused`, one kernel updates all parameters."""
-    groups = parameter_groups(model, cfg.weight_decay)
+    """Freeze what `cfg.freeze` names; return the optimizer named by `cfg.optim` of the remaining parameters.
+
+    With `fused`, one kernel updates all parameters, where torch has one that can skip an update on the device."""
+    freeze(model, cfg)
+    groups = [part for group in parameter_groups(model, cfg) for part in split_by_sharding(group)]
     if not groups:
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
-    options = {"lr": cfg.learning_rate, "fused": fused}
-    if cfg.optim == "sgd":
-        return torch.optim.SGD(groups, momentum=cfg.adam_beta1, **options)
-    return torch.optim.AdamW(groups, betas=(cfg.adam_beta1, cfg.adam_beta2), eps=cfg.adam_epsilon, **options)
+    kind = find_class(cfg.optim)
+    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, kind)
+    if kind is torch.optim.Muon:
+        adamw = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
+        return MuonWithAdamW(groups, options, adamw)
+    if kind in FUSED:
+        options["fused"] = fused
+    try:
+        optimizer = kind(groups, **options)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise UsageError(
+            f"optim is {cfg.optim}: {kind.__name__} refuses its arguments or parameters: {error}"
+        ) from error
+    return optimizer

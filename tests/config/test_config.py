@@ -183,7 +183,6 @@ def test_new_field_is_one_line(here):
         (["--packing", "maybe"], ["--packing: expected true or false, found 'maybe'"]),
         (["--output_dir", ""], ["--output_dir: the value is empty"]),
         (["--model_config="], ["--model_config: the value is empty"]),
-        (["--optim", "adamm"], ["--optim: 'adamm'", "'adamw'", "did you mean adamw?"]),
         (["--dtype", "float16"], ["--dtype: 'float16'", "'bfloat16'"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--lr_scheduler_kwargs", "{min"], ["--lr_scheduler_kwargs: expected", "found {min", "min_lr"]),

@@ -1,15 +1,18 @@
 """Parameter groups: weight decay, frozen parameters, fused kernels."""
 
+import json
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed.strategy_checks import check_groups, rate_factor
-from src.training.optimizers import make_optimizer, parameter_groups
-from tests.helpers import kit
+from src.training.optimizers import make_optimizer
+from src.training.parameter_groups import parameter_groups
+from tests.helpers import kit, technique_runs
 
 
 def small_model():
@@ -22,7 +25,7 @@ def small_model():
 
 def test_weight_decay_on_two_dimensions_or_more():
     model = small_model()
-    decayed, plain = parameter_groups(model, 0.1)
+    decayed, plain = parameter_groups(model, RunConfig(weight_decay=0.1))
     assert [id(p) for p in decayed["params"]] == [id(model[0].weight), id(model[1].weight)]
     assert [id(p) for p in plain["params"]] == [
         id(p) for p in (model[1].bias, model[2].weight, model[2].bias, model[3].bias)
@@ -106,3 +109,91 @@ def test_parameter_outside_all_groups_is_refused():
 def test_negative_rate_of_a_group_is_refused():
     with pytest.raises(UsageError, match=r"rate -1"):
         rate_factor(-1.0, 1e-3)
+
+
+# ---- optimizers by name ------------------------------------------------------------------------------------------------
+
+
+def make(model=None, **given):
+    return make_optimizer(RunConfig(**({"learning_rate": 0.1} | given)), model or small_model())
+
+
+def test_arguments_reach_the_optimizer():
+    nesterov = make(optim="sgd", adam_beta1=0.8, optim_args={"nesterov": True})
+    assert [(group["momentum"], group["nesterov"]) for group in nesterov.param_groups] == [(0.8, True)] * 2
+    adam = make(optim="NAdam", adam_beta2=0.95, optim_args={"decoupled_weight_decay": True})
+    assert type(adam) is torch.optim.NAdam
+    assert adam.param_groups[0]["betas"] == (0.9, 0.95)
+    assert adam.param_groups[1]["decoupled_weight_decay"] is True
+
+
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({"optim": "adamm"}, "optim is adamm: .*did you mean adam"),
+        ({"optim": "lbfgs"}, "optim is lbfgs, which cannot train here"),
+        ({"optim": "sparse_adam", "weight_decay": 0}, "sparse gradients"),
+        ({"optim": "sgd", "optim_args": {"nestrov": True}}, "no argument nestrov; did you mean nesterov"),
+        ({"optim": "sgd", "optim_args": {"momentum": 0.9}}, "momentum is set by adam_beta1"),
+        ({"optim_args": {"lr": 0.9}}, "lr is set by learning_rate"),
+        ({"optim": "rprop"}, "weight_decay is 0.01, but Rprop has none"),
+        ({"optim": "adafactor", "adam_beta1": 0.5}, "adam_beta1 is 0.5, which Adafactor does not read"),
+        ({"optim": "sgd", "adam_beta1": 0.0, "optim_args": {"nesterov": True}}, "SGD refuses .* momentum"),
+    ],
+)
+def test_optimizers_that_cannot_work_are_refused(given, text):
+    with pytest.raises(UsageError, match=text):
+        make(**given)
+
+
+# ---- Muon --------------------------------------------------------------------------------------------------------------
+
+
+def muon_fields(folder) -> dict:
+    return technique_runs.files(folder) | {"optim": "muon", "optim_args": json.dumps({"momentum": 0.9})}
+
+
+def plain_muon(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop with two optimizers; with `embeddings`, Muon also updates the embeddings."""
+    plain = technique_runs.Plain(values)
+    named = dict(plain.model.named_parameters())
+    hidden = {n for n, p in named.items() if p.dim() == 2 and (".h." in n or embeddings)}
+    options = {"momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
+    muon = torch.optim.Muon([named[name] for name in hidden], lr=1e-2, **options)
+    rest = [{"params": [p], "weight_decay": 0.1 * (p.dim() == 2)} for n, p in named.items() if n not in hidden]
+    adamw = torch.optim.AdamW(rest, lr=1e-2)
+
+    def update(step: int) -> None:
+        plain.model.zero_grad()
+        plain.loss().backward()
+        muon.step()
+        adamw.step()
+
+    return plain.train(update)
+
+
+def test_muon_is_exact_for_every_split(tmp_path):
+    values = muon_fields(tmp_path)
+    first = technique_runs.check_splits(tmp_path, values, plain_muon(values))
+    mutant = plain_muon(values, embeddings=True)
+    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+def test_muon_resumes_with_the_moments_of_both(tmp_path):
+    run = technique_runs.check_resume(tmp_path, muon_fields(tmp_path))
+    moments = load_file(next(iter(sorted((run.folder / "checkpoints").iterdir()))) / "optimizer.safetensors")
+    assert {name.split("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+
+
+def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypatch):
+    from src.training.muon import MuonWithAdamW
+
+    load = MuonWithAdamW.load_state_dict
+
+    def without_muon(self, state):
+        kept = {key: value for key, value in state["state"].items() if "momentum_buffer" not in value}
+        load(self, state | {"state": kept})
+
+    monkeypatch.setattr(MuonWithAdamW, "load_state_dict", without_muon)
+    with pytest.raises(AssertionError):
+        technique_runs.check_resume(tmp_path, muon_fields(tmp_path), world=1, micro=16)

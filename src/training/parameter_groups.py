@@ -1,0 +1,154 @@
+"""Parameter groups: frozen parameters, rates and weight decay by name pattern, rates that fall from the head down.
+
+A pattern is a whole parameter name, as checkpoints hold it, in which `*` stands for any text: `*.attn.*`.
+Tests: tests/training/test_parameter_groups.py.
+"""
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+import torch
+
+from src.config.errors import UsageError, did_you_mean
+from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import plain_name
+from src.training.step import ModelWithLoss
+
+
+class Group(NamedTuple):
+    """What the parameters of a group have in common."""
+
+    weight_decay: float
+    lr_factor: float  # rate of the group = learning rate of the schedule × this
+    hidden: bool = False  # updated by Muon
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by the names that checkpoints hold; tied ones once."""
+    model = model.model if isinstance(model, ModelWithLoss) else model
+    return {plain_name(name): p for name, p in model.named_parameters()}
+
+
+def match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
+    """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
+    names, found, used = list(names), {}, set()
+    for name in names:
+        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
+        used.update(matching)
+        if matching:
+            found[name] = matching[0]
+    for pattern in patterns:
+        if pattern not in used:
+            similar = did_you_mean(pattern, names) or f"; the names are {', '.join(names[:5])}, …"
+            raise UsageError(f"{field}: {pattern} matches no parameter{similar} (* stands for any text)")
+    return found
+
+
+def freeze(model: torch.nn.Module, cfg: RunConfig) -> None:
+    """Set requires_grad to False for the parameters that `freeze` names, before the model is wrapped."""
+    parameters = named_parameters(model)
+    for name in match(cfg.freeze, parameters, "freeze"):
+        parameters[name].requires_grad_(False)
+
+
+def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
+    """Return the trainable parameters in groups: weight decay for two or more dimensions, none for the rest.
+
+    `parameter_groups`, `lr_layer_decay` and Muon split them further."""
+    grouped: dict[Group, list[torch.nn.Parameter]] = {}
+    parameters = named_parameters(model)
+    for name, group in _groups_by_name(model, cfg).items():
+        grouped.setdefault(group, []).append(parameters[name])
+    return [{"params": found} | _fields(group, cfg) for group, found in grouped.items()]
+
+
+def _fields(group: Group, cfg: RunConfig) -> dict:
+    """Return a group's fields for the optimizer. An lr_factor of 1 is the default of Strategy.prepare."""
+    fields: dict = {"weight_decay": group.weight_decay}
+    if group.lr_factor != 1.0:
+        fields |= {"lr": cfg.learning_rate * group.lr_factor, "lr_factor": group.lr_factor}
+    return fields | ({"hidden": group.hidden} if uses_hidden(cfg) else {})
+
+
+def uses_hidden(cfg: RunConfig) -> bool:
+    """Return whether the optimizer treats hidden matrices in another way than the rest."""
+    return cfg.optim.lower() == "muon"
+
+
+def _groups_by_name(model: torch.nn.Module, cfg: RunConfig) -> dict[str, Group]:
+    """Return the group of each trainable parameter, those with two or more dimensions first."""
+    parameters = named_parameters(model)
+    rules = cfg.parameter_groups or {}
+    pattern_of = match(rules, parameters, "parameter_groups")
+    depths, layers = layer_depths(model) if cfg.lr_layer_decay or uses_hidden(cfg) else ({}, 0)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    found = {}
+    for name, parameter in sorted(parameters.items(), key=lambda item: _dim(item[1]) < 2):
+        if parameter.requires_grad:
+            given = rules.get(pattern_of.get(name, ""), {})
+            factor = given.get("lr_factor", 1.0)
+            if cfg.lr_layer_decay:
+                factor *= cfg.lr_layer_decay ** (layers + 1 - depths[name])
+            decay = cfg.weight_decay if _dim(parameter) >= 2 else 0.0
+            inside = 0 < depths.get(name, 0) <= layers
+            hidden = uses_hidden(cfg) and inside and _dim(parameter) == 2 and id(parameter) not in tables
+            found[name] = Group(given.get("weight_decay", decay), factor, hidden)
+    return found
+
+
+def _dim(parameter: torch.nn.Parameter) -> int:
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: under ZeRO-3
+
+
+def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
+    """Return ({parameter name: depth}, number of layers n): 0 before the first layer, 1 … n in a layer, n + 1 after all.
+
+    Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter
+    between two lists has the depth of the layer before it. Raise UsageError if the model has no such list."""
+    model = model.model if isinstance(model, ModelWithLoss) else model
+    depth_of_module: dict[int, int] = {}
+    for layer in _layers(model):
+        depth_of_module[id(layer)] = len(depth_of_module) + 1
+    count = len(depth_of_module)
+    if not count:
+        raise UsageError(
+            f"lr_layer_decay or muon: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
+            "layers in a torch.nn.ModuleList"
+        )
+    layer_of = {
+        id(p): depth_of_module[id(m)] for m in model.modules() if id(m) in depth_of_module for p in m.parameters()
+    }
+    parameters = named_parameters(model)
+    last_in_layers = [name for name, p in parameters.items() if id(p) in layer_of][-1]
+    depths, depth = {}, 0
+    for name, parameter in parameters.items():
+        depths[name] = depth = layer_of.get(id(parameter), depth)
+        if name == last_in_layers:
+            depth = count + 1
+    return depths, count
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
+    """Return one line for each group: parameters, rate, weight decay; an empty string if the run has no special groups."""
+    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or uses_hidden(cfg)):
+        return ""
+    sizes: dict[Group, int] = {}
+    parameters = named_parameters(model)
+    for name, group in _groups_by_name(model, cfg).items():
+        parameter = parameters[name]
+        sizes[group] = sizes.get(group, 0) + getattr(parameter, "ds_numel", parameter.numel())
+    words = [
+        f"{size:,} at rate × {group.lr_factor:.4g}, weight decay {group.weight_decay:g}{' (Muon)' if group.hidden else ''}"
+        for group, size in sizes.items()
+    ]
+    frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if not p.requires_grad)
+    return "; ".join(words + ([f"{frozen:,} frozen"] if frozen else []))

@@ -1,0 +1,139 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from src.config import parsing, validation
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.tasks import OPTIONS
+from src.training.parameter_groups import describe_groups, freeze, layer_depths, parameter_groups
+from tests.helpers import kit, technique_runs
+
+DECAY = 0.5
+GROUPS = {"*.ln_1.*": {"lr_factor": 0.1}, "*.mlp.*.weight": {"weight_decay": 0.3, "lr_factor": 2.0}}
+
+
+def fields(folder) -> dict:
+    off = dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0)
+    return technique_runs.files(folder) | {
+        "model_config": kit.write_yaml(Path(folder, "two_layers.yaml"), kit.TINY | off | {"n_layer": 2}),
+        "lr_layer_decay": DECAY,
+        "freeze": ["*.wpe.weight", "*.attn.c_proj.bias"],
+        "parameter_groups": json.dumps(GROUPS),
+    }
+
+
+def plain_weights(values: dict, first: int = 1) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop with one group for each parameter; with `first` 0, layers are off by one."""
+    plain = technique_runs.Plain(values)
+    layers = plain.model.config.n_layer
+    groups = []
+    for name, parameter in plain.model.named_parameters():
+        if "wpe" in name or name.endswith("attn.c_proj.bias"):
+            continue
+        words = name.split(".")
+        depth = int(words[2]) + first if words[1] == "h" else layers + 1 if words[1] == "ln_f" else 0
+        group = {"params": [parameter], "lr": 1e-2 * DECAY ** (layers + 1 - depth)}
+        group["weight_decay"] = 0.1 if parameter.dim() >= 2 else 0.0
+        if ".ln_1." in name:
+            group["lr"] *= 0.1
+        if ".mlp." in name and words[-1] == "weight":
+            group |= {"lr": group["lr"] * 2, "weight_decay": 0.3}
+        groups.append(group)
+    optimizer = torch.optim.AdamW(groups)
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        plain.loss().backward()
+        optimizer.step()
+
+    return plain.train(update)
+
+
+def test_groups_layer_decay_and_freeze_are_exact_for_every_split(tmp_path):
+    values = fields(tmp_path)
+    first = technique_runs.check_splits(tmp_path, values, plain_weights(values))
+    mutant = plain_weights(values, first=0)
+    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+def test_groups_layer_decay_and_freeze_resume(tmp_path):
+    technique_runs.check_resume(tmp_path, fields(tmp_path))
+
+
+def test_groups_layer_decay_and_freeze_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
+# ---- depths ------------------------------------------------------------------------------------------------------------
+
+
+class TwoLists(torch.nn.Module):
+    """Parameters before, in, between and after two lists of layers; and a list inside a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(3, 2)
+        self.encoder = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(2)) for _ in range(2)
+        )
+        self.between = torch.nn.LayerNorm(2)
+        self.decoder = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3))
+        self.head = torch.nn.Linear(2, 2)
+
+
+def test_depths_count_layers_in_the_order_of_the_model():
+    depths, layers = layer_depths(TwoLists())
+    assert layers == 5
+    expected = {"embed": 0, "encoder.0.1": 1, "encoder.1.0": 2, "between": 2, "decoder.0": 3, "decoder.2": 5, "head": 6}
+    assert {name: depths[f"{name}.weight"] for name in expected} == expected
+
+
+def test_a_model_without_layers_is_refused():
+    with pytest.raises(UsageError, match="ModuleList"):
+        layer_depths(torch.nn.Linear(2, 2))
+
+
+# ---- patterns ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["freeze", "parameter_groups"])
+def test_a_pattern_that_matches_nothing_names_the_nearest_parameter(field):
+    given = (
+        {"freeze": ["embed.weigth"]} if field == "freeze" else {"parameter_groups": {"embed.weigth": {"lr_factor": 2}}}
+    )
+    with pytest.raises(UsageError, match=rf"{field}: embed\.weigth matches no parameter; did you mean embed\.weight\?"):
+        cfg = RunConfig(**given)
+        freeze(model := TwoLists(), cfg)
+        parameter_groups(model, cfg)
+
+
+def test_the_first_matching_pattern_decides():
+    groups = {"decoder.0.*": {"lr_factor": 2.0}, "decoder.*": {"lr_factor": 3.0, "weight_decay": 0.0}}
+    model = TwoLists()
+    found = parameter_groups(model, RunConfig(parameter_groups=groups, learning_rate=1.0, weight_decay=0.1))
+    of = {id(p): group for group in found for p in group["params"]}
+    assert of[id(model.decoder[0].weight)]["lr"] == 2.0
+    assert of[id(model.decoder[0].weight)]["weight_decay"] == 0.1
+    assert of[id(model.decoder[1].weight)]["lr_factor"] == 3.0
+    assert "lr_factor" not in of[id(model.head.weight)]
+
+
+def test_the_plan_counts_the_parameters_of_each_group():
+    cfg = RunConfig(parameter_groups={"head.*": {"lr_factor": 10}}, freeze=["embed.*"], weight_decay=0.1)
+    freeze(model := TwoLists(), cfg)
+    text = describe_groups(model, cfg)
+    assert "4 at rate × 10, weight decay 0.1" in text
+    assert "6 frozen" in text
+    assert not describe_groups(model, RunConfig())
+
+
+@pytest.mark.parametrize(
+    "given", ['{"a": 1}', '{"a": {"lr": 1}}', '{"a": {"lr_factor": -1}}', '{"a": {"weight_decay": true}}', '{"a": {}}']
+)
+def test_invalid_groups_are_refused(given):
+    with pytest.raises(UsageError, match=r"parameter_groups: a"):
+        argv = kit.flags(parameter_groups=given, model_config="m.yaml", train_file="x")
+        validation.check(*parsing.parse(argv, OPTIONS))
