@@ -1,12 +1,14 @@
-"""Sharded tensors (DTensor and those of DeepSpeed): detection, gathering, parameter names.
+"""Sharded tensors (DTensor and those of DeepSpeed): detection, gathering, norm, parameter names.
 
 Tests: tests/checkpointing/test_sharded.py.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from src.runtime.private_apis import CHECKPOINT_WRAPPER_PREFIX
 
@@ -33,6 +35,28 @@ def gather_full(value: Any) -> torch.Tensor:
 def local_part(value: torch.Tensor) -> torch.Tensor:
     """Return what this process holds of a tensor, in the same memory; call it under no_grad."""
     return value.to_local() if isinstance(value, torch.distributed.tensor.DTensor) else value
+
+
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm over all tensors, some of which may be DTensors: then this is a collective of one number.
+
+    torch's own function accepts only one device mesh. A value that is replicated on several ranks counts once, and the
+    result is bitwise the same on every rank."""
+    if not any(is_partial(tensor) for tensor in tensors):
+        return torch.nn.utils.get_total_norm(tensors)
+    squares = []
+    for local in tensors:
+        shards = 1
+        if isinstance(local, torch.distributed.tensor.DTensor):
+            mesh, placements = local.device_mesh, local.placements
+            shards = math.prod(mesh.size(dim) for dim, kind in enumerate(placements) if not kind.is_replicate())
+            local = local.to_local()
+        wide = local.float() if local.dtype.itemsize < 4 else local
+        # Each value is on (world size / shards) ranks. Times `shards`, the all-reduce counts it (world size) times.
+        squares.append(torch.linalg.vector_norm(wide) ** 2 * shards)
+    total = torch.stack(squares).sum()
+    dist.all_reduce(total)
+    return (total / dist.get_world_size()).sqrt()
 
 
 def plain_name(name: str) -> str:

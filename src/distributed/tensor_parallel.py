@@ -4,15 +4,14 @@ torch's `parallelize_module` shards the layers by the plan that transformers shi
 the output head are not sharded. Tests: tests/distributed/test_tensor_parallel.py.
 """
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from src.config.errors import UsageError
+from src.distributed.sharded_tensors import total_norm
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -65,24 +64,9 @@ def split_by_sharding(group: dict) -> list[dict]:
 
 
 def clip(parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
-    """Clip gradients to a total norm of `max_norm`; return the norm before clipping, bitwise the same on every rank.
-
-    torch's own function accepts only one device mesh. A value that is replicated on several ranks counts once."""
-    gradients, squares = [], []
-    for parameter in parameters:
-        if parameter.grad is None:
-            continue
-        local, shards = parameter.grad, 1
-        if isinstance(local, DTensor):
-            mesh, placements = local.device_mesh, local.placements
-            shards = math.prod(mesh.size(dim) for dim, kind in enumerate(placements) if not kind.is_replicate())
-            local = local.to_local()
-        gradients.append(local)
-        wide = local.float() if local.dtype.itemsize < 4 else local
-        # Each value is on (world size / shards) ranks. Times `shards`, the all-reduce counts it (world size) times.
-        squares.append(torch.linalg.vector_norm(wide) ** 2 * shards)
-    total = torch.stack(squares).sum()
-    dist.all_reduce(total)
-    norm = (total / dist.get_world_size()).sqrt()
-    private_apis.multiply_all_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    """Clip gradients to a total norm of `max_norm`; return the norm before clipping, bitwise the same on every rank."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = total_norm(gradients)
+    local = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    private_apis.multiply_all_(local, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -11,7 +11,7 @@ import torch.distributed.tensor.parallel  # once, not in every process
 from torch.distributed.tensor import DTensor
 
 import train
-from src.distributed import tensor_parallel
+from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
 from tests.helpers import kit
 from tests.helpers.strategy_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
@@ -89,7 +89,7 @@ def test_mutants_that_take_a_group_for_several_processes_are_caught(files, one, 
     elif mutant == "each process counts":
         monkeypatch.setattr(HostGroup, "sum", _sum_of_all_processes)
     else:
-        monkeypatch.setattr(tensor_parallel, "math", SimpleNamespace(prod=lambda sizes: 1))
+        monkeypatch.setattr(sharded_tensors, "math", SimpleNamespace(prod=lambda sizes: 1))
     trained(2, tmp_path / "run", recipe(files, **FIELDS | {"max_steps": 2, "validation_file": None}), TP_ONLY)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     with pytest.raises(AssertionError):

@@ -17,6 +17,9 @@ def _technique(name: str, file: str | None = None):
 # it compute a gradient. This order holds for any order in the run file.
 TECHNIQUES = {
     # two passes over a window: weights, then rows
+    "sam": _technique("SAM", "sam"),
+    "asam": _technique("ASAM", "sam"),
+    "gradient_norm_penalty": _technique("GradientNormPenalty", "sam"),
     # inputs and model
     # the gradient of the global batch
     "gradient_noise": _technique("GradientNoise", "gradient_noise"),

@@ -1,0 +1,84 @@
+"""Sharpness-aware minimization (SAM, ASAM) and a penalty on the gradient norm: the gradient at perturbed weights.
+
+The first pass over the window gives the gradient of the global batch, by which the weights move uphill; the second pass,
+with the same dropout, gives the gradient there. Twice the time, and the memory of one more copy of the weights.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from src.config.fields import option
+from src.distributed.sharded_tensors import total_norm
+from src.training.techniques.base import ComputeGradient, Technique
+from src.training.train_state import StepLosses, Window
+
+SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
+
+
+@dataclass(eq=False)
+class SAM(Technique):
+    """Train with the gradient at w + rho · g / ‖g‖ (Foret et al. 2021, arXiv 2010.01412). Losses are those at w."""
+
+    rho: float = option("length of the move of the weights along the gradient", 0.05, above=0)
+    alpha = 1.0  # share of the gradient at the moved weights
+
+    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+        losses = compute(window, total_weight)
+        found = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
+        first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in found.items()}
+        before = [parameter.detach().clone() for parameter in found.values()]
+        try:
+            zero = self._move(found)
+            with self.run.strategy.buffers.unchanged():  # running statistics count only the unmoved weights
+                compute(window, total_weight)
+        finally:
+            for parameter, value in zip(found.values(), before, strict=True):
+                parameter.detach().copy_(value)  # bitwise; subtracting the move would round
+        for name, parameter in self.run.parameters().items():
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.alpha + zero)
+            if name in first:
+                parameter.grad = first[name] if parameter.grad is None else first[name].add_(parameter.grad)
+        return losses
+
+    @torch.no_grad()
+    def _move(self, parameters: dict[str, torch.nn.Parameter]) -> torch.Tensor:
+        """Move the parameters uphill and clear their gradients. Return 0, or NaN if their gradient was not finite.
+
+        Such a gradient moves nothing; the NaN goes into the gradient of the step, so that the update is skipped.
+        A gradient scaler (fp16) has no effect, because its scale is in the gradient and in the norm."""
+        scaled = {name: self.scale(name, p, p.grad) for name, p in parameters.items()}
+        norm = total_norm(list(scaled.values()))
+        factor = self.rho / norm.clamp(min=SMALLEST_NORM)
+        for name, parameter in parameters.items():
+            move = self.scale(name, parameter, scaled[name]) * factor
+            parameter.add_(torch.where(norm.isfinite(), move, 0.0))
+            parameter.grad = None
+        return 0.0 * norm
+
+    def scale(self, name: str, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        """Return `value` in the units in which the length of the move is measured."""
+        return value
+
+
+@dataclass(eq=False)
+class ASAM(SAM):
+    """Move each weight in proportion to its size: by rho · T² g / ‖T g‖, T = |w| + eta, 1 for biases.
+
+    Then scaling one layer up and the next one down changes nothing (Kwon et al. 2021, arXiv 2102.11600)."""
+
+    rho: float = option("length of the move, in units of the weights' sizes", 0.5, above=0)
+    eta: float = option("added to the size of each weight, so that weights of zero move, too", 0.01, min=0)
+
+    def scale(self, name: str, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
+        return value if name.endswith("bias") else value * (parameter.abs() + self.eta)
+
+
+@dataclass(eq=False)
+class GradientNormPenalty(SAM):
+    """Train on loss + alpha · rho · ‖g‖, by (1 − alpha) g(w) + alpha g(w + rho · g / ‖g‖) (Zhao et al. 2022, arXiv 2202.03599).
+
+    No second derivative is needed, so it works sharded, compiled and with accumulation."""
+
+    alpha: float = option("share of the gradient at the moved weights; 1: SAM", 0.8, above=0, max=1)

@@ -1,0 +1,159 @@
+"""SAM, ASAM and the gradient norm penalty against plain loops, and the mutants that are only nearly right."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from src.distributed.step_buffers import StepBuffers
+from src.training.techniques import sam
+from tests.helpers import kit, plain_task, technique_runs
+from tests.helpers.fp16 import train_in_fp16
+from tests.training.test_step import recipe
+
+OPTIONS = {"sam": {"rho": 0.5}, "asam": {"rho": 2.0, "eta": 0.1}, "gradient_norm_penalty": {"rho": 0.5, "alpha": 0.7}}
+
+
+def fields(folder, name: str = "sam", **options) -> dict:
+    return technique_runs.files(folder) | {"techniques": json.dumps({name: OPTIONS[name] | options})}
+
+
+def plain_weights(values: dict, name: str) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop, as the papers write the step."""
+    plain, o = technique_runs.Plain(values), OPTIONS[name]
+    optimizer, named = plain.optimizer(), dict(plain.model.named_parameters())
+
+    def update(step: int) -> None:
+        first = dict(zip(named, torch.autograd.grad(plain.loss(), list(named.values())), strict=True))
+        sizes = {n: p.detach().abs() + o["eta"] if "eta" in o and "bias" not in n else 1.0 for n, p in named.items()}
+        norm = torch.cat([(sizes[n] * g).flatten() for n, g in first.items()]).norm()
+        before = {n: p.detach().clone() for n, p in named.items()}
+        with torch.no_grad():
+            for n, p in named.items():
+                p += o["rho"] * sizes[n] ** 2 * first[n] / norm
+        second = dict(zip(named, torch.autograd.grad(plain.loss(), list(named.values())), strict=True))
+        share = o.get("alpha", 1.0)
+        with torch.no_grad():
+            for n, p in named.items():
+                p.copy_(before[n])
+                p.grad = (1 - share) * first[n] + share * second[n]
+        optimizer.step()
+
+    return plain.train(update)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_passes_are_exact_for_every_split(tmp_path, name):
+    values = fields(tmp_path, name)
+    reference = plain_weights(values, name)
+    dropout = technique_runs.with_dropout(tmp_path, values) if name == "sam" else None
+    run = technique_runs.check_splits(tmp_path, values, reference, dropout=dropout)
+    # The reported loss is that of the unmoved weights: in step 1, that of a run without the technique.
+    without = technique_runs.train(tmp_path / "without", values | {"techniques": "{}", "max_steps": 1})
+    assert run.losses()[0] == pytest.approx(without.losses()[0], rel=1e-12)
+
+
+class MovedByOneMicroBatch(sam.SAM):
+    """The mutant that makes the first pass over one micro-batch."""
+
+    def compute_gradient(self, compute, window, total_weight):
+        passes = iter([window[-1:], window])
+        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), window, total_weight)
+
+
+class OtherMasks(sam.SAM):
+    """The mutant that draws other dropout masks in the second pass."""
+
+    def compute_gradient(self, compute, window, total_weight):
+        other = [(replace(micro, seed=micro.seed + 1), batch) for micro, batch in window]
+        passes = iter([window, other])
+        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), window, total_weight)
+
+
+@pytest.mark.parametrize("mutant", [MovedByOneMicroBatch, OtherMasks])
+def test_mutants_are_caught(tmp_path, monkeypatch, mutant):
+    values = technique_runs.with_dropout(tmp_path, fields(tmp_path))
+    right = technique_runs.train(tmp_path / "right", values, 1, 2)
+    monkeypatch.setattr(sam, "SAM", mutant)
+    assert kit.distance(technique_runs.train(tmp_path / "mutant", values, 1, 2).weights, right.weights) > 1e-4
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_passes_resume(tmp_path, name):
+    technique_runs.check_resume(tmp_path, fields(tmp_path, name))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_two_passes_under_fsdp2(tmp_path, name):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path, name))
+
+
+# ---- what else may be in a step ----------------------------------------------------------------------------------------
+
+
+def test_plain_modules_frozen_unused_and_with_batch_norm(plain, tmp_path):
+    """Running statistics are those of the first passes. The loss does not use one layer; a teacher is frozen."""
+    technique = json.dumps({"gradient_norm_penalty": {"rho": 0.1}})
+    options = {"norm": True, "unused": True, "teacher": True, "ddp_find_unused_parameters": True, "max_steps": 3}
+    options["adam_epsilon"] = 1e-4  # the gradient of a bias before a batch norm is zero except for rounding
+    runs = [
+        kit.run_training(world, tmp_path / f"{world}", *plain_task.flags(plain, **options, techniques=technique))
+        for world in (1, 2)
+    ]
+    assert kit.distance(runs[0].weights, runs[1].weights) <= 1e-10
+    one_step = options | {"max_steps": 1}
+    found = [
+        kit.run_training(1, tmp_path / f"step{i}", *plain_task.flags(plain, **one_step, **more)).weights
+        for i, more in enumerate([{}, {"techniques": technique}])
+    ]
+    statistics = [{name: value for name, value in weights.items() if "running" in name} for weights in found]
+    assert kit.same(*statistics)
+    assert not kit.same(*found)
+
+
+@pytest.mark.parametrize("scale, skipped", [(2.0**10, 0), (2.0**120, 4)])
+def test_fp16_scale_has_no_effect_and_an_overflow_skips_the_update(files, tmp_path, scale, skipped):
+    fields = {"dtype": "float32", "global_batch_size": 8, "per_device_batch_size": 4, "warmup_steps": 0}
+    flags = recipe(files, **fields, max_steps=4, max_length=16, techniques=json.dumps({"sam": {"rho": 0.5}}))
+    reference = kit.run_training(1, tmp_path / "fp32", *flags, "--learning_rate", 0 if skipped else 3e-3)
+    kit.spawn(1, train_in_fp16, [*flags, "--output_dir", tmp_path / "fp16"], scale, out=tmp_path / "out")
+    run = kit.Run(tmp_path / "fp16")
+    assert run.kind("train")[-1]["skipped"] == skipped
+    if skipped:
+        assert kit.same(run.weights, reference.weights)
+        return
+    for half, full in zip(run.kind("train"), reference.kind("train"), strict=True):
+        assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=0.02)
+        assert half["loss"] == pytest.approx(full["loss"], rel=0.005)
+
+
+@pytest.mark.parametrize("kind", [sam.SAM, sam.ASAM, sam.GradientNormPenalty])
+@pytest.mark.parametrize("value", [0.0, 1e-30, float("inf"), float("nan")])
+def test_degenerate_gradients(kind, value):
+    """A gradient of zero moves nothing; one that is not finite leaves the weights and makes the gradient of the step NaN."""
+    model = torch.nn.Linear(3, 2)
+    before, seen = [p.detach().clone() for p in model.parameters()], []
+
+    def compute(window, total_weight):
+        seen.append([p.detach().clone() for p in model.parameters()])
+        model.weight.grad = torch.full((2, 3), 1.0 if len(seen) == 2 else 0.0)
+        model.bias.grad = torch.tensor([value, 0.0]) if len(seen) == 1 else torch.ones(2)
+
+    technique = kind()
+    buffers = StepBuffers(model, torch.device("cpu"), False)
+    technique.run = SimpleNamespace(
+        parameters=lambda: dict(model.named_parameters()), strategy=SimpleNamespace(buffers=buffers)
+    )
+    technique.compute_gradient(compute, [], 1.0)
+    for values in (seen[1], list(model.parameters())):
+        assert all(torch.equal(one, other) for one, other in zip(values, before, strict=True))
+    found = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert found.isfinite().all() if value < 1 else not found.isfinite().any()
+
+
+def test_local_sgd_moves_each_rank_by_its_own_gradient(tmp_path):
+    values = fields(tmp_path) | {"local_sgd_steps": 2}
+    run = technique_runs.train(tmp_path / "run", values, 2, 4)
+    assert len(run.losses()) == technique_runs.STEPS
