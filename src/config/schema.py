@@ -98,6 +98,13 @@ class RunConfig:
     stream_lanes: int | None = option(
         "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
     )
+    curriculum_column: str | None = option(
+        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order"
+    )
+    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
+    sample_weight_column: str | None = option(
+        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)"
+    )
     cache_dir: str | None = option(
         "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",
         may_change_on_resume=True,

@@ -6,12 +6,12 @@ Tests: tests/data/test_batch_plan.py and tests/conformance/.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
+from src.data.row_order import Curriculum, Quotas, derive_seed, example_ids, splitmix64, weighted_ids
 from src.data.step_sizes import Ramp, StepSizes, step_sizes
 
 OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
@@ -30,6 +30,8 @@ class PlanConfig:
     quotas: Quotas | None = None  # for a mixture
     batch_warmup: Ramp | None = None  # examples per step
     length_warmup: Ramp | None = None  # tokens per row
+    curriculum: Curriculum | None = None
+    cumulative_weights: np.ndarray | None = None  # of the rows, by id; they are drawn in proportion to their weights
 
     @cached_property
     def sizes(self) -> StepSizes:
@@ -47,7 +49,6 @@ class MicroBatch:
     cost: int = 0  # tokens including padding, or rows if lengths are unknown
     last: bool = True  # last micro-batch of the rank's window: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
-    max_length: int | None = None  # rows are shortened to so many tokens before they are collated
 
 
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
@@ -57,12 +58,39 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     together. The sum over the global batch, and so the gradient, does not depend on the split.
     """
     start, stop = config.sizes.positions(epoch, step)
-    ids = example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
+    ids = ids_at(config, epoch, start, stop)
     of_run = config.sizes.first_step(epoch) + step
     max_length = config.length_warmup.at(of_run) if config.length_warmup else None
     parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)
-    seeds = [derive_seed("micro-batch", config.seed, epoch, step, j) for j in range(len(parts))]
-    return [MicroBatch(ids, seeds[j], of_run, j, cost, max_length=max_length) for j, (ids, cost) in enumerate(parts)]
+    return [
+        MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), of_run, j, cost)
+        for j, (part, cost) in enumerate(parts)
+    ]
+
+
+def ids_at(config: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
+    """Return the ids at positions start … stop−1 of an epoch, all of them in one step."""
+    if config.curriculum and start < _curriculum_end(config, epoch):
+        return _easy_to_hard(config, epoch)[start:stop]
+    return _drawn_ids(config, epoch, start, stop)
+
+
+def _curriculum_end(config: PlanConfig, epoch: int) -> int:
+    """Return the number of positions of an epoch that are in steps of the curriculum."""
+    last, within = config.sizes.locate(config.curriculum.steps if config.curriculum else 0)
+    return config.num_examples if epoch < last else config.sizes.positions(last, within)[0] if epoch == last else 0
+
+
+@lru_cache(maxsize=1)
+def _easy_to_hard(config: PlanConfig, epoch: int) -> np.ndarray:
+    ids = _drawn_ids(config, epoch, 0, _curriculum_end(config, epoch))
+    return config.curriculum.sort(ids) if config.curriculum else ids
+
+
+def _drawn_ids(config: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
+    if config.cumulative_weights is not None:
+        return weighted_ids(start, stop, config.cumulative_weights, config.seed, epoch)
+    return example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
 
 
 def split_into_micro_batches(

@@ -19,6 +19,7 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, training_order
+from src.data.row_numbers import cumulative_weights, curriculum
 from src.data.row_order import derive_seed
 from src.data.step_sizes import batch_warmup, length_warmup
 from src.distributed.stop_signals import ignore_signals
@@ -57,6 +58,8 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
         quotas=train_set.quotas,
         batch_warmup=batch_warmup(cfg),
         length_warmup=length_warmup(cfg, task),
+        curriculum=curriculum(cfg, train_set),
+        cumulative_weights=cumulative_weights(cfg, train_set),
     )
 
 
@@ -90,8 +93,8 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
-        if micro.max_length is not None:  # before `collate`, which counts the weight
-            rows = [task.shorten(row, micro.max_length) for row in rows]
+        if training and (warmup := length_warmup(task.cfg, task)):  # before `task.collate`, which counts the weight
+            rows = [task.shorten(row, warmup.at(micro.step)) for row in rows]
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")

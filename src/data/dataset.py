@@ -21,6 +21,7 @@ from src.data.mixture import Mixture
 from src.data.prepared_pieces import STATS
 from src.data.prepared_split import Split
 from src.data.preprocessing import prepare_rows
+from src.data.row_numbers import add_numbers
 from src.data.sources import Source, fetch_source, look_up_stream, resolve_source
 from src.data.step_sizes import length_warmup
 from src.data.streaming import Stream
@@ -92,6 +93,8 @@ def _prepare_split(cfg: RunConfig, task: Task, source: Source, work: SharedWork)
         return None
     warn_of_unread(source.field, stats.get("unread", []))
     split = Split(folder, stats)
+    if source.split == "train":
+        add_numbers(cfg, task, source, split, work)
     task.on_prepared(split.features())
     return split
 

@@ -5,6 +5,8 @@ Tests: tests/data/test_mixture.py.
 """
 
 import hashlib
+from collections.abc import Callable
+from operator import attrgetter, methodcaller
 
 import numpy as np
 
@@ -23,7 +25,7 @@ class Mixture:
         self.parts = parts
         rows = [len(part) for part in parts.values()]
         self.starts = np.cumsum([0, *rows])
-        self.lengths = _Lengths(self)
+        self.lengths = _ByRow(parts, attrgetter("lengths"), np.int64)
         self.quotas = mixture_quotas(rows, weights) if training else None
         for name, (_, draws) in zip(parts, self.quotas, strict=True) if self.quotas else ():
             if not draws:
@@ -65,6 +67,10 @@ class Mixture:
         _, first, part = max(self.segments(), key=lambda s: s[2].stats["longest"])
         return first + part.longest(count)
 
+    def read_numbers(self, field: str) -> "_ByRow":
+        """Return the numbers that a field of the run file names, indexed by an array of row ids."""
+        return _ByRow(self.parts, methodcaller("read_numbers", field), np.float64)
+
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows with the given ids, in the order of `ids`."""
         found: list = [None] * len(ids)
@@ -75,15 +81,16 @@ class Mixture:
         return found
 
 
-class _Lengths:
-    """Row lengths of a mixture, indexed by an array of row ids."""
+class _ByRow:
+    """A number for each row of a mixture, indexed by an array of row ids."""
 
-    def __init__(self, mixture: Mixture):
-        self.mixture = mixture
+    def __init__(self, parts: dict, array_of: Callable, dtype: type):
+        self.parts, self.array_of, self.dtype = parts, array_of, dtype
 
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        found = np.empty(len(ids), np.int64)
-        for _, first, part in self.mixture.segments():
+        found, first = np.empty(len(ids), self.dtype), 0
+        for part in self.parts.values():
             mine = (ids >= first) & (ids < first + len(part))
-            found[mine] = part.lengths[ids[mine] - first]
+            found[mine] = self.array_of(part)[ids[mine] - first]
+            first += len(part)
         return found

@@ -34,7 +34,7 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
     sums = dict.fromkeys(SUMS, 0)
     blocks, lengths, hashes = [], [], []
     with (
-        _published(target.with_suffix(".arrow"), work) as path,
+        published(target.with_suffix(".arrow"), work) as path,
         pa.OSFile(str(path), "wb") as file,
         pa.ipc.new_stream(file, schema) as writer,
     ):
@@ -53,14 +53,14 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
             sums["rows_cut"] += int((cut > 0).sum())
             sums["tokens_cut"] += int(cut.sum())
             sums["without_target"] += int((targets == 0).sum())
-    with _published(target.with_suffix(".npz"), work) as path, open(path, "wb") as file:
+    with published(target.with_suffix(".npz"), work) as path, open(path, "wb") as file:
         np.savez(file, lengths=np.concatenate(lengths).astype(np.int32), hashes=np.concatenate(hashes))
     known = {"blocks": blocks, "hashes": sum(map(len, hashes)), "rows": digest.hexdigest(), "schema": str(schema)}
     write_atomic(target, json.dumps(sums | known))
 
 
 @contextmanager
-def _published(final: Path, work: SharedWork) -> Iterator[Path]:
+def published(final: Path, work: SharedWork) -> Iterator[Path]:
     """Yield a temporary path. Afterwards fsync the file and rename it to `final`, or remove it after an error."""
     path = temporary_path(final, work)
     try:

@@ -25,6 +25,9 @@ class Split:
     def __post_init__(self):
         self._pieces: dict[str, list[pa.RecordBatch]] = {}
         self._readers: dict[int, list] = {}
+        self.numbers: dict[
+            str, Path
+        ] = {}  # field of the run file -> array of a number per row (src/data/row_numbers.py)
 
     quotas = None  # one source: every row is drawn once per epoch
 
@@ -54,6 +57,10 @@ class Split:
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, by row id, memory-mapped."""
         return np.load(self.folder / "lengths.npy", mmap_mode="r")
+
+    def read_numbers(self, field: str) -> np.ndarray:
+        """Return the numbers that a field of the run file names, by row id, memory-mapped."""
+        return np.load(self.numbers[field], mmap_mode="r")
 
     @cached_property
     def _starts(self) -> np.ndarray:

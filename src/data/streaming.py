@@ -217,6 +217,6 @@ class _Pass(torch.utils.data.IterableDataset):
         for j, (part, cost) in enumerate(parts):
             ids = np.array([rows[i][0] for i in part])
             seed = derive_seed("micro-batch", cfg.seed, "stream", step, group, j)
-            micro = MicroBatch(ids, seed, step, (group << 20) | j, cost, last=False, max_length=max_length)
+            micro = MicroBatch(ids, seed, step, (group << 20) | j, cost, last=False)
             found.append((micro, [rows[i][1] for i in part]))
         return found

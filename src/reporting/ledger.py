@@ -19,6 +19,7 @@ from src.storage import jsonl
 
 FILE = "ledger.jsonl"
 WARMUP = ("batch_size_warmup_start", "batch_size_warmup_steps")
+COLUMNS = ("curriculum_column", "curriculum_steps", "sample_weight_column")
 FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step
 
 
@@ -40,8 +41,7 @@ class Ledger:
         }
         if examples.quotas:
             self.plan["quotas"] = examples.quotas
-        if cfg.batch_size_warmup_steps:
-            self.plan |= {name: getattr(cfg, name) for name in WARMUP}
+        self.plan |= {name: value for name in (*WARMUP, *COLUMNS) if (value := getattr(cfg, name)) is not None}
 
     def begin(self, step: int) -> None:
         """Delete the lines after `step`; write the first line if the file is missing or empty."""
@@ -74,13 +74,29 @@ def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
     return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:] if "ids" in line}
 
 
-def planned_step(settings: dict, step: int) -> tuple[int, str]:
-    """Return (examples, hash) of a step according to the batch plan."""
-    examples, batch = settings["examples"], settings["global_batch_size"]
-    if examples is None:
+def planned_config(folder: Path, settings: dict) -> PlanConfig:
+    """Return the batch plan of a run. If its order depends on a column of the data, prepare the data of its config.yaml."""
+    if settings["examples"] is None:
         raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
+    batch = settings["global_batch_size"]
+    if {*COLUMNS} & {*settings}:
+        from src.config import parsing
+        from src.data.data_loader import plan_config
+        from src.data.dataset import prepare_datasets
+        from src.tasks import OPTIONS, make_task
+
+        cfg, options = parsing.parse(["--config", str(folder / "config.yaml")], OPTIONS)
+        cfg.per_device_batch_size = batch
+        task = make_task(cfg, options)
+        return plan_config(cfg, task, prepare_datasets(cfg, task, wanted=("train",))["train"])
     warmup = Ramp(settings[WARMUP[0]], batch, settings[WARMUP[1]]) if WARMUP[1] in settings else None
-    config = PlanConfig(examples, batch, batch, settings["seed"], quotas=settings.get("quotas"), batch_warmup=warmup)
+    return PlanConfig(
+        settings["examples"], batch, batch, settings["seed"], quotas=settings.get("quotas"), batch_warmup=warmup
+    )
+
+
+def planned_step(config: PlanConfig, step: int) -> tuple[int, str]:
+    """Return (examples, hash) of a step according to the batch plan."""
     ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, *config.sizes.locate(step - 1))])
     return len(ids), hash_text(*hash_ids(ids))
 
@@ -94,7 +110,8 @@ def compare(folder: Path, other: Path | None = None) -> str | None:
     if other:
         name, theirs = str(other), read(other)[1]
     else:
-        name, theirs = "the plan", {step: planned_step(first["plan"], step) for step in steps}
+        config = planned_config(folder, first["plan"])
+        name, theirs = "the plan", {step: planned_step(config, step) for step in steps}
     for step in sorted(steps.keys() | theirs.keys()):
         if step not in steps:
             return f"step {step} is only in {name}"

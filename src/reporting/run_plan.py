@@ -35,7 +35,7 @@ def plan_table(
         rows["evaluation data"] = format_stats(splits["validation"].stats)
     else:
         rows["evaluation data"] = "none: no evaluation"
-    rows |= _length(cfg, train, total) | _warmups(cfg, module.task)
+    rows |= _length(cfg, train, total) | _data_order(cfg, module.task)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     if groups := describe_groups(model, cfg):
@@ -87,10 +87,15 @@ def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
     return {"steps": steps, "tokens": f"{train.stats['tokens'] * epochs:,.0f} in the whole run{shorter}"}
 
 
-def _warmups(cfg: RunConfig, task: Task) -> dict[str, str]:
-    """Format the warmups of the global batch and of the length of rows, if there are any."""
+def _data_order(cfg: RunConfig, task: Task) -> dict[str, str]:
+    """Format the warmups of the global batch and of the length of rows, the curriculum and row weights, if any."""
     ramps = {"global batch": batch_warmup(cfg), "tokens per row": length_warmup(cfg, task)}
-    return {name: str(ramp) for name, ramp in ramps.items() if ramp}
+    rows = {name: str(ramp) for name, ramp in ramps.items() if ramp}
+    if cfg.curriculum_steps:
+        rows["curriculum"] = f"ascending {cfg.curriculum_column} in the first {cfg.curriculum_steps:,} steps"
+    if cfg.sample_weight_column:
+        rows["draws"] = f"in proportion to {cfg.sample_weight_column}, with replacement"
+    return rows
 
 
 def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int) -> str:

@@ -103,7 +103,9 @@ class Task(base.Task):
 
         o = self.options
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
-        needed, made = self.encoder.choose(examples.column_names, split)
+        needed, made = self.encoder.choose(
+            examples.column_names, split, (self.cfg.sample_weight_column, self.cfg.curriculum_column)
+        )
         features = {name: Value("int64") for name in made}
         for name in ("input_ids", "labels"):
             if name in made:

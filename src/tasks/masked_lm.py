@@ -70,7 +70,9 @@ class Task(base.Task):
         # With packing the encoder splits a long document, and append_eos would add a token that many models lack.
         text_column = self.options.text_column
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, True, text_column, append_eos=False)
-        needed, made = self.encoder.choose(examples.column_names, split)
+        needed, made = self.encoder.choose(
+            examples.column_names, split, (self.cfg.sample_weight_column, self.cfg.curriculum_column)
+        )
         if "labels" in made:
             raise UsageError(
                 f"{split} data: masked_lm chooses its labels itself, so {', '.join(needed)} cannot all be used: give "

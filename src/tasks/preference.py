@@ -19,7 +19,7 @@ from src.config.untrusted_values import plain_data
 from src.models.frozen_teacher import RANDOM, FrozenModel, StudentAndTeacher
 from src.models.model_checks import has_plain_lm_head
 from src.models.token_losses import score_tokens, token_log_probs
-from src.tasks import causal_lm
+from src.tasks import base, causal_lm
 from src.tasks.base import Batch, padded_length
 from src.text.encode_rows import Encoder
 from src.text.preference_pairs import SIDES, PairEncoder
@@ -111,6 +111,8 @@ class Task(causal_lm.Task):
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.get_submodule("student")
+
+    shorten = base.Task.shorten  # a pair has two texts: sequence_length_warmup_steps is refused
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         """Return the chosen sequences of all rows, then the rejected ones, in one batch of 2 × rows."""

@@ -44,8 +44,10 @@ class Encoder:
     text_column: str
     append_eos: bool
 
-    def choose(self, columns: list[str], split: str) -> tuple[list[str], list[str]]:
-        """Choose the kind of row from the columns. Return (columns to read, columns that encode_batch returns)."""
+    def choose(self, columns: list[str], split: str, used: tuple = ()) -> tuple[list[str], list[str]]:
+        """Choose the kind of row from the columns. Return (columns to read, columns that encode_batch returns).
+
+        `used` names columns that something else reads: no warning about them."""
         has_labels = True
         if "input_ids" in columns:
             self.encode = self._encode_ids
@@ -65,7 +67,7 @@ class Encoder:
             )
         if self.tokenizer is None and "input_ids" not in columns:
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")
-        if ignored := [name for name in MEANINGFUL.split() if name in columns and name not in needed]:
+        if ignored := [name for name in MEANINGFUL.split() if name in columns and name not in (*needed, *used)]:
             _warn_once(f"{split} data: the columns {', '.join(ignored)} are not used: only {', '.join(needed)}")
         self.made = ["input_ids", *(["labels"] if has_labels else []), "length", "targets", "bytes", "cut"]
         return needed, self.made

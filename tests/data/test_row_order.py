@@ -1,0 +1,226 @@
+"""Curriculum and row weights: the rows of a step are a function of seed, epoch and step, recomputed here in plain Python."""
+
+import hashlib
+import shutil
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import replace
+from itertools import accumulate
+
+import numpy as np
+import pytest
+
+from src.config.errors import UsageError
+from src.data import data_loader
+from src.data.batch_plan import PlanConfig, plan
+from src.data.row_order import Curriculum, permute, weighted_ids
+from src.data.step_sizes import Ramp
+from src.reporting import ledger
+from tests.helpers import kit, technique_runs
+
+ROWS, BATCH, STEPS = 23, 6, 9
+MASK = (1 << 64) - 1
+
+
+def plain_draws(start: int, stop: int, weights: list[float], seed: int, epoch: int) -> list[int]:
+    """Return weighted draws by Python's integers and `bisect`."""
+    digest = hashlib.blake2b(repr(("weighted draw", seed, epoch)).encode(), digest_size=8).digest()
+    key, sums, found = int.from_bytes(digest, "little") >> 1, list(accumulate(weights)), []
+    for position in range(start, stop):
+        x = (key + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
+        x ^= x >> 31
+        found.append(bisect_right(sums, (x >> 11) / 2**53 * sums[-1]))
+    return found
+
+
+def ids_of(config: PlanConfig, steps: int) -> list[list[int]]:
+    return [[int(i) for m in plan(config, *config.sizes.locate(s)) for i in m.ids] for s in range(steps)]
+
+
+# ---- the plan ----------------------------------------------------------------------------------------------------------
+
+
+def test_weighted_draws_are_those_of_plain_python():
+    weights = [0.5, 0.0, 2.0, 1.0, 0.0, 3.5, 1e-3, 0.0]
+    found = weighted_ids(100, 5100, np.cumsum(weights), 7, 3)
+    assert found.tolist() == plain_draws(100, 5100, weights, 7, 3)
+    counts = Counter(found.tolist())
+    assert not {1, 4, 7} & counts.keys()  # a weight of zero is never drawn
+    for row in (0, 2, 3, 5):
+        assert abs(counts[row] / 5000 - weights[row] / 7.001) < 0.03
+    assert weighted_ids(100, 5100, np.cumsum(weights), 7, 4).tolist() != found.tolist()
+
+
+def test_weighted_draws_can_be_entered_anywhere():
+    cumulative = np.cumsum(np.random.default_rng(0).random(1000))
+    whole = weighted_ids(0, 1000, cumulative, 1, 0)
+    assert whole[617:700].tolist() == weighted_ids(617, 700, cumulative, 1, 0).tolist()
+
+
+@pytest.mark.parametrize("warmup", [None, Ramp(2, 6, 3)])
+@pytest.mark.parametrize("steps", [1, 3, 4, 7, 12])
+def test_curriculum_sorts_the_rows_of_its_steps(steps, warmup):
+    """Within an epoch every row still comes once; the rows of the first steps come from easy to hard."""
+    values = np.random.default_rng(steps).integers(0, 5, ROWS)
+    config = PlanConfig(ROWS, BATCH, BATCH, 3, batch_warmup=warmup)
+    plain, found = ids_of(config, 14), ids_of(replace(config, curriculum=Curriculum(values, steps)), 14)
+    by_epoch = {}
+    for step in range(14):
+        by_epoch.setdefault(config.sizes.locate(step)[0], []).append(step)
+    for numbers in by_epoch.values():
+        rows = [i for step in numbers if step < steps for i in plain[step]]
+        order = sorted(range(len(rows)), key=lambda at: (values[rows[at]], at))
+        assert [i for step in numbers if step < steps for i in found[step]] == [rows[at] for at in order]
+        assert [found[step] for step in numbers if step >= steps] == [plain[step] for step in numbers if step >= steps]
+
+
+def test_curriculum_over_weighted_draws():
+    values, weights = np.arange(ROWS)[::-1].copy(), np.arange(ROWS, dtype=float)
+    config = PlanConfig(ROWS, BATCH, BATCH, 3, curriculum=Curriculum(values, 2), cumulative_weights=np.cumsum(weights))
+    draws = plain_draws(0, ROWS, weights.tolist(), 3, 0)
+    expected = sorted(draws[:12], key=lambda i: -i) + draws[12:]
+    assert [i for ids in ids_of(config, 4) for i in ids] == expected
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------
+
+
+def write_rows(path, change=None):
+    generator = np.random.default_rng(1)
+    rows = [
+        {
+            "input_ids": generator.integers(0, 50, n).tolist(),
+            "difficulty": round(float(generator.random()), 3),
+            "weight": i % 4,
+        }
+        for i, n in enumerate(generator.integers(3, 12, ROWS))
+    ]
+    rows[7] |= change or {}
+    return kit.write_jsonl(path, rows)
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("order")
+    return technique_runs.files(folder) | {
+        "train_file": write_rows(folder / "train.jsonl"),
+        "global_batch_size": BATCH,
+        "max_steps": STEPS,
+        "curriculum_column": "difficulty",
+        "curriculum_steps": 5,
+    }
+
+
+def expected_ids(fields: dict, weighted: bool) -> list[list[int]]:
+    """Return the rows of each step from the file, by sorting: 4 steps of an epoch and 1 of the next are the curriculum."""
+    import json
+
+    rows = [json.loads(line) for line in fields["train_file"].read_text().splitlines()]
+    found = []
+    for epoch, in_curriculum in ((0, ROWS), (1, BATCH), (2, 0)):
+        ids = permute(np.arange(ROWS), ROWS, 42, epoch).tolist()
+        if weighted:
+            ids = plain_draws(0, ROWS, [float(row["weight"]) for row in rows], 42, epoch)
+        first = sorted(ids[:in_curriculum], key=lambda i: rows[i]["difficulty"])
+        ids = first + ids[in_curriculum:]
+        found += [ids[start : start + BATCH] for start in range(0, ROWS, BATCH)]
+    return found[:STEPS]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rows_of_every_step_on_any_number_of_processes(fields, tmp_path, weighted):
+    if weighted:
+        fields = fields | {"sample_weight_column": "weight"}
+    one = technique_runs.train(tmp_path / "one", fields, 1, 6)
+    _, steps = ledger.read(one.folder)
+    for (examples, text), ids in zip(steps.values(), expected_ids(fields, weighted), strict=True):
+        assert examples == len(ids)
+        assert text == ledger.hash_text(*ledger.hash_ids(np.array(ids)))
+    assert ledger.compare(one.folder) is None  # prepares the data of config.yaml to know the order
+    for world, micro, workers in ((2, 2, 2), (3, 1, 0)):
+        run = technique_runs.train(tmp_path / f"{world}", fields, world, micro, dataloader_num_workers=workers)
+        assert kit.distance(run.weights, one.weights) <= 1e-10
+        assert ledger.compare(run.folder, one.folder) is None
+
+
+def test_resume_within_the_curriculum_on_more_processes(fields, tmp_path):
+    fields = fields | {"sample_weight_column": "weight", "batch_size_warmup_start": 2, "batch_size_warmup_steps": 4}
+    straight = technique_runs.check_resume(tmp_path, fields, micro=2)  # from step 2
+    shutil.copytree(straight.folder, tmp_path / "more")
+    for path in [tmp_path / "more/final", *sorted((tmp_path / "more/checkpoints").iterdir())[2:]]:
+        shutil.rmtree(path)
+    more = technique_runs.train(tmp_path / "more", fields, 3, 1)
+    assert kit.distance(more.weights, straight.weights) <= 1e-10
+    assert ledger.compare(more.folder, straight.folder) is None
+
+
+def test_mutant_order_that_depends_on_the_rank_is_caught(fields, tmp_path, monkeypatch):
+    order = data_loader.training_order
+
+    def own_order(config, rank, *rest):
+        values = np.asarray(config.curriculum.values) * (-1) ** rank
+        return order(replace(config, curriculum=replace(config.curriculum, values=values)), rank, *rest)
+
+    monkeypatch.setattr(data_loader, "training_order", own_order)
+    run = technique_runs.train(tmp_path / "run", fields, 2, 3)
+    assert ledger.compare(run.folder).startswith("step 1 differs: ")
+
+
+def test_mixture_has_a_curriculum_by_length(fields, tmp_path):
+    """Short rows first, from both sources."""
+    import json
+
+    mixture = {name: {"train_file": str(write_rows(tmp_path / f"{name}.jsonl"))} for name in ("a", "b")}
+    values = {name: value for name, value in fields.items() if name != "train_file"}
+    values |= {"mixture": json.dumps(mixture), "curriculum_column": "length", "max_steps": 4, "curriculum_steps": 4}
+    run = technique_runs.train(tmp_path / "run", values, 2, 3)
+    weights = [line["weight"] for line in run.kind("train")]
+    assert weights == sorted(weights)
+    assert len(set(weights)) == 4
+    assert ledger.compare(run.folder) is None
+    assert technique_runs.train(tmp_path / "column", values | {"curriculum_column": "difficulty"}, 1, 6).weights
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+def open_rows(fields: dict, tmp_path, change=None, **more):
+    values = {name: fields[name] for name in ("model_config", "curriculum_column", "curriculum_steps")}
+    return kit.open_data(
+        **(values | {"train_file": write_rows(tmp_path / "rows.jsonl", change), "output_dir": "x"} | more)
+    )
+
+
+@pytest.mark.parametrize(
+    "change, more, message",
+    [
+        (
+            {"weight": -1},
+            {"sample_weight_column": "weight"},
+            r"rows.jsonl, line 8: .*`weight` is -1: it must be a number",
+        ),
+        ({"difficulty": None}, {}, r"rows.jsonl, line 8: .*`difficulty` is None: it must be a number"),
+        ({}, {"curriculum_column": "dificulty"}, "no such column among .*did you mean difficulty"),
+        ({}, {"curriculum_column": "input_ids"}, "holds list.*give a column of numbers"),
+        ({"word": "a"}, {"curriculum_column": "word"}, "holds string.*give a column of numbers"),
+        ({}, {"packing": True}, "packing.*give --curriculum_column length"),
+        ({}, {"sample_weight_column": "zero"}, "the sum of all weights is 0: it must be positive"),
+        ({}, {"streaming": True, "max_steps": 3}, "curriculum_column and streaming are both given"),
+    ],
+)
+def test_invalid_numbers_are_refused_with_their_row(fields, tmp_path, change, more, message):
+    if more.get("sample_weight_column") == "zero":
+        path = kit.write_jsonl(tmp_path / "zero.jsonl", [{"input_ids": [1, 2, 3], "difficulty": 1, "zero": 0}] * 5)
+        more = more | {"train_file": path}
+    with pytest.raises(UsageError, match=message):
+        open_rows(fields, tmp_path, change, **more)
+
+
+def test_changed_numbers_are_another_run(fields, tmp_path):
+    (_, before), (_, again) = open_rows(fields, tmp_path), open_rows(fields, tmp_path)
+    (_, after) = open_rows(fields, tmp_path, {"difficulty": 0.5})
+    assert before["train"].stats["rows"] == again["train"].stats["rows"] != after["train"].stats["rows"]
+    assert before["train"].read_numbers("curriculum_column")[7] != 0.5
+    assert after["train"].read_numbers("curriculum_column")[7] == 0.5
