@@ -29,5 +29,6 @@ class FinalAverage:
         if checkpoint is not None:
             checkpoint_format.load_part(checkpoint, self.name, self.technique)
         weights = self.technique.average()
-        put_weights(strategy, model, weights or {})
+        if weights:
+            put_weights(strategy, model, weights)
         return bool(weights)

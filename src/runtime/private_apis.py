@@ -50,6 +50,8 @@ def move_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]", shar
     import torch
 
     difference = torch._foreach_sub(sources, targets)
+    if isinstance(share, torch.Tensor) and difference:
+        share = share.to(difference[0].dtype)  # otherwise a kernel for each
     torch._foreach_mul_(difference, share)
     torch._foreach_add_(targets, difference)
 

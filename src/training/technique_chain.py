@@ -65,6 +65,12 @@ class TechniqueChain:
                 )
             technique.run = run
             technique.begin()
+        metric = run.cfg.metric_for_best_model or ""
+        averaged = self.techniques.get(metric.removeprefix("eval_").partition("/")[0])
+        if averaged and not averaged.final:
+            warn(
+                f"metric_for_best_model is {metric}, but final/ will hold the weights of training: give it final: true"
+            )
         return {n: t for n, t in self.techniques.items() if type(t).state_dict is not Technique.state_dict}
 
     # ---- in a step ---------------------------------------------------------------------------------------------------

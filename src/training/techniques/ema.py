@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, move
+from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class EMA(Technique):
         done = ~skipped.to(self.updates.device, non_blocking=True)
         decay = (1 + self.updates) / (10 + self.updates) if self.warmup else torch.ones_like(self.updates)
         self.updates += done
-        move(self.weights, self.trained.now(), done * (1 - decay.clamp(max=self.decay)))
+        self.trained.move(self.weights, self.trained.now(), done * (1 - decay.clamp(max=self.decay)))
 
     def average(self) -> Tensors:
         return self.weights

@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, move, warn_if_unused
+from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, warn_if_unused
 
 
 @dataclass(eq=False)
@@ -39,7 +39,7 @@ class LAWA(Technique):
         mean = self.trained.copy()
         for number, weights in enumerate(self.ring[: self.count]):
             if number:
-                move(mean, weights, 1 / (number + 1))
+                self.trained.move(mean, weights, 1 / (number + 1))
             else:
                 assign(mean, weights)
         return mean

@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import TrainedTensors, assign, move, warn_if_unused
+from src.training.techniques.weight_copies import TrainedTensors, assign, warn_if_unused
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class Lookahead(Technique):
 
     def after_update(self, skipped: torch.Tensor) -> None:
         if self.run.state.step % self.k == 0:
-            move(self.slow, self.trained.now(), self.alpha)
+            self.trained.move(self.slow, self.trained.now(), self.alpha)
             assign(self.trained.now(), self.slow)
 
     def state_dict(self) -> dict:

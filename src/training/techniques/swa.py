@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, move, warn_if_unused
+from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, warn_if_unused
 
 
 @dataclass(eq=False)
@@ -27,25 +28,31 @@ class SWA(Technique):
         self.first = round(self.start * steps) if self.start < 1 else round(self.start)
         warn_if_unused(self.run, "swa", -(-max(self.first, 1) // self.every) * self.every)
         self.trained = TrainedTensors(self.run)
-        self.weights, self.count = self.trained.copy(), 0
+        self.weights, self.count, self.step = self.trained.copy(), 0, 0
 
     def after_update(self, skipped: torch.Tensor) -> None:
-        step = self.run.state.step
-        if step < self.first:
-            self.count = 0  # a resumed run that is longer now begins later
-        elif step % self.every == 0:
+        self.step = step = self.run.state.step
+        if step >= self.first and step % self.every == 0:
             self.count += 1
             if self.count == 1:
                 assign(self.weights, self.trained.now())
             else:
-                move(self.weights, self.trained.now(), 1 / self.count)
+                self.trained.move(self.weights, self.trained.now(), 1 / self.count)
 
     def average(self) -> Tensors:
         return self.weights if self.count else {}
 
     def state_dict(self) -> dict:
-        return {"count": self.count} | {f"average/{name}": value for name, value in self.weights.items()}
+        numbers = {"count": self.count, "first": self.first, "step": self.step}
+        return numbers | {f"average/{name}": value for name, value in self.weights.items()}
 
     def load_state_dict(self, state: dict) -> None:
-        self.count = state["count"]
+        """Raise UsageError if the run now has another length, with which the mean so far would have begun elsewhere."""
+        if state["first"] != self.first and state["step"] >= self.first:
+            raise UsageError(
+                f"techniques: swa: with start {self.start:g} the mean of this run began at step {state['first']:,}; now that it has "
+                f"{self.run.num_steps:,} steps, it would have begun at step {self.first:,}, which is past: resume with the length "
+                f"that it had, or with one whose start is after step {state['step']:,}"
+            )
+        self.count = state["count"] if state["first"] == self.first else 0
         assign(self.weights, {name: state[f"average/{name}"] for name in self.weights})

@@ -45,6 +45,23 @@ class TrainedTensors:
         """Return copies; numbers of 16 bits in float32, because in 16 bits the small moves of an average vanish."""
         return {name: value.detach().to(_wide(value.dtype), copy=True) for name, value in self.now().items()}
 
+    @torch.no_grad()
+    def move(self, targets: Tensors, sources: Tensors, share: float | torch.Tensor) -> None:
+        """Add `share` * (source - target) to each target of the same names as `now`.
+
+        Buffers that are whole numbers are copied, and so are numbers of buffers that would not be finite."""
+        floats = [name for name, value in targets.items() if _can_move(value)]
+        private_apis.move_all_(*_local_parts(targets, sources, floats), share)
+        for name in self.owners:
+            value, source = targets[name], sources[name]
+            if _can_move(value):  # a constant -inf, as in a mask, minus itself is not a number
+                source = torch.where(value.isfinite(), value, source.to(value.dtype))
+            value.copy_(source)
+
+
+def _can_move(value: torch.Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
@@ -62,15 +79,6 @@ def warn_if_unused(run: Run, name: str, first_step: int) -> None:
 def assign(targets: Tensors, sources: Tensors) -> None:
     """Copy each source into the target of its name, in one kernel."""
     private_apis.copy_all_(*_local_parts(targets, sources, list(sources)))
-
-
-@torch.no_grad()
-def move(targets: Tensors, sources: Tensors, share: float | torch.Tensor) -> None:
-    """Add `share` * (source - target) to each target; whole numbers, such as counters, are copied."""
-    floats = [name for name, value in targets.items() if value.is_floating_point()]
-    private_apis.move_all_(*_local_parts(targets, sources, floats), share)
-    if rest := [name for name in targets if name not in set(floats)]:
-        private_apis.copy_all_(*_local_parts(targets, sources, rest))
 
 
 def _local_parts(targets: Tensors, sources: Tensors, names: list[str]) -> tuple[list, list]:

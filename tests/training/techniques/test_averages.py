@@ -1,12 +1,16 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from src.distributed.sharded_tensors import local_part
+from src.tasks import text_classification
 from src.training.techniques.ema import EMA
 from src.training.techniques.lookahead import Lookahead
-from tests.helpers import kit, technique_runs
+from tests.helpers import batch_norm, kit, technique_runs
+from tests.training.test_state import not_a_number, poison
 
 STEPS = technique_runs.STEPS
 TECHNIQUES = {
@@ -50,15 +54,14 @@ class PlainAverages:
         return {name: sum(self.seen[step - 1][name] for step in steps) / len(steps) for name in self.ema}
 
 
-def last_parts(folder, part: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a part in the last checkpoint, with the names of the saved model."""
-    newest = sorted((Path(folder) / "checkpoints").iterdir())[-1]
-    found = kit.load_weights(newest, part)
+def last_parts(folder, part: str, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a part in a checkpoint (default: the last), with the names of the saved model."""
+    found = kit.load_weights(checkpoint or sorted((Path(folder) / "checkpoints").iterdir())[-1], part)
     return {name.replace("/model.", "/"): value for name, value in found.items() if "/" in name}
 
 
-def average(folder, part: str) -> dict[str, torch.Tensor]:
-    found = last_parts(folder, part)
+def average(folder, part: str, checkpoint: Path | None = None) -> dict[str, torch.Tensor]:
+    found = last_parts(folder, part, checkpoint)
     return {name.removeprefix("average/"): value for name, value in found.items()}
 
 
@@ -100,3 +103,162 @@ def test_averages_and_lookahead_under_fsdp2(tmp_path):
     one, sharded = tmp_path / "one", tmp_path / "fsdp2" / "straight"
     for part in ("ema", "swa", "lawa", "lookahead"):
         assert kit.distance(last_parts(one, part), last_parts(sharded, part)) <= 2e-5
+
+
+def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
+    """An EMA whose state is the local shard: one rank's rows of it come back on every rank."""
+    monkeypatch.setattr(
+        EMA, "state_dict", lambda self: {f"average/{n}": local_part(value) for n, value in self.weights.items()}
+    )
+    with pytest.raises(AssertionError):
+        technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
+# ---- skipped updates, buffers ------------------------------------------------------------------------------------------
+
+
+def check_every_step(folder: Path, steps: int, skipped: int | None = None, decay: float = 0.6) -> None:
+    """Recompute the EMA of each checkpoint from the one before and its weights; `skipped` changes nothing."""
+
+    def saved(step: int) -> tuple[dict, dict]:
+        checkpoint = folder / "checkpoints" / f"step_{step:08d}"
+        return average(folder, "ema", checkpoint), kit.load_weights(checkpoint)
+
+    before, _ = saved(1)
+    for step in range(2, steps + 1):
+        now, weights = saved(step)
+        assert kit.same(now, before) == (step == skipped)
+        for name, value in now.items():
+            expected = decay * before[name] + (1 - decay) * weights[name]
+            if step == skipped:
+                expected = before[name]
+            elif not value.is_floating_point():
+                expected = weights[name]
+            torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+        before = now
+
+
+def left_out(mutant: bool, monkeypatch) -> None:
+    update = EMA.after_update
+    if mutant:
+        monkeypatch.setattr(EMA, "after_update", lambda self, skipped: update(self, torch.zeros_like(skipped)))
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_skipped_update_leaves_the_average_unchanged(tmp_path, monkeypatch, mutant):
+    left_out(mutant, monkeypatch)
+    poison(monkeypatch, not_a_number, {3})
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"ema": {"decay": 0.6}}), "save_steps": 1}
+    run = technique_runs.train(tmp_path / "run", values, 2, 4, env={"NOTES": str(tmp_path)})
+    assert run.kind("train")[-1]["skipped"] == 1
+    if mutant:
+        with pytest.raises(AssertionError):
+            check_every_step(run.folder, STEPS, 3)
+    else:
+        check_every_step(run.folder, STEPS, 3)
+
+
+@pytest.mark.parametrize("place", [None, "fsdp2"])
+def test_statistics_of_batch_norm_are_averaged(tmp_path, monkeypatch, place):
+    """The model also has a constant with -inf."""
+    monkeypatch.setattr(text_classification.Task, "build", batch_norm.build)
+    flags = batch_norm.recipe(
+        tmp_path,
+        max_steps=4,
+        save_steps=1,
+        save_total_limit=9,
+        eval_steps=4,
+        techniques=json.dumps({"ema": {"decay": 0.6}}),
+    )
+    env = kit.where("fsdp2", 2, mixed_precision="no") if place else None
+    run = kit.run_training(2, tmp_path / "run", *flags, env=env)
+    check_every_step(run.folder, 4)
+    saved = average(run.folder, "ema")
+    assert saved["constant"].tolist() == [1 / 3, -0.0, float("-inf")]
+    assert saved["blocks.0.norm.num_batches_tracked"] == 4
+    line = run.kind("eval")[-1]
+    assert line["ema/loss"] != line["loss"]
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def _train_and_stop_in_the_second_evaluation(argv: list[str]) -> bool:
+    """Train; return whether the weights are bitwise those before an evaluation that was stopped while the EMA was in."""
+    import train
+    from src.training import evaluation
+
+    evaluation.ASK, evaluate, result = 1, train.TechniqueChain.evaluate, []
+
+    def stopped(self, split, stopping):
+        before = {n: value.clone() for n, value in self.run.model.state_dict().items()}
+        asked = iter(range(100))
+        found = evaluate(self, split, lambda: float(next(asked) >= 4))
+        now = self.run.model.state_dict()
+        result.append(found is None and next(asked) == 5 and all(torch.equal(now[n], before[n]) for n in before))
+        return evaluate(self, split, stopping)
+
+    train.TechniqueChain.evaluate = stopped
+    train.main([str(word) for word in argv])
+    return result == [True]
+
+
+@pytest.mark.parametrize("place", [None, "fsdp2"])
+def test_stop_in_the_evaluation_of_an_average_restores_the_weights(tmp_path, place):
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"ema": None}), "per_device_batch_size": 8}
+    values |= {"per_device_eval_batch_size": 1, "max_steps": 2, "output_dir": tmp_path / "run"}
+    env = kit.where("fsdp2", 2, mixed_precision="no") if place else None
+    argv = kit.flags(**values)
+    assert kit.spawn(2, _train_and_stop_in_the_second_evaluation, argv, out=tmp_path / "out", env=env) == [True] * 2
+
+
+def test_each_source_of_a_mixture_is_evaluated_with_the_average(tmp_path):
+    values = technique_runs.files(tmp_path)
+    names = ("train_file", "validation_file")
+    files = {name: str(values.pop(name)) for name in names}
+    mixture = {"low": files | {"weight": 1}, "high": files | {"weight": 1}}
+    values |= {"mixture": json.dumps(mixture), "techniques": json.dumps({"ema": None, "lawa": {"every": 4}})}
+    line = technique_runs.train(tmp_path / "run", values).kind("eval")[-1]
+    for key in ("loss", "perplexity", "accuracy"):
+        assert {f"ema/{key}", f"ema/low/{key}", f"ema/high/{key}", f"lawa/high/{key}"} <= line.keys()
+    assert "ema/low/weight" not in line
+
+
+# ---- options -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_longer_run_starts_its_mean_again(tmp_path):
+    """SWA over the last half: an extended run ends with the mean of a straight run of that length, or is refused."""
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"swa": {"start": 0.5, "final": True}})}
+    long = technique_runs.train(tmp_path / "long", values, max_steps=10)
+    short = technique_runs.train(tmp_path / "short", values, max_steps=4)
+    shutil.rmtree(short.folder / "final")
+    argv = kit.flags(**values | {"per_device_batch_size": 16, "max_steps": 8, "output_dir": short.folder})
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
+    assert codes == [2, 2]
+    assert "techniques: swa: with start 0.5 the mean of this run began at step 2" in texts[0]
+    assert kit.same(technique_runs.train(short.folder, values, max_steps=10).weights, long.weights)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "more", "said"),
+    [
+        ({"ema": {"decay": 1}}, {}, "ema: decay"),
+        ({"lawa": {"k": 1}}, {}, "lawa: k"),
+        ({"lookahead": {"alpha": 0}}, {}, "lookahead: alpha"),
+        ({"swa": None}, {"local_sgd_steps": 2, "save_steps": 2, "eval_steps": 2}, "local_sgd_steps"),
+    ],
+)
+def test_what_cannot_work_is_refused_on_all_ranks(tmp_path, techniques, more, said):
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques), "max_steps": 4} | more
+    argv = kit.flags(**values | {"per_device_batch_size": 8, "output_dir": "run"})
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
+    assert codes == [2, 2], texts
+    assert said in texts[0]
+
+
+def test_an_average_that_never_begins_is_warned_about(tmp_path):
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"lawa": {"final": True}})}
+    run = technique_runs.train(tmp_path / "run", values)
+    assert "warning: techniques: lawa has no effect" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert kit.same(run.weights, kit.load_weights(tmp_path / "run" / "checkpoints" / "step_00000005"))
