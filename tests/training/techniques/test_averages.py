@@ -1,14 +1,21 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from src.distributed.sharded_tensors import local_part
+from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
+from src.training.techniques.base import Run
 from src.training.techniques.ema import EMA
+from src.training.techniques.lawa import LAWA
 from src.training.techniques.lookahead import Lookahead
+from src.training.techniques.swa import SWA
+from src.training.train_state import TrainState
 from tests.helpers import batch_norm, kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 
@@ -105,6 +112,26 @@ def test_averages_and_lookahead_under_fsdp2(tmp_path):
         assert kit.distance(last_parts(one, part), last_parts(sharded, part)) <= 2e-5
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("name", ["hsdp", "fsdp2_tp"])
+def test_averages_and_lookahead_under_other_meshes(tmp_path, name):
+    """And they resume from there on one process."""
+    values = fields(tmp_path, dtype="float32", adam_epsilon=1e-4)
+    values["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
+    one = technique_runs.train(tmp_path / "one", values, 1, 4)
+    env = kit.where(name, 4, mixed_precision="no")
+    argv = [*kit.flags(**values), "--per_device_batch_size", "4", "--output_dir", tmp_path / "other"]
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=4, env=env)
+    assert codes == [0] * 4, texts
+    other = kit.Run(tmp_path / "other")
+    shutil.rmtree(other.folder / "final")
+    shutil.rmtree(other.folder / "checkpoints" / "step_00000005")
+    for run in (other, technique_runs.train(other.folder, values, 1, 4)):
+        assert kit.distance(run.weights, one.weights) <= 2e-5
+        for part in ("ema", "swa", "lawa", "lookahead"):
+            assert kit.distance(last_parts(one.folder, part), last_parts(run.folder, part)) <= 2e-5
+
+
 def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
     """An EMA whose state is the local shard: one rank's rows of it come back on every rank."""
     monkeypatch.setattr(
@@ -178,6 +205,27 @@ def test_statistics_of_batch_norm_are_averaged(tmp_path, monkeypatch, place):
     assert saved["blocks.0.norm.num_batches_tracked"] == 4
     line = run.kind("eval")[-1]
     assert line["ema/loss"] != line["loss"]
+
+
+class _NoWait(TorchDispatchMode):
+    """Raises where the host would wait for a number of the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [EMA, SWA, LAWA, Lookahead])
+def test_an_update_does_not_wait_for_the_device(kind):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    strategy = SimpleNamespace(uses_local_sgd=False, buffers=StepBuffers(model, torch.device("cpu"), False))
+    technique = kind()
+    technique.run = Run(None, strategy, None, None, model, model, None, 1000, TrainState(step=1000))
+    technique.begin()
+    with _NoWait():
+        technique.after_update(torch.tensor(False))
+    with _NoWait(), pytest.raises(AssertionError):
+        bool(torch.tensor(False))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------------
