@@ -55,6 +55,11 @@ class RunConfig:
     dtype: str = option(
         "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
     )
+    stochastic_depth: float | None = option(
+        "probability of dropping a layer in training, where the model's config has drop_path_rate or layerdrop",
+        min=0,
+        below=1,
+    )
     attn_implementation: str | None = option(
         "sdpa, eager, … (default: chosen by transformers)", may_change_on_resume=True, from_checkpoint=plain_name
     )

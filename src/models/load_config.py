@@ -14,6 +14,7 @@ from src.config.schema import RunConfig
 from src.config.untrusted_values import plain_name
 from src.config.yaml_files import read_yaml
 from src.models.model_files import model_folder, reason
+from src.models.stochastic_depth import set_stochastic_depth
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -47,8 +48,11 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
             f"no model: give --model_name_or_path, or --model_config for random weights of task {cfg.task}"
         )
     if cfg.model_name_or_path:
-        return pretrained_config(cfg, str(cfg.model_name_or_path))
-    return _config_from_file(cfg, tokenizer)
+        config = pretrained_config(cfg, str(cfg.model_name_or_path))
+    else:
+        config = _config_from_file(cfg, tokenizer)
+    set_stochastic_depth(cfg, config)
+    return config
 
 
 def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_path") -> "PreTrainedConfig":

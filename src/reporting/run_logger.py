@@ -151,7 +151,9 @@ class RunLogger:
             "grad_norm": state.grad_norm,
             "skipped": state.step - state.updates,
         }
-        self._line("train", state.step, values | self.compile_counter.line())
+        values |= state.line_values | self.compile_counter.line()
+        state.line_values = {}
+        self._line("train", state.step, values)
 
     def eval_line(self, state: TrainState, metrics: dict) -> None:
         """Write an eval line."""

@@ -83,6 +83,8 @@ class TrainState:
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
+        # Further values of the last step, for its train line; tensors stay on the device until then. Never saved.
+        self.line_values: dict[str, torch.Tensor | float | None] = {}
         self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
         self.events: list[dict] = []  # what the next line of a step says besides; emptied by the logger
 

@@ -21,7 +21,10 @@ TECHNIQUES = {
     "asam": _technique("ASAM", "sam"),
     "gradient_norm_penalty": _technique("GradientNormPenalty", "sam"),
     # inputs and model
+    "channels_last": _technique("ChannelsLast", "channels_last"),
+    "progressive_resizing": _technique("ProgressiveResizing", "progressive_resizing"),
     # the gradient of the global batch
+    "gradient_statistics": _technique("GradientStatistics", "gradient_statistics"),
     "gradient_noise": _technique("GradientNoise", "gradient_noise"),
     "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),

@@ -1,0 +1,90 @@
+"""Norms of the gradient, the weights and the update of each layer, in the train lines of metrics.jsonl.
+
+Tests: tests/training/techniques/test_gradient_statistics.py.
+"""
+
+import re
+from dataclasses import dataclass
+
+import torch
+
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.distributed.sharded_tensors import gather_full, plain_name
+from src.training.techniques.base import Technique
+
+VALUES = ("grad_norm", "weight_norm", "update_ratio")
+
+
+@dataclass(eq=False)
+class GradientStatistics(Technique):
+    """Add `grad_norm/LAYER`, `weight_norm/LAYER` and `update_ratio/LAYER` of the last step to each train line.
+
+    The gradient is that of the global batch, before other techniques and max_grad_norm change it; the ratio is the norm of
+    the update by the norm of the weights before it. Only steps that end in a train line compute them, on the device: one
+    pass over the weights for each value, under FSDP2 a small collective for each parameter; update_ratio copies the
+    weights for the rest of that step."""
+
+    values: list[str] = option(f"which of {', '.join(VALUES)}", ["grad_norm"])
+    groups: dict | None = option(
+        "groups of parameters as {NAME: regular expression of names, …} (default: one for each layer)"
+    )
+
+    def errors(self) -> list[str]:
+        unknown = [f"values: {name!r} is not one of {', '.join(VALUES)}" for name in self.values if name not in VALUES]
+        patterns = (self.groups or {}).values()
+        return unknown + [f"groups: {p!r} is not a regular expression" for p in patterns if not _is_pattern(p)]
+
+    def begin(self) -> None:
+        self.members: dict[str, list[torch.nn.Parameter]] = {}
+        self.before: dict[str, list[torch.Tensor]] = {}  # weights of a step that will be logged
+        named = {plain_name(name).removeprefix("model."): p for name, p in self.run.parameters().items()}
+        if self.groups is None:
+            for name, parameter in named.items():
+                self.members.setdefault(layer_of(name), []).append(parameter)
+            return
+        for group, pattern in self.groups.items():
+            self.members[group] = [p for name, p in named.items() if re.search(pattern, name)]
+            if not self.members[group]:
+                raise UsageError(
+                    f"techniques: gradient_statistics: groups: {group}: {pattern!r} matches no trainable parameter; the first "
+                    f"one is {next(iter(named))}"
+                )
+
+    def change_gradient(self) -> None:
+        state = self.run.state
+        if state.step % self.run.cfg.logging_steps and state.step < self.run.num_steps:
+            return
+        for group, parameters in self.members.items():
+            if "grad_norm" in self.values:
+                gradients = [p.grad for p in parameters if p.grad is not None]
+                state.line_values[f"grad_norm/{group}"] = norm(gradients) if gradients else None
+            if "weight_norm" in self.values:
+                state.line_values[f"weight_norm/{group}"] = norm(parameters)
+            if "update_ratio" in self.values:
+                self.before[group] = [p.detach().clone() for p in parameters]
+
+    def after_update(self, skipped: torch.Tensor) -> None:
+        for group, before in self.before.items():
+            change = [p.detach() - old for p, old in zip(self.members[group], before, strict=True)]
+            self.run.state.line_values[f"update_ratio/{group}"] = norm(change) / norm(before)
+        self.before = {}
+
+
+def layer_of(name: str) -> str:
+    """Return the name of a parameter's layer: up to its first number, else that of its module."""
+    numbered = re.match(r"(.*?\.\d+)\.", name)
+    return numbered[1] if numbered else name.rpartition(".")[0] or name
+
+
+def norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the norm of all values in `tensors`, on the device; a collective if they are sharded."""
+    return torch.linalg.vector_norm(torch.stack([gather_full(torch.linalg.vector_norm(t.detach())) for t in tensors]))
+
+
+def _is_pattern(value: object) -> bool:
+    try:
+        re.compile(str(value))
+    except re.error:
+        return False
+    return isinstance(value, str)

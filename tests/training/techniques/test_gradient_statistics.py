@@ -1,0 +1,92 @@
+import json
+
+import pytest
+import torch
+
+import train
+from src.training.techniques.gradient_statistics import GradientStatistics, layer_of
+from tests.helpers import kit, technique_runs
+from tests.training.test_step import Syncs
+
+EVERY = {"values": ["grad_norm", "weight_norm", "update_ratio"]}
+LAYERS = {"transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.ln_f"}
+
+
+def fields(folder, **options) -> dict:
+    """Return fields of a run with a train line after steps 2, 4 and 5."""
+    techniques = json.dumps({"gradient_statistics": EVERY | options})
+    return technique_runs.files(folder) | {"logging_steps": 2, "adam_epsilon": 1e-4, "techniques": techniques}
+
+
+def plain_lines(values: dict) -> list[dict[str, float]]:
+    """Return the statistics of each layer at each step of a plain loop, by name."""
+    plain = technique_runs.Plain(values)
+    optimizer, lines = plain.optimizer(eps=1e-4), []
+
+    def total(tensors: dict, layer: str) -> float:
+        return torch.cat([t.flatten() for name, t in tensors.items() if name.startswith(layer)]).norm().item()
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        plain.loss().backward()
+        named = dict(plain.model.named_parameters())
+        before = {name: p.detach().clone() for name, p in named.items()}
+        optimizer.step()
+        change = {name: p.detach() - before[name] for name, p in named.items()}
+        lines.append({})
+        for layer in LAYERS:
+            lines[-1][f"grad_norm/{layer}"] = total({name: p.grad for name, p in named.items()}, layer)
+            lines[-1][f"weight_norm/{layer}"] = total(before, layer)
+            lines[-1][f"update_ratio/{layer}"] = total(change, layer) / total(before, layer)
+
+    plain.train(update)
+    return lines
+
+
+@pytest.mark.parametrize("world, micro, env, bar", [(1, 16, None, 1e-9), (2, 4, None, 1e-9), (2, 4, "fsdp2", 1e-3)])
+def test_statistics_of_each_layer_are_those_of_a_plain_loop(tmp_path, world, micro, env, bar):
+    values = fields(tmp_path) | ({"dtype": "float32"} if env else {})
+    expected = plain_lines(values)
+    more = {"env": kit.where("fsdp2", 2, mixed_precision="no"), "units": 1} if env else {}
+    run = technique_runs.train(tmp_path / "run", values, world, micro, **more)
+    lines = run.kind("train")
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    for line in lines:
+        found = {name: value for name, value in line.items() if "/" in name}
+        assert found == pytest.approx(expected[line["step"] - 1], rel=bar)
+
+
+def test_groups_by_pattern_and_a_layer_without_number(tmp_path):
+    values = fields(tmp_path, values=["grad_norm"], groups={"attention": "attn", "all": ""})
+    lines = technique_runs.train(tmp_path / "run", values).kind("train")
+    assert {name for name in lines[0] if "/" in name} == {"grad_norm/attention", "grad_norm/all"}
+    assert lines[0]["grad_norm/all"] == pytest.approx(lines[0]["grad_norm"], rel=1e-12)
+    assert layer_of("score.weight") == "score"
+
+
+def _count_syncs(argv):
+    change, counts = GradientStatistics.change_gradient, []
+
+    def watched(technique):
+        with Syncs() as syncs:
+            change(technique)
+        counts.append(syncs.count)
+
+    GradientStatistics.change_gradient = watched
+    train.main([str(word) for word in argv])
+    return counts
+
+
+def test_statistics_do_not_wait_for_the_device(tmp_path):
+    argv = kit.flags(**fields(tmp_path), per_device_batch_size=16, output_dir=tmp_path / "run")
+    assert kit.spawn(1, _count_syncs, argv, out=tmp_path / "out") == [[0] * technique_runs.STEPS]
+
+
+@pytest.mark.parametrize(
+    "options, word", [({"values": ["norm"]}, "'norm'"), ({"groups": {"head": "no_such"}}, "head: 'no_such'")]
+)
+def test_unknown_values_and_groups_are_named(tmp_path, options, word):
+    argv = kit.flags(**fields(tmp_path, **options))
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "bad", world=1)
+    assert codes == [2]
+    assert word in texts[0]

@@ -1,0 +1,82 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from src.training.techniques.progressive_resizing import ProgressiveResizing
+from tests.helpers import images, kit, technique_runs
+from tests.training.techniques.test_channels_last import fields
+
+OPTIONS = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2, "multiple": 4}
+SIZES = [12, 12, 16, 20, 24]  # scale 1/2, then 1/2 + k/6 for k = 0, 1, 2, then 1, of 24 pixels, to multiples of 4
+VIT = images.VIT | {"image_size": 24, "patch_size": 4, "num_hidden_layers": 1}
+
+
+def values_of(folder, **more) -> dict:
+    values = fields(folder, techniques=json.dumps({"progressive_resizing": OPTIONS}), **more)
+    return values | {"model_config": kit.write_yaml(folder / "vit.yaml", VIT)}
+
+
+def plain_weights(values: dict, sizes: list[int]) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop over images of these sizes."""
+    names = ("task", "model_config", "train_file", "dtype", "metrics", "random_crop", "horizontal_flip")
+    task, splits = kit.open_data(**{name: values[name] for name in names}, output_dir="unused")
+    torch.manual_seed(42)
+    model = task.build(None).train()
+    inputs = task.collate(splits["train"].rows(range(technique_runs.ROWS)), training=True).inputs
+    mean, std = (inputs[name].view(-1, 1, 1) for name in ("mean", "std"))
+    pixels = (inputs["pixels"].double() - mean) / std
+    decay = {True: 0.1, False: 0.0}
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() >= 2) == wide], "weight_decay": decay[wide]}
+        for wide in decay
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
+    for size in sizes:
+        small = pixels if size == 24 else F.interpolate(pixels, (size, size), mode="bilinear")
+        optimizer.zero_grad()
+        logits = model(pixel_values=small, interpolate_pos_encoding=True).logits
+        F.cross_entropy(logits, inputs["labels"]).backward()
+        optimizer.step()
+    folder = Path(values["model_config"]).parent / f"plain_{sizes[0]}"
+    model.save_pretrained(folder)  # under the names of a folder
+    return kit.load_weights(folder)
+
+
+def test_progressive_resizing_is_exact_for_every_split(tmp_path):
+    values = values_of(tmp_path, weight_decay=0.1, max_grad_norm=0, adam_epsilon=1e-4)
+    first = technique_runs.check_splits(tmp_path, values, plain_weights(values, SIZES))
+    # The mutant trains on full images.
+    mutant = plain_weights(values, [24] * len(SIZES))
+    assert kit.distance(first.weights, {n: mutant[n] for n in first.weights}) > 1e-4
+
+
+def test_progressive_resizing_resumes(tmp_path):
+    technique_runs.check_resume(tmp_path, values_of(tmp_path))
+
+
+def test_progressive_resizing_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, values_of(tmp_path))
+
+
+def test_evaluation_sees_full_images(tmp_path):
+    values = values_of(tmp_path, validation_file=images.write_pictures(tmp_path / "validation.parquet", 9, 1))
+    run = technique_runs.train(tmp_path / "run", values | {"max_steps": 1, "learning_rate": 0})
+    argv = kit.flags(checkpoint=tmp_path / "run" / "final")
+    found = kit.spawn(1, kit.evaluate_here, [*argv, "--output_dir", tmp_path / "eval"], out=tmp_path / "out")[0]
+    assert found["loss"] == run.kind("eval")[0]["loss"]
+
+
+def test_scales_by_default_and_wrong_fractions():
+    technique = ProgressiveResizing()
+    assert [technique.scale_at(i / 20) for i in (0, 9, 10, 13, 16, 19)] == pytest.approx([0.5, 0.5, 0.5, 0.75, 1, 1])
+    assert "1.1" in ProgressiveResizing(delay_fraction=0.9).errors()[0]
+
+
+def test_segmentation_is_refused(tmp_path):
+    argv = images.segmentation_flags(tmp_path, techniques=json.dumps({"progressive_resizing": None}))
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "bad")
+    assert codes == [2]
+    assert "techniques: progressive_resizing" in texts[0]
