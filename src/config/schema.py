@@ -56,7 +56,7 @@ class RunConfig:
         "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
     )
     stochastic_depth: float | None = option(
-        "probability of dropping a layer in training, where the model's config has drop_path_rate or layerdrop",
+        "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
         min=0,
         below=1,
     )

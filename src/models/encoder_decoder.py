@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from src.config.errors import warn
 from src.distributed.sharded_tensors import is_partial
 from src.models.cross_entropy import CrossEntropy
 from src.models.losses import sums_from_hidden, sums_from_logits
@@ -20,15 +19,9 @@ if TYPE_CHECKING:
 
 
 def complete_config(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Set the decoder's start token, if there is none, to the padding token; switch LayerDrop off, with a warning.
-
-    LayerDrop skips whole layers, so DDP would find no gradient, and ranks of a sharded model would wait forever."""
+    """Set the decoder's start token, if there is none, to the padding token."""
     if getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = tokenizer.pad_token_id
-    for name in ("encoder_layerdrop", "decoder_layerdrop"):
-        if value := getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
-            warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
 
 
 def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], decoder_ids: torch.Tensor):

@@ -1,49 +1,34 @@
-"""Stochastic depth: the option `stochastic_depth`, and the check of models that skip whole layers.
+"""Stochastic depth of a model: the option `stochastic_depth`; LayerDrop is switched off.
 
 After Huang et al. 2016, "Deep Networks with Stochastic Depth". Tests: tests/models/test_stochastic_depth.py.
 """
 
 from typing import TYPE_CHECKING
 
-import torch
-
-from src.config.errors import UsageError
+from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from src.distributed.strategies import Strategy
-
-BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is dropped for some rows of a micro-batch
-BY_LAYER = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # for all rows: it is not computed
+BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multiplied by zero for some rows
+BY_LAYER = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # a layer is not computed, for all rows
 
 
 def set_stochastic_depth(cfg: RunConfig, config: "PreTrainedConfig") -> None:
-    """Set the fields of a model's config to `stochastic_depth`, if given; raise UsageError if it has none."""
+    """Set `drop_path_rate` of a model's config to `stochastic_depth`, if given; switch LayerDrop off, with a warning.
+
+    LayerDrop skips whole layers, so DDP would find no gradient, and ranks of a sharded model would wait forever. Raise
+    UsageError for `stochastic_depth` if the config has no such field."""
+    for name in BY_LAYER:
+        if value := getattr(config, name, 0.0):
+            setattr(config, name, 0.0)
+            warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
     if cfg.stochastic_depth is None:
         return
-    names = [name for name in (BY_ROW, *BY_LAYER) if getattr(config, name, None) is not None]
-    if not names:
+    if getattr(config, BY_ROW, None) is None:
         raise UsageError(
-            f"stochastic_depth is {cfg.stochastic_depth}, but the config of {config.model_type} has none of the fields "
-            f"{', '.join((BY_ROW, *BY_LAYER))}: remove it, or use another model (convnext, swin, dinov2, bart, …)"
+            f"stochastic_depth is {cfg.stochastic_depth}, but the config of {config.model_type} has no field {BY_ROW}: "
+            "remove it, or use a model that has it (convnext, swin, dinov2, beit, segformer, …)"
         )
-    for name in names:
-        setattr(config, name, cfg.stochastic_depth)
-
-
-def check_skipped_layers(strategy: "Strategy", model: torch.nn.Module) -> None:
-    """Raise UsageError if processes would skip different layers of `model` and wait for each other's."""
-    if strategy.accelerator.num_processes == 1 or strategy.uses_local_sgd:
-        return
-    if strategy.cfg.ddp_find_unused_parameters and not strategy.is_sharded:
-        return
-    fix = "use DDP" if strategy.is_sharded else "set --ddp_find_unused_parameters true"
-    for name in BY_LAYER:
-        value = getattr(getattr(model, "config", None), name, None)
-        if isinstance(value, int | float) and value > 0:
-            raise UsageError(
-                f"{name} of the model is {value:g}: processes skip different layers, and {strategy.name} would wait for "
-                f"them: {fix}, or set it to 0 with --stochastic_depth 0"
-            )
+    setattr(config, BY_ROW, cfg.stochastic_depth)

@@ -16,7 +16,6 @@ from src.data.data_loader import seed_everything
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
-from src.models.stochastic_depth import check_skipped_layers
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training import batch_loss
@@ -71,7 +70,6 @@ def build_model(
 
     Raise UsageError on all ranks if the model does not compute the loss of the first training rows."""
     model = strategy.build_model(task, weights, lambda model: check_trial_loss(model, task, train_set))
-    check_skipped_layers(strategy, model)
     model_with_loss = ModelWithLoss(model, task)
     change_model(model_with_loss, cfg)
     compile_and_recompute(model, cfg, strategy.accelerator.device)

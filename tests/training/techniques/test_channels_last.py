@@ -66,6 +66,7 @@ def test_channels_last_has_the_same_numbers_and_resumes(tmp_path):
     assert all(pixels for pixels, _ in found[-4:])
 
 
+@pytest.mark.cluster
 def test_channels_last_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path, **CHANNELS_LAST))
 
