@@ -12,6 +12,7 @@ from src.distributed.sharded_tensors import is_partial
 from src.models.cross_entropy import CrossEntropy
 from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import is_plain_head
+from src.models.token_losses import Scored
 from src.text.tokenization import IGNORED
 
 if TYPE_CHECKING:
@@ -38,6 +39,18 @@ def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], de
     return hidden
 
 
+def score_labels(
+    model: "PreTrainedModel", inputs: dict[str, torch.Tensor], labels: torch.Tensor, plain_head: bool
+) -> Scored:
+    """Return what the model computes for each label; the head runs only if it is not linear.
+
+    The decoder reads the labels one place later. Their padding is on the right, where causal attention never looks."""
+    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    if plain_head:
+        return Scored(decoder_states(model, inputs, decoder_ids).flatten(0, 1), model.get_output_embeddings())
+    return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1), None)
+
+
 def seq2seq_sums(
     model: "PreTrainedModel",
     inputs: dict[str, torch.Tensor],
@@ -45,15 +58,11 @@ def seq2seq_sums(
     plain_head: bool,
     options: CrossEntropy,
 ) -> dict[str, torch.Tensor]:
-    """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored.
-
-    The decoder reads the labels one place later. Their padding is on the right, where causal attention never looks."""
-    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
-    if plain_head:
-        hidden = decoder_states(model, inputs, decoder_ids).flatten(0, 1)
-        return sums_from_hidden(hidden, model.get_output_embeddings(), labels.flatten(), model.training, options)
-    logits = model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
-    return sums_from_logits(logits.flatten(0, 1), labels.flatten(), model.training, options)
+    """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored."""
+    hidden, head = score_labels(model, inputs, labels, plain_head)
+    if head is not None:
+        return sums_from_hidden(hidden, head, labels.flatten(), model.training, options)
+    return sums_from_logits(hidden, labels.flatten(), model.training, options)
 
 
 def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:

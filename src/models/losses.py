@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 
-from src.models.cross_entropy import PLAIN, CrossEntropy
+from src.models.cross_entropy import IGNORED, PLAIN, CrossEntropy
 
 # Number of logits that exist at once. A CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
@@ -110,6 +110,31 @@ def linear_sums(
     return total
 
 
+def row_losses(
+    hidden: torch.Tensor,
+    head: torch.nn.Linear | None,
+    targets: torch.Tensor,
+    options: CrossEntropy = PLAIN,
+    class_weights: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
+
+    targets (rows, …); hidden (number of targets, features), of which only a chunk of the logits `head(hidden)` exists at
+    a time. Without a head, `hidden` are the logits. Targets of -100 are ignored."""
+    flat = targets.flatten()
+    if head is None:
+        losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]
+    else:
+        size = chunk_rows(hidden.device.type, head.weight.shape[0])
+        chunks = zip(hidden.split(size), flat.split(size), strict=True)
+        losses = torch.cat([_recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
+    weights = (targets != IGNORED).long()
+    if class_weights is not None:
+        weights = weights * class_weights[targets.clamp(min=0)]
+    found = {"loss": losses.view_as(targets), "weight": weights}
+    return {name: values.reshape(len(targets), -1).sum(1) for name, values in found.items()}
+
+
 def _recomputed(function: Callable, *arguments):
     """Call the function; backward calls it again instead of keeping its logits."""
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
@@ -119,6 +144,10 @@ def _chunk(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
     return F.cross_entropy(at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
+
+
+def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
+    return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]
 
 
 def _sums_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> dict[str, torch.Tensor]:

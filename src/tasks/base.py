@@ -124,6 +124,13 @@ class Task:
         appear in the train line, divided by the weight."""
         raise NotImplementedError
 
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `loss` and `weight` of each row in training, (rows,); for the technique hard_examples.
+
+        They add up to the `loss` that `loss` returns and to the batch's weight. `src/models/losses.py` computes them for
+        a cross-entropy. The technique refuses a task without this method."""
+        raise NotImplementedError
+
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
 

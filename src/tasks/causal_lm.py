@@ -21,10 +21,11 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
-from src.models.losses import sums_from_hidden, sums_from_logits
+from src.models.losses import row_losses, sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
 from src.models.text_sample import sample_text
+from src.models.token_losses import score_tokens
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
@@ -181,6 +182,11 @@ class Task(base.Task):
         balance = balance_losses(output.router_logits, is_real, experts_per_token(model.config))
         aux_loss = (balance * (inputs["targets"] != IGNORED).sum(1)).sum()
         return sums | {"loss": sums["loss"] + self.router_coefficient * aux_loss, "aux_loss": aux_loss.detach()}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.router_coefficient:
+            raise UsageError("losses of rows have no load-balancing loss of experts: give --router_aux_loss_coef 0")
+        return row_losses(*score_tokens(model, inputs, self.plain_head), inputs["targets"], self.options)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         cross_entropy = sums["loss"] - self.router_coefficient * sums.get("aux_loss", 0.0)

@@ -18,7 +18,7 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import vocabulary_size
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import sums_from_logits
+from src.models.losses import row_losses, sums_from_logits
 from src.models.masked_head import has_positionwise_head, hidden_states_at
 from src.runtime.private_apis import known_masks
 from src.tasks import base
@@ -126,15 +126,23 @@ class Task(base.Task):
         return Batch(tensors, len(tensors["targets"]), sum(lengths), len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return sums_from_logits(self._logits(model, inputs), inputs["targets"], model.training, self.options)
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows, width = inputs["input_ids"].shape
+        found = row_losses(self._logits(model, inputs), None, inputs["targets"], self.options)  # each target as a row
+        is_of_row = inputs["positions"] // width == torch.arange(rows, device=inputs["positions"].device)[:, None]
+        return {name: (is_of_row * values).sum(1) for name, values in found.items()}
+
+    def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of the masked tokens, (targets, vocabulary)."""
         arguments = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         positions = inputs["positions"]
         with known_masks(packed=False):
             if self.positionwise_head:  # one token in seven needs logits
                 with hidden_states_at(model, positions):
-                    logits = model(**arguments).logits[0]
-            else:
-                logits = model(**arguments).logits.flatten(0, 1)[positions]
-        return sums_from_logits(logits, inputs["targets"], model.training, self.options)
+                    return model(**arguments).logits[0]
+            return model(**arguments).logits.flatten(0, 1)[positions]
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(sums["loss"] / weight, 700.0)), "accuracy": sums["correct"] / weight}

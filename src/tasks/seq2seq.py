@@ -16,10 +16,17 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.cross_entropy import CrossEntropy
-from src.models.encoder_decoder import complete_config, generate_tokens, has_plain_decoder_head, seq2seq_sums
+from src.models.encoder_decoder import (
+    complete_config,
+    generate_tokens,
+    has_plain_decoder_head,
+    score_labels,
+    seq2seq_sums,
+)
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, check_metrics, compute_metrics
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
+from src.models.losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
@@ -132,6 +139,13 @@ class Task(base.Task):
         missing = self.options.max_target_length - labels.shape[1]
         reference = F.pad(labels, (0, missing), value=IGNORED)
         return sums | {"generated": self._generate(model, source), "reference": reference}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = inputs["labels"]
+        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with known_masks(packed=False):
+            scored = score_labels(model, source, labels, self.plain_head)
+        return row_losses(*scored, labels, self.options)
 
     def _generate(self, model, source: dict[str, torch.Tensor]) -> torch.Tensor:
         o = self.options

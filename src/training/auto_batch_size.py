@@ -54,7 +54,7 @@ def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dic
             name: value.to(accelerator.device) for name, value in task.collate(rows, training=True).inputs.items()
         }
         out = module(inputs)
-        (scalar_of_vectors(out) if task.has_batch_loss else out["loss"]).backward()
+        (scalar_of_vectors(out) if module.batch_loss else out["loss"]).backward()
         return True
     except torch.OutOfMemoryError:
         return False

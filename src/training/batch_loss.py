@@ -1,13 +1,13 @@
 """Exact gradient and evaluation of a loss over the whole global batch, in the memory of one micro-batch.
 
-A contrastive loss couples all rows of a batch. Pass 1 computes the vectors of all micro-batches without gradients and
+A contrastive loss couples all rows of a batch, and so does the choice of the hardest rows. Pass 1 computes the vectors of all micro-batches without gradients and
 gathers them from all ranks. Every rank then computes the loss and its gradient by the vectors. Pass 2 repeats each
 micro-batch, with the same dropout because the seed belongs to it, and backpropagates its rows of that gradient
 (GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). The price: a
 second forward pass. Tests: tests/training/test_batch_loss.py.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,6 +23,14 @@ from src.training.train_state import Window
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 LossesAndSums = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses by micro-batch, further sums of a rank
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
+
+
+class BatchLoss(Protocol):
+    """A loss over a global batch: a task with `has_batch_loss`, or a technique's."""
+
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors: ...
+
+    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]: ...
 
 
 class _Part(NamedTuple):
@@ -46,7 +54,7 @@ def backward_in_two_passes(
     task: Task = model_with_loss.task
     is_first_step = strategy.gradients.is_first_step
     vectors, places = _global_vectors(strategy, model_with_loss, module, window)
-    loss, gradients, sums = _gradient_of_vectors(task, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(task, model_with_loss.batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses = []
@@ -69,11 +77,13 @@ def backward_in_two_passes(
     return losses, sums if strategy.data_rank == 0 else {}
 
 
-def _gradient_of_vectors(task: Task, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors, Vectors]:
+def _gradient_of_vectors(
+    task: Task, batch_loss: BatchLoss, vectors: Vectors, weight: float
+) -> tuple[torch.Tensor, Vectors, Vectors]:
     """Return (loss of the global batch, its gradient by each floating-point vector, further sums) on every rank."""
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
-    out = task.batch_loss(leaves, weight)
+    out = batch_loss.batch_loss(leaves, weight)
     if "loss" not in out:
         raise UsageError(
             f"task {task.cfg.task}: `batch_loss` returned {', '.join(out) or 'nothing'}, but no sum named loss"

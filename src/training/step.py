@@ -19,7 +19,7 @@ from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training import batch_loss
-from src.training.batch_loss import LossesAndSums
+from src.training.batch_loss import BatchLoss, LossesAndSums
 from src.training.train_state import DeviceFlag, StepLosses, Window, widen
 from src.training.trial_loss import check_trial_loss
 
@@ -32,6 +32,8 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
         self.model, self.task = model, task
+        # What couples the rows of a global batch in training; None: the loss is a sum over rows.
+        self.batch_loss: BatchLoss | None = task if task.has_batch_loss else None
         private_apis.copy_layer_class_names(model, self)
         self.tied = tied_names(model)
 
@@ -44,8 +46,8 @@ class ModelWithLoss(torch.nn.Module):
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.task.has_batch_loss:
-            return self.task.represent(self.model, inputs)
+        if self.batch_loss and (self.training or self.task.has_batch_loss):
+            return self.batch_loss.represent(self.model, inputs)
         return self.task.loss(self.model, inputs)
 
 
@@ -111,7 +113,7 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     micro-batches. Nothing here waits for the device.
     """
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
-    backward = batch_loss.backward_in_two_passes if model_with_loss.task.has_batch_loss else _backward
+    backward = batch_loss.backward_in_two_passes if model_with_loss.batch_loss else _backward
     with strategy.step():
         losses, sums = backward(strategy, module, window, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})

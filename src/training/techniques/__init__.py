@@ -20,6 +20,7 @@ TECHNIQUES = {
     "sam": _technique("SAM", "sam"),
     "asam": _technique("ASAM", "sam"),
     "gradient_norm_penalty": _technique("GradientNormPenalty", "sam"),
+    "hard_examples": _technique("HardExamples", "hard_examples"),
     # inputs and model
     "channels_last": _technique("ChannelsLast", "channels_last"),
     "progressive_resizing": _technique("ProgressiveResizing", "progressive_resizing"),

@@ -1,0 +1,98 @@
+"""Hard examples: train on the rows of the global batch with the largest losses (online hard example mining, selective backprop).
+
+Shrivastava et al. 2016, arXiv 1604.03540; Jiang et al. 2019, arXiv 1910.00762. src/training/batch_loss.py does the work:
+a pass without gradient for the losses of all rows, one choice on all ranks, a second pass for the gradient.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.config.schema import RunConfig
+from src.data.data_loader import seed_everything
+from src.tasks import Task
+from src.training.batch_loss import Vectors
+from src.training.techniques.base import ComputeGradient, Technique
+from src.training.train_state import StepLosses, Window
+
+TOLERANCE = 0.01  # of the sum of the rows' losses against the loss: 16-bit models round differently
+
+
+@dataclass(eq=False)
+class HardExamples(Technique):
+    """Train on the `share` of the global batch's rows with the largest loss per weight; their weights are the divisor."""
+
+    share: float = option("share of the rows of the global batch to train on, rounded up", 0.5, above=0, max=1)
+    start_step: int = option("steps before this one train on all rows", 1, min=1)
+
+    def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        self.hardest = model.batch_loss = HardestRows(model.task, self.share)
+        if cfg.local_sgd_steps:
+            raise UsageError(
+                f"techniques: hard_examples chooses from the whole global batch, but local_sgd_steps is {cfg.local_sgd_steps}, "
+                "which gives each process a loss of its own: remove one of them"
+            )
+
+    def begin(self) -> None:
+        self.is_checked = False
+
+    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+        if not self.is_checked:
+            self._check_rows(window)
+            self.is_checked = True
+        self.run.model.batch_loss = self.hardest if self.run.state.step >= self.start_step else None
+        return compute(window, total_weight)
+
+    @torch.no_grad()
+    def _check_rows(self, window: Window) -> None:
+        """Raise UsageError on all ranks if the rows' losses or weights do not add up to those of a micro-batch."""
+        run, (micro, batch) = self.run, window[-1]
+        model, strategy = run.model, run.strategy
+        inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
+        found = []
+        for model.batch_loss in (self.hardest, None):
+            seed_everything(micro.seed)
+            with strategy.buffers.unchanged():
+                found.append((run.module if strategy.is_sharded else model)(inputs))
+        sums = [float(found[0][name].double().sum()) for name in ("loss", "weight")]
+        right = [float(found[1]["loss"]), batch.weight]
+        is_wrong = any(abs(a - b) > TOLERANCE * abs(b) for a, b in zip(sums, right, strict=True))
+        if run.hosts.sum([float(is_wrong)])[0]:
+            raise UsageError(
+                f"techniques: hard_examples: `row_losses` of task {run.cfg.task} adds up to a loss of {sums[0]:.6g} and a weight "
+                f"of {sums[1]:.6g}, but the first micro-batch has {right[0]:.6g} and {right[1]:.6g}: an option of the task "
+                "changes the loss in a way that `row_losses` does not know"
+            )
+
+
+class HardestRows:
+    """The loss of the hardest rows as a loss over the global batch (BatchLoss)."""
+
+    def __init__(self, task: Task, share: float):
+        """Raise UsageError if the task does not define `row_losses`, or defines another `loss` than its base class."""
+        self.task, self.share = task, share
+        owner = {name: next(k for k in type(task).__mro__ if name in vars(k)) for name in ("loss", "row_losses")}
+        if owner["row_losses"] is Task or not issubclass(owner["row_losses"], owner["loss"]):
+            raise UsageError(
+                f"techniques: hard_examples needs the losses of single rows, which task {task.cfg.task} does not have: remove "
+                "it, or define `row_losses` in the task"
+            )
+
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
+        return self.task.row_losses(model, inputs)
+
+    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
+        """Return the mean loss of the chosen rows times `weight`; the mean loss of all rows and the chosen weight, too.
+
+        Equal losses are chosen in the order of the plan, losses that are not finite first, rows without targets last."""
+        losses = vectors["loss"]
+        weights = vectors["weight"].detach().to(losses.dtype)
+        hardness = torch.where(weights > 0, losses.detach() / weights, -math.inf)
+        rows = max(1, math.ceil(self.share * len(losses) - 1e-9))
+        chosen = hardness.argsort(descending=True, stable=True)[:rows]
+        chosen_weight = weights[chosen].sum()
+        loss = losses[chosen].sum() * (weight / chosen_weight)
+        return {"loss": loss, "all_rows_loss": losses.sum(), "chosen_weight": chosen_weight}

@@ -1,0 +1,152 @@
+"""Hard examples of the global batch against a plain loop; the choice within a micro-batch is not the same."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from src.config import parsing
+from src.config.errors import UsageError
+from src.data import dataset
+from src.data.data_loader import seed_everything
+from src.tasks import OPTIONS, causal_lm, make_task
+from src.training.techniques import hard_examples
+from tests.conformance import recipes
+from tests.helpers import kit, technique_runs
+
+SHARE = 0.3  # 5 of 16 rows
+
+
+def fields(folder, **options) -> dict:
+    return technique_runs.files(folder) | {"techniques": json.dumps({"hard_examples": {"share": SHARE, **options}})}
+
+
+def plain_weights(values: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """Return the weights of a plain loop over whole batches, and the mean loss of the chosen rows in each step."""
+    plain = technique_runs.Plain(values)
+    optimizer, targets, losses = plain.optimizer(), plain.batch.inputs["targets"], []
+
+    def update(step: int) -> None:
+        logits = plain.model(input_ids=plain.batch.inputs["input_ids"]).logits
+        each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none").sum(1)
+        counts = (targets != -100).sum(1)
+        chosen = (each / counts).topk(math.ceil(SHARE * len(each))).indices
+        loss = each[chosen].sum() / counts[chosen].sum()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return plain.train(update), losses
+
+
+def test_hardest_rows_of_the_global_batch_for_every_split(tmp_path):
+    values = fields(tmp_path)
+    weights, losses = plain_weights(values)
+    run = technique_runs.check_splits(tmp_path, values, weights, dropout=technique_runs.with_dropout(tmp_path, values))
+    assert run.losses() == pytest.approx(losses, rel=1e-10)
+    for line in run.kind("train"):  # the weight is that of all rows, as without the technique
+        assert line["loss"] > line["all_rows_loss"]
+        assert 0 < line["chosen_weight"] < 1
+    without = technique_runs.train(tmp_path / "without", values | {"techniques": "{}", "max_steps": 1}).kind("train")
+    assert run.kind("train")[0]["all_rows_loss"] == pytest.approx(without[0]["loss"], rel=1e-12)
+    assert run.kind("train")[0]["weight"] == without[0]["weight"]
+
+
+class OfTheMicroBatch(hard_examples.HardestRows):
+    """The mutant that chooses the hardest rows of each micro-batch of four."""
+
+    def batch_loss(self, vectors, weight):
+        starts = range(0, technique_runs.ROWS, 4)
+        parts = [{name: value[start : start + 4] for name, value in vectors.items()} for start in starts]
+        return {"loss": sum(super(OfTheMicroBatch, self).batch_loss(part, weight)["loss"] for part in parts) / 4}
+
+
+def test_choice_within_a_micro_batch_is_caught(tmp_path, monkeypatch):
+    values = fields(tmp_path)
+    weights, _ = plain_weights(values)
+    monkeypatch.setattr(hard_examples, "HardestRows", OfTheMicroBatch)
+    run = technique_runs.train(tmp_path / "mutant", values, 1, 4)
+    assert kit.distance(run.weights, {name: weights[name] for name in run.weights}) > 1e-4
+
+
+def test_resumed_at_start_step_before_which_all_rows_count(tmp_path):
+    run = technique_runs.check_resume(tmp_path, fields(tmp_path, start_step=3))
+    plain = technique_runs.train(tmp_path / "plain", technique_runs.files(tmp_path) | {"max_steps": 3}, 1, 4)
+    assert run.losses()[:2] == pytest.approx(plain.losses()[:2], rel=1e-12)
+    assert run.kind("train")[2]["all_rows_loss"] == pytest.approx(plain.losses()[2], rel=1e-12)
+    assert run.losses()[2] > plain.losses()[2]
+
+
+def test_hard_examples_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
+# ---- losses of rows ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["causal_lm", "masked_lm", "seq2seq"])
+def test_losses_of_rows_add_up(tmp_path, name):
+    """In float64, with the options of the cross-entropy, in one chunk and in several."""
+    flags = getattr(recipes, name)(tmp_path)
+    more = kit.flags(train_file=tmp_path / "train.jsonl", dtype="float64", z_loss=0.1, label_smoothing_factor=0.1)
+    task, model, rows = _opened([*flags, *more])
+    seed_everything(0)
+    batch = task.collate(rows, training=True)
+    loss = task.loss(model, batch.inputs)["loss"]
+    together = task.row_losses(model, batch.inputs)
+    assert together["loss"].shape == together["weight"].shape == (len(rows),)
+    assert together["loss"].sum().item() == pytest.approx(loss.item(), rel=1e-12)
+    assert together["weight"].sum().item() == pytest.approx(batch.weight, rel=1e-12)
+
+
+def _opened(flags):
+    """Return (task, its model, ten rows)."""
+    cfg, options = parsing.parse(flags, OPTIONS)
+    task = make_task(cfg, options)
+    rows = dataset.prepare_datasets(cfg, task)["train"].rows(range(10))
+    return task, task.build().train(), rows
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(
+    "more, words",
+    [
+        ({"techniques": "{hard_examples: {share: 1.5}}"}, ["hard_examples", "share", "1.5"]),
+        ({"local_sgd_steps": 2}, ["hard_examples", "local_sgd_steps", "2"]),
+    ],
+)
+def test_refused_in_one_sentence(tmp_path, world, more, words):
+    flags = kit.flags(**fields(tmp_path) | {"per_device_batch_size": 4} | more)
+    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=world)
+    assert codes == [2] * world
+    found = [line for line in "".join(outputs).splitlines() if "error: " in line]
+    assert all(word in found[0] for word in words), found
+
+
+def test_task_whose_losses_of_rows_are_those_of_its_base_class(tmp_path):
+    kinds = {
+        "inherited": type("Inherited", (causal_lm.Task,), {}),
+        "other": type("Other", (causal_lm.Task,), {"loss": 1}),
+    }
+    for name, kind in kinds.items():
+        task = object.__new__(kind)
+        task.cfg = SimpleNamespace(task=name)
+        if name == "other":
+            with pytest.raises(UsageError, match="task other"):
+                hard_examples.HardestRows(task, 0.5)
+        else:
+            hard_examples.HardestRows(task, 0.5)
+
+
+def test_option_that_changes_the_loss_of_rows_is_refused(tmp_path, monkeypatch):
+    """A loss that the losses of rows do not know is found in the first step, on all ranks."""
+    loss = causal_lm.Task.loss
+    monkeypatch.setattr(causal_lm.Task, "loss", lambda *args: {name: 2 * v for name, v in loss(*args).items()})
+    flags = kit.flags(**fields(tmp_path) | {"per_device_batch_size": 4})
+    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
+    assert codes == [2, 2]
+    assert "row_losses" in outputs[0]
