@@ -44,7 +44,7 @@ class Task:
     attributes_from_weights: tuple[str, ...] = ()
 
     # False: `loss` returns a sum over the rows of a micro-batch. True: define `represent` and `batch_loss` instead,
-    # because the loss of a row depends on the other rows of the global batch (contrastive losses, hard examples).
+    # because the loss of a row depends on the other rows of the global batch (contrastive losses).
     has_batch_loss: bool = False
 
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.

@@ -20,7 +20,7 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
-from src.models.losses import mixed_sums, sums_from_logits
+from src.models.losses import mixed_sums, row_losses, sums_from_logits
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
@@ -151,6 +151,12 @@ class Task(base.Task):
         if len(self.labels) >= TOP_FIVE:
             sums["correct_in_five"] = (logits.topk(5).indices == labels[:, None]).double().sum()
         return sums
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
+        targets, weights = (inputs["labels"], inputs["other_labels"]), inputs.get("class_weights")
+        own, other = (row_losses(logits, None, labels, self.options, weights) for labels in targets)
+        return {name: shares * own[name] + (1 - shares) * other[name] for name in own}
 
     # ---- results -----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import squared_error_sums, sums_from_logits
+from src.models.losses import at_least_float32, row_losses, squared_error_sums, sums_from_logits
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
@@ -166,6 +166,15 @@ class Task(base.Task):
             prediction = logits.argmax(-1)
             sums = sums_from_logits(logits, labels, model.training, self.options, inputs.get("class_weights"))
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = inputs["labels"]
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        with known_masks(packed=False):
+            logits = model(**own).logits
+        if self.options.regression:
+            return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
+        return row_losses(logits, None, labels, self.options, inputs.get("class_weights"))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         if self.options.regression:

@@ -17,7 +17,7 @@ from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import sums_from_logits
+from src.models.losses import row_losses, sums_from_logits
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
@@ -143,6 +143,12 @@ class Task(base.Task):
         predicted = (logits.argmax(-1)[:, None] == classes) & (labels != IGNORED)[:, None]
         counts = {"true": true, "predicted": predicted, "both": true & predicted}
         return sums | {f"{name}_{i}": n for name, hits in counts.items() for i, n in enumerate(hits.sum(0).unbind())}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        with known_masks(packed=False):
+            logits = model(**own).logits.flatten(0, 1)
+        return row_losses(logits, None, inputs["labels"], self.options, inputs.get("class_weights"))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]

@@ -1,7 +1,7 @@
 """Exact gradient and evaluation of a loss over the whole global batch, in the memory of one micro-batch.
 
-A contrastive loss couples all rows of a batch, and so does the choice of the hardest rows. Pass 1 computes the vectors of all micro-batches without gradients and
-gathers them from all ranks. Every rank then computes the loss and its gradient by the vectors. Pass 2 repeats each
+A contrastive loss couples all rows of a batch, and so does the choice of the hardest rows. Pass 1 computes the vectors of
+all micro-batches without gradients and gathers them from all ranks. Every rank then computes the loss and its gradient by the vectors. Pass 2 repeats each
 micro-batch, with the same dropout because the seed belongs to it, and backpropagates its rows of that gradient
 (GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). The price: a
 second forward pass. Tests: tests/training/test_batch_loss.py.

@@ -29,7 +29,7 @@ VOCABULARY = 50
 GPT2 = kit.TINY | {"resid_pdrop": 0.3, "embd_pdrop": 0.3, "attn_pdrop": 0.3}
 
 
-# ---- three tasks over the same rows ------------------------------------------------------------------------------------
+# ---- tasks over the same rows ------------------------------------------------------------------------------------
 
 
 def pair_vectors(model, inputs) -> torch.Tensor:
@@ -49,12 +49,6 @@ def info_nce(pairs: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     logits = logits.masked_fill(same, -math.inf)
     rows = torch.arange(len(first))
     return (F.cross_entropy(logits, rows, reduction="sum") + F.cross_entropy(logits.T, rows, reduction="sum")) / 2
-
-
-def row_losses(model, inputs) -> torch.Tensor:
-    logits = model(input_ids=inputs["input_ids"], use_cache=False).logits
-    each = F.cross_entropy(logits.transpose(1, 2), inputs["targets"], reduction="none")
-    return each.sum(1) / (inputs["targets"] != -100).sum(1)
 
 
 class Contrastive(causal_lm.Task):
@@ -83,20 +77,6 @@ class WithinTheMicroBatch(Contrastive):
 
     def loss(self, model, inputs):
         return {"loss": info_nce(pair_vectors(model, inputs), inputs["input_ids"][:, 0])}
-
-
-class HardExamples(Contrastive):
-    """The mean over the quarter of the global batch with the largest losses."""
-
-    def represent(self, model, inputs):
-        return {"losses": row_losses(model, inputs)}
-
-    def batch_loss(self, vectors, weight):
-        hardest = math.ceil(len(vectors["losses"]) / 4)
-        return {"loss": vectors["losses"].topk(hardest).values.sum() * (weight / hardest)}
-
-    def row_metrics(self, rows):
-        return {}
 
 
 class Unrepeatable(Contrastive):
@@ -128,7 +108,7 @@ class OtherShapes(Contrastive):
         return {"pairs": hidden, "first": inputs["input_ids"][:, 0]}
 
 
-TASKS = (Contrastive, WithinTheMicroBatch, HardExamples, Unrepeatable, Spoiled, OtherShapes)
+TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled, OtherShapes)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -206,11 +186,6 @@ def contrastive_mean(batches) -> torch.Tensor:
     return info_nce(seeded(pair_vectors, batches), first) / len(first)
 
 
-def hardest_mean(batches) -> torch.Tensor:
-    losses = seeded(row_losses, batches)
-    return losses.topk(math.ceil(len(losses) / 4)).values.mean()
-
-
 @pytest.fixture(scope="module")
 def loops(data):
     """The plain loop's losses and weights by micro-batch size, which matters because it decides the dropout masks."""
@@ -252,12 +227,6 @@ def test_sharded_model(data, loops, tmp_path, world):
         kit.run_training(world, tmp_path / "run", *recipe(data, Contrastive, per_device_batch_size=5), env=env),
         loops[5],
     )
-
-
-@pytest.mark.parametrize("world, micro", [(1, 8), (2, 5)])
-def test_hardest_examples_of_the_global_batch(data, tmp_path, world, micro):
-    run = kit.run_training(world, tmp_path / "run", *recipe(data, HardExamples, per_device_batch_size=micro))
-    check(run, plain_loop(data, micro, hardest_mean))
 
 
 @pytest.mark.parametrize("world", [1, 2])
