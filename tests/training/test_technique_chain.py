@@ -18,6 +18,8 @@ from src.training.techniques.base import Technique
 from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs
 
+PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
+
 
 @dataclass(eq=False)
 class Outer(Technique):
@@ -190,10 +192,11 @@ def test_exchanged_weights_are_bitwise_restored():
     with torch.no_grad():
         model[0].weight.copy_(odd)
     before = {name: value.clone() for name, value in model.state_dict().items()}
+    strategy = SimpleNamespace(reshard=lambda model: None)
     others = {"0.weight": torch.ones(2, 2), "1.running_mean": torch.full((2,), 3.0)}
     for error in (None, RuntimeError("an evaluation fails")):
         try:
-            with exchanged(model, others):
+            with exchanged(strategy, model, others):
                 assert torch.equal(model[0].weight, torch.ones(2, 2))
                 assert torch.equal(model[1].running_mean, torch.full((2,), 3.0))
                 if error:
@@ -204,18 +207,54 @@ def test_exchanged_weights_are_bitwise_restored():
             assert value.numpy().tobytes() == before[name].numpy().tobytes(), name
 
 
-# ---- the registry and its documentation ----------------------------------------------------------------------------------
+# ---- a technique of one's own ------------------------------------------------------------------------------------------
 
-PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """The example of docs/techniques.md, in a file of its own and registered by its line."""
+    from src.training import techniques
+
+    example, line = re.findall(r"```python\n(.*?)```", PAGE.partition("## Write your own")[2], re.S)
+    (tmp_path / "l2sp.py").write_text(example)
+    monkeypatch.setattr(techniques, "__path__", [*techniques.__path__, str(tmp_path)])
+    monkeypatch.setitem(TECHNIQUES, "l2sp", eval(f"{{{line}}}", vars(techniques))["l2sp"])
+    return len(example.splitlines())
+
+
+def test_the_example_of_the_documentation(tmp_path, written):
+    """It is short, exact for any split, differs from no technique, resumes bitwise and works under FSDP2."""
+    assert written <= 30
+    values = technique_runs.files(tmp_path) | {"techniques": '{"l2sp": {"alpha": 0.5}}'}
+    values["adam_epsilon"] = 1e-3  # gradients that are zero except for rounding do not become whole steps
+    plain = technique_runs.Plain(values)
+    start = {name: p.detach().clone() for name, p in plain.model.named_parameters()}
+    optimizer = plain.optimizer(eps=1e-3)
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        (plain.loss() + sum(0.25 * ((p - start[n]) ** 2).sum() for n, p in plain.model.named_parameters())).backward()
+        optimizer.step()
+
+    expected = plain.train(update)
+    for world, micro in ((1, 16), (2, 2)):
+        run = technique_runs.train(tmp_path / str(world), values, world, micro)
+        assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
+    technique_runs.check_resume(tmp_path, values)
+    technique_runs.check_fsdp2(tmp_path, values)
+
+
+# ---- the registry and its documentation ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_every_technique_has_a_row_that_names_its_options_and_test(name):
     rows = re.findall(rf"^\| `{name}` \|.*\|$", PAGE, re.M)
     assert len(rows) == 1
+    [section] = [part for part in PAGE.split("\n## ") if rows[0] in part]
     kind = TECHNIQUES[name]()
     for option_name in declared_options(kind):
-        assert re.search(rf"`{option_name}\b", rows[0]), option_name
+        assert re.search(rf"`{option_name}\b", section), option_name
     tests = re.findall(r"`(tests/training/techniques/test_\w+\.py)", rows[0])
     assert tests
     for file in tests:
@@ -223,15 +262,14 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
     assert (kind.__doc__ or "").strip()
 
 
-def test_no_file_of_src_imports_a_technique():
-    """So that a fork can delete any of them, with its line in the registry and its test."""
-    shared = {"base"}
-    for path in sorted((kit.REPOSITORY / "src").rglob("*.py")):
+def test_no_other_file_imports_a_technique():
+    """So that a fork can delete any of them, with its line in the registry, its row and its test."""
+    techniques = {kind().__module__ for kind in TECHNIQUES.values()}
+    for path in [*kit.REPOSITORY.glob("*.py"), *(kit.REPOSITORY / "src").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("src.training.techniques."):
-                assert node.module.rpartition(".")[2] in shared, f"{path}: {node.module}"
-            elif isinstance(node, ast.ImportFrom) and node.module == "src.training.techniques":
-                assert {alias.name for alias in node.names} <= {"TECHNIQUES", "Technique", *shared}, path
+            if isinstance(node, ast.ImportFrom) and path.parent.name != "techniques":
+                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+                assert not names & techniques, path
 
 
 def test_the_readme_links_to_the_page():

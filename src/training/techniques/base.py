@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.schema import RunConfig
+from src.data.batch_plan import derive_seed
 from src.distributed.host_group import HostGroup
+from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.tasks import Task
 from src.training.train_state import StepLosses, TrainState, Window
@@ -39,6 +42,19 @@ class Run:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def noise(self, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return standard normal numbers in the shape of `like` (its shard, if sharded) for a parameter's `name`.
+
+        They depend on `purpose`, the run's seed, the step and `name` only, so they are the same on any number of
+        processes and after a resume. Each process draws them for the whole tensor: no communication, but its memory
+        once more. A GPU and a CPU draw different numbers."""
+        seed = derive_seed(purpose, self.cfg.seed, self.state.step, plain_name(name))
+        generator = torch.Generator(like.device).manual_seed(seed)
+        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+        if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
+            return distribute_tensor(noise, like.device_mesh, like.placements, src_data_rank=None)
+        return noise
 
 
 class Technique:
@@ -74,10 +90,14 @@ class Technique:
 
     def change_gradient(self) -> None:
         """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped by
-        its norm. It is unscaled (fp16). Keep what is not finite, so that the update is skipped."""
+        its norm. It is unscaled (fp16). Keep what is not finite, so that the update is skipped.
+
+        `self.run.state` has the step and its learning rate. The weights before the update are here for the last time."""
 
     def after_update(self, skipped: torch.Tensor) -> None:
-        """Use or change the weights after the optimizer's update; `skipped` is a bool on the device: do not wait for it."""
+        """Use or change the weights after the optimizer's update; `.grad` is cleared.
+
+        `skipped` is a bool on the device: do not wait for it."""
 
     def roll_back_before(self) -> int | None:
         """Return a step if the weights and all else must return to the last checkpoint before it, after an update.

@@ -5,12 +5,7 @@ Tests: tests/training/techniques/test_gradient_noise.py.
 
 from dataclasses import dataclass
 
-import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
-
 from src.config.fields import option
-from src.data.batch_plan import derive_seed
-from src.distributed.sharded_tensors import plain_name
 from src.training.techniques.base import Technique
 
 
@@ -31,9 +26,4 @@ class GradientNoise(Technique):
         for name, parameter in self.run.parameters().items():
             if (gradient := parameter.grad) is None:
                 continue
-            seed = derive_seed("gradient noise", self.run.cfg.seed, state.step, plain_name(name))
-            generator = torch.Generator(gradient.device).manual_seed(seed)
-            noise = torch.randn(gradient.shape, generator=generator, dtype=gradient.dtype, device=gradient.device)
-            if isinstance(gradient, DTensor):  # None: every rank has drawn the same, so nothing is sent
-                noise = distribute_tensor(noise, gradient.device_mesh, gradient.placements, src_data_rank=None)
-            gradient.add_(noise, alpha=deviation)
+            gradient.add_(self.run.noise("gradient noise", name, gradient), alpha=deviation)
