@@ -110,5 +110,15 @@ def check_rows_are_independent(task, model, rows: list[dict], training: bool) ->
         )
 
 
+def check_shortened_rows(task, rows: list[dict]) -> None:
+    """Raise AssertionError unless a row cut by `shorten` has min(length, its own) tokens and no more weight than before."""
+    for row in rows:
+        whole = task.collate([row], False)
+        for length in (2, 3, whole.tokens - 1, whole.tokens + 1):
+            cut = task.collate([task.shorten(row, length)], False)
+            assert cut.tokens == min(length, whole.tokens), f"`shorten(row, {length})` returns {cut.tokens} tokens"
+            assert cut.weight <= whole.weight, f"`shorten(row, {length})` raises the weight of a row"
+
+
 def _close(one, other) -> bool:
     return np.allclose(one, other, rtol=1e-6, atol=1e-9)  # some layers of transformers compute in float32

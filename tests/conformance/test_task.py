@@ -9,7 +9,7 @@ import yaml
 
 from src.config import parsing
 from src.data.dataset import prepare_datasets
-from src.tasks import OPTIONS, make_task
+from src.tasks import OPTIONS, base, make_task
 from tests.conformance import checks, recipes
 from tests.helpers import kit
 
@@ -70,6 +70,13 @@ def whole(flags, opened, tmp_path_factory):
 def test_evaluation_is_a_function_of_the_rows(opened):
     task, _, _, rows = opened
     checks.check_evaluation_is_not_random(task, rows)
+
+
+def test_shortened_rows_have_fewer_tokens(opened):
+    """For sequence_length_warmup_steps; a task without `shorten` refuses it."""
+    task, _, _, rows = opened
+    if type(task).shorten is not base.Task.shorten:
+        checks.check_shortened_rows(task, rows)
 
 
 def test_loss_is_a_sum_over_independent_rows(opened):

@@ -273,7 +273,7 @@ class Drawing(causal_lm.Task):
 def draws(split, workers, rank=0, world=1):
     torch.manual_seed(os.getpid() + workers)  # what came before must not matter
     order = training_order(PlanConfig(len(split), 32, 4, 1, split.lengths), rank, world, 0, 3)
-    task = Drawing(None, causal_lm.Options())
+    task = Drawing(RunConfig(), causal_lm.Options())
     read = data_loader.read_batches(split, task, order, RunConfig(dataloader_num_workers=workers), False)
     return {(m.step, m.index): batch.inputs["drawn"].tolist() for m, batch in read if not m.dummy}
 
