@@ -54,7 +54,8 @@ class Extra(nn.Identity):
 
 
 def tied(net):
-    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    tanh = nn.Tanh()  # called twice, as some models reuse a module without parameters
+    layers = nn.Sequential(nn.Linear(8, 8), tanh, nn.Linear(8, 8), tanh)
     layers[2].weight = layers[0].weight
     return layers
 
