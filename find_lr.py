@@ -90,12 +90,12 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
             continue
         batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
         step_losses = techniques.around(compute_gradient)(strategy, module, batch, totals.weight)
-        state.finish_update(cfg.max_skipped_steps)
+        state.finish_update(test.updates + 1)  # skipped updates are not an error here
         state.learning_rate = rate
         techniques.change_gradient()
         state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, rate, cfg.max_grad_norm)
-        techniques.after_update(skipped)
         state.pending = UpdateResult(skipped, state.step, batch, step_losses)
+        techniques.after_update(skipped)
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.
         losses.append(hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
         rates.append(rate)

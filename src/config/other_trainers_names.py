@@ -1,6 +1,13 @@
-"""Field names of other trainers, each with the field to give here, for errors about unknown fields."""
+"""Field names of other trainers, each with the field to give here, for errors about unknown fields.
+
+Tests: tests/config/test_config.py.
+"""
 
 _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
+_ACCUMULATION = "it is derived: global_batch_size / per_device_batch_size / processes"
+_AUTO_BATCH_SIZE = "give per_device_batch_size auto"
+_BEST = "give metric_for_best_model: final/ is then the best evaluated checkpoint"
+_LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 
 NAMES_ELSEWHERE = {
     "lr": "give learning_rate",
@@ -14,7 +21,50 @@ NAMES_ELSEWHERE = {
     "batch_size": _BATCH_SIZES,
     "train_batch_size": _BATCH_SIZES,
     "per_device_train_batch_size": "give per_device_batch_size, and global_batch_size for the optimizer step",
-    "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
+    "gradient_accumulation_steps": _ACCUMULATION,
+    "accumulate_grad_batches": _ACCUMULATION,
+    "auto_scale_batch_size": _AUTO_BATCH_SIZE,
+    "auto_find_batch_size": _AUTO_BATCH_SIZE,
+    "device_train_microbatch_size": "give per_device_batch_size",
+    "group_by_length": "not needed: the rows of a step are sorted by length before they are cut into micro-batches",
+    "dataloader_drop_last": "not needed: the last, smaller global batch of an epoch is trained exactly",
+    "max_epochs": "give num_train_epochs",
+    "max_duration": "give max_steps or num_train_epochs",
+    "data_seed": "give seed, the only one",
+    "optimizer": "give optim",
+    "momentum": "give adam_beta1, the momentum of sgd",
+    "nesterov": "give optim_args {nesterov: true}",
+    "layer_decay": "give lr_layer_decay",
+    "freeze_layers": "give freeze",
+    "lr_scheduler": "give lr_scheduler_type",
+    "num_warmup_steps": "give warmup_steps",
+    "auto_lr_find": "run make find-lr",
+    "gradient_clip_val": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
+    "gradient_clip_algorithm": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
+    "algorithms": "give techniques",
+    "callbacks": "there are none: edit the loop in train.py, or write a technique (docs/techniques.md)",
+    "sam": "give techniques: {sam: {rho: X}}",
+    "ema": "give techniques: {ema: {decay: X}}",
+    "ema_decay": "give techniques: {ema: {decay: X}}",
+    "swa": "give techniques: {swa: {start: X}}",
+    "swa_lr": "give techniques: {swa: {start: X}}, and the rate by lr_scheduler_type",
+    "swa_epoch_start": "give techniques: {swa: {start: X}}",
+    "lookahead": "give techniques: {lookahead: {k: N}}",
+    "load_best_model_at_end": _BEST,
+    "monitor": _BEST,
+    "patience": "give early_stopping_patience",
+    "eval_strategy": "give eval_steps",
+    "val_check_interval": "give eval_steps",
+    "eval_interval": "give eval_steps",
+    "save_strategy": "give save_steps",
+    "save_interval": "give save_steps",
+    "log_every_n_steps": "give logging_steps",
+    "torch_compile": "give compile",
+    "fsdp": _LAUNCH,
+    "deepspeed": _LAUNCH,
+    "strategy": _LAUNCH,
+    "devices": _LAUNCH,
+    "precision": _LAUNCH,
     "warmup_ratio": "give warmup_steps as a fraction below 1",
     "resume_from_checkpoint": "give resume",
     "bf16": "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16",

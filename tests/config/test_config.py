@@ -10,6 +10,7 @@ import yaml
 from src.config import fields, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
+from src.config.other_trainers_names import NAMES_ELSEWHERE
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from tests.helpers import kit
@@ -208,6 +209,18 @@ def test_errors_of_the_command_line(here, argv, parts):
     for part in parts:
         assert part in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", NAMES_ELSEWHERE)
+def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
+    hint = NAMES_ELSEWHERE[name]
+    assert f"{name}: unknown field; {hint}" in errors(f"--{name}", "1", **MODEL)
+    known = {field for kind in KINDS for field in declared_options(kind)}
+    assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
+    for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
+        registry = (kit.REPOSITORY / "src/training/techniques/__init__.py").read_text()
+        assert f'"{technique}": ' in registry
+        assert f"`{option_name}`" in (kit.REPOSITORY / "docs/techniques.md").read_text()
 
 
 @pytest.mark.parametrize("argv, expected", [(["--xyzzy", "1"], "--xyzzy: unknown field"), (["stdlib"], "'stdlib': ")])
