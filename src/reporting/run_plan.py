@@ -124,7 +124,7 @@ def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainS
             f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
             "--output_dir, or --resume never to start over"
         )
-    notes += data_notes(splits)
+    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg)
     total = total_steps(cfg, splits["train"].stats["examples"])
     if cfg.warmup_steps > total:
         notes.append(

@@ -18,8 +18,8 @@ from src.distributed.strategies import Strategy
 from src.training.evaluation import evaluate
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
-from src.training.techniques.weight_copies import assign
 from src.training.train_state import DeviceFlag, StepLosses, Window
+from src.training.weight_copies import assign
 
 
 class TechniqueChain:
@@ -47,6 +47,16 @@ class TechniqueChain:
         """Return the number of copies of the trained weights, in float32, that the techniques keep."""
         return sum(technique.copies for technique in self.techniques.values())
 
+    def notes(self, cfg: RunConfig) -> list[str]:
+        """Return a warning if the best step is chosen by an average that final/ will not hold."""
+        name = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")[0]
+        if name not in self.techniques or self.techniques[name].final:
+            return []
+        return [
+            f"warning: metric_for_best_model is {cfg.metric_for_best_model}, but final/ will hold the weights of training of "
+            f"that step: for the average give {name} the option final: true"
+        ]
+
     # ---- before training ---------------------------------------------------------------------------------------------
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
@@ -65,12 +75,6 @@ class TechniqueChain:
                 )
             technique.run = run
             technique.begin()
-        metric = run.cfg.metric_for_best_model or ""
-        averaged = self.techniques.get(metric.removeprefix("eval_").partition("/")[0])
-        if averaged and not averaged.final:
-            warn(
-                f"metric_for_best_model is {metric}, but final/ will hold the weights of training: give it final: true"
-            )
         return {n: t for n, t in self.techniques.items() if type(t).state_dict is not Technique.state_dict}
 
     # ---- in a step ---------------------------------------------------------------------------------------------------

@@ -121,16 +121,6 @@ def test_saved_part_of_a_model_with_a_frozen_teacher(tmp_path):
     assert found["loss"] == run.kind("eval")[-1]["ema/loss"]
 
 
-def test_resume_refuses_other_techniques(tiny, last, tmp_path):
-    folder = shutil.copytree(last.folder, tmp_path / "run")
-    codes, texts = recipe.command([*flags(tiny, {"ema": {"decay": 0.5}}), "--output_dir", folder], tmp_path / "here", 2)
-    assert codes == [2, 2]
-    assert "techniques: {'ema': {'decay': 0.9, 'final': True}} → {'ema': {'decay': 0.5}}" in texts[0]
-    codes, texts = recipe.command([*recipe.flags(tiny), "--output_dir", folder], tmp_path / "there")
-    assert codes == [2]
-    assert "→ None" in texts[0]
-
-
 def test_a_new_run_starts_from_final_or_from_the_weights_of_training(tiny, last, tmp_path):
     for name, source in (("final", last.folder), ("raw", last.folder / at_step(6))):
         run = kit.run_training(1, tmp_path / name, *recipe.flags(tiny, max_steps=1, learning_rate=0, init_from=source))

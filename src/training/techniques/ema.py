@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign
+from src.training.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)

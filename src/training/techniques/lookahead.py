@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import TrainedTensors, assign, warn_if_unused
+from src.training.weight_copies import TrainedTensors, assign, warn_if_unused
 
 
 @dataclass(eq=False)

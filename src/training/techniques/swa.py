@@ -7,7 +7,7 @@ import torch
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.training.techniques.base import Technique
-from src.training.techniques.weight_copies import Tensors, TrainedTensors, assign, warn_if_unused
+from src.training.weight_copies import Tensors, TrainedTensors, assign, warn_if_unused
 
 
 @dataclass(eq=False)
