@@ -1,14 +1,17 @@
 """SAM, ASAM and the gradient norm penalty against plain loops, and the mutants that are only nearly right."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import train
 from src.distributed.step_buffers import StepBuffers
 from src.training.techniques import sam
+from tests.conformance import checks
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe
@@ -157,3 +160,36 @@ def test_local_sgd_moves_each_rank_by_its_own_gradient(tmp_path):
     values = fields(tmp_path) | {"local_sgd_steps": 2}
     run = technique_runs.train(tmp_path / "run", values, 2, 4)
     assert len(run.losses()) == technique_runs.STEPS
+
+
+def _watched(argv):
+    """Train on this rank; assert that the host does not wait for the device after the first step."""
+    around = train.TechniqueChain.around
+
+    def watched(self, compute_gradient):
+        compute = around(self, compute_gradient)
+
+        def call(strategy, module, window, weight):
+            with checks.NoWaiting() if self.run.state.step > 1 else nullcontext():
+                return compute(strategy, module, window, weight)
+
+        return call
+
+    train.TechniqueChain.around = watched
+    train.main([str(word) for word in argv])
+
+
+def test_nothing_waits_for_the_device(tmp_path):
+    """Of all techniques with two passes at once: sixteen passes in a step."""
+    techniques = json.dumps(OPTIONS | {"hard_examples": {"share": 0.5}})
+    values = technique_runs.files(tmp_path) | {"techniques": techniques, "logging_steps": 100, "max_steps": 3}
+    argv = kit.flags(**values | {"per_device_batch_size": 4, "output_dir": tmp_path / "run"})
+    kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
+
+
+def test_loss_over_the_global_batch(tmp_path):
+    """SAM around the two passes of another loss: hard examples, chosen anew by the losses at the moved weights."""
+    techniques = json.dumps({"sam": OPTIONS["sam"], "hard_examples": {"share": 0.3}})
+    values = technique_runs.files(tmp_path) | {"techniques": techniques}
+    runs = [technique_runs.train(tmp_path / f"{world}", values, world, micro) for world, micro in [(1, 16), (2, 2)]]
+    assert kit.distance(runs[0].weights, runs[1].weights) <= 1e-10
