@@ -15,6 +15,7 @@ from src.models.frozen_teacher import FrozenModel, StudentAndTeacher
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.token_losses import distillation_terms, score_tokens
 from src.tasks import causal_lm
+from src.text.tokenization import IGNORED
 
 
 @dataclass
@@ -69,21 +70,29 @@ class Task(causal_lm.Task):
         return model.get_submodule("student")
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        o, targets = self.options, inputs["targets"].flatten()
+        kl, cross_entropy, correct = self._terms(model, inputs)
+        sums = {"kl": kl.sum(), "cross_entropy": cross_entropy.sum()}
+        sums["loss"] = self._mixed(*sums.values())
+        return sums if model.training else sums | {"correct": correct.sum()}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kl, cross_entropy, _ = self._terms(model, inputs)
+        losses = self._mixed(kl, cross_entropy).view_as(inputs["targets"])
+        return {"loss": losses.sum(1), "weight": (inputs["targets"] != IGNORED).sum(1)}
+
+    def _mixed(self, kl: torch.Tensor, cross_entropy: torch.Tensor) -> torch.Tensor:
+        alpha, temperature = self.options.distillation_alpha, self.options.distillation_temperature
+        return alpha * temperature**2 * kl + (1 - alpha) * cross_entropy  # gradients shrink with its square
+
+    def _terms(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return (divergence, cross-entropy, whether it is correct) of each target, zero for a target of -100."""
+        targets = inputs["targets"].flatten()
         # The student first: FSDP2 gathers layers for backward in the reverse order of forward, ending with the student's.
         student = score_tokens(model.get_submodule("student"), inputs, self.plain_head)
         with torch.no_grad():
             teacher = score_tokens(model.get_submodule("teacher"), inputs, self.teacher_plain_head)
-        kl, cross_entropy, correct = distillation_terms(student, teacher, targets, o.distillation_temperature)
-        if not model.training:
-            kl, cross_entropy = kl.double(), cross_entropy.double()
-        alpha, scale = (
-            o.distillation_alpha,
-            o.distillation_temperature**2,
-        )  # gradients shrink with the temperature squared
-        sums = {"kl": kl.sum(), "cross_entropy": cross_entropy.sum()}
-        sums["loss"] = alpha * scale * sums["kl"] + (1 - alpha) * sums["cross_entropy"]
-        return sums if model.training else sums | {"correct": correct.sum()}
+        terms = distillation_terms(student, teacher, targets, self.options.distillation_temperature)
+        return terms if model.training else tuple(term.double() for term in terms)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         of_student = super().metrics(sums | {"loss": sums["cross_entropy"]}, weight)

@@ -128,6 +128,13 @@ class Task(causal_lm.Task):
         return Batch({name: torch.from_numpy(v) for name, v in inputs.items()}, float(counted.sum()), tokens, ids.size)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: value.sum() for name, value in self._by_pair(model, inputs).items()}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {"loss": self._by_pair(model, inputs)["loss"], "weight": inputs["counted"]}
+
+    def _by_pair(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return loss, margin and rewards of each pair, (rows,); zero for a pair without targets."""
         o, counted = self.options, inputs["counted"]
         # The trained model first: FSDP2 gathers layers for backward in the reverse order of forward.
         log_ratio = self._log_probs(model.get_submodule("student"), inputs, self.plain_head)
@@ -141,7 +148,7 @@ class Task(causal_lm.Task):
             losses = -(1 - o.label_smoothing) * F.logsigmoid(margin) - o.label_smoothing * F.logsigmoid(-margin)
         values = {"loss": losses, "reward_margin": margin, "reward_accuracy": margin > 0}
         values |= {"chosen_reward": o.beta * chosen, "rejected_reward": o.beta * rejected}
-        return {name: (value * counted).sum() for name, value in values.items()}
+        return {name: value * counted for name, value in values.items()}
 
     def _log_probs(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_head: bool) -> torch.Tensor:
         """Return the log-probability of the targets of each sequence, (2 × rows,)."""

@@ -89,18 +89,20 @@ def test_hard_examples_under_fsdp2(tmp_path):
 # ---- losses of rows ----------------------------------------------------------------------------------------------------
 
 
-CLASSES = {"class_weights": ["0.5", "2"]}
+CROSS_ENTROPY = {"z_loss": 0.1, "label_smoothing_factor": 0.1}
 
 
 @pytest.mark.parametrize(
     "name, more",
     [
-        ("causal_lm", {}),
-        ("masked_lm", {}),
-        ("seq2seq", {}),
-        ("text_classification", CLASSES),
-        ("token_classification", {}),
-        ("image_classification", {"mixup": 1.0}),
+        ("causal_lm", CROSS_ENTROPY),
+        ("masked_lm", CROSS_ENTROPY),
+        ("seq2seq", CROSS_ENTROPY),
+        ("preference", {}),
+        ("distillation", {}),
+        ("text_classification", CROSS_ENTROPY | {"class_weights": ["0.5", "2"]}),
+        ("token_classification", CROSS_ENTROPY),
+        ("image_classification", CROSS_ENTROPY | {"mixup": 1.0}),
     ],
 )
 def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
@@ -108,7 +110,7 @@ def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     monkeypatch.setattr(losses, "chunk_rows", lambda *args: 7)
     monkeypatch.setattr(token_losses, "chunk_rows", lambda *args: 7)
     flags = getattr(recipes, name)(tmp_path)
-    more = {"dtype": "float64", "z_loss": 0.1, "label_smoothing_factor": 0.1} | more
+    more = {"dtype": "float64"} | more
     more |= {} if "--train_file" in flags else {"train_file": tmp_path / "train.jsonl"}
     task, model, rows = _opened([*flags, *kit.flags(**more)])
     seed_everything(0)
