@@ -81,6 +81,7 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
             splits[split] = _join(cfg, split, parts)
     _check(cfg, splits, wanted)
     if "train" in splits:
+        task.on_train_data(splits["train"])
         splits["train"].stats |= task_stats(task)
     return splits
 

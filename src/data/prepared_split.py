@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from src.config.schema import RunConfig
 from src.data.arrow_columns import column_readers
@@ -87,6 +88,12 @@ class Split:
             columns = self._readers.get(block) or self._open_block(block)
             found.append({name: read(i) for name, read in columns})
         return found
+
+    def values(self, column: str) -> np.ndarray:
+        """Return the numbers in a column of all rows; those of a list one after the other."""
+        pieces = [_open(self.folder / file)[column] for file, _ in self.stats["pieces"]]
+        found = pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks])
+        return (pc.list_flatten(found) if pa.types.is_list(found.type) else found).to_numpy()
 
     def _open_block(self, block: int) -> list:
         """Return (name, function that returns the value of row i) of each column of a block."""

@@ -105,6 +105,19 @@ def overlaps(predictions: torch.Tensor, labels: torch.Tensor, classes: int) -> d
     return found
 
 
+def dice_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return 1 − the mean over classes of the soft Dice coefficient of each image (Milletari et al. 2016), (rows,).
+
+    logits (rows, classes, height, width); pixels without a class do not count. One is added to both sides of the
+    quotient, so a class that is neither in the label nor predicted has the coefficient 1."""
+    labeled = (labels != IGNORED)[:, None]
+    p = logits.softmax(1) * labeled
+    classes = torch.arange(logits.shape[1], device=labels.device)[:, None, None]  # F.one_hot would wait for the device
+    true = (labels[:, None] == classes).to(p.dtype)
+    both, total = (values.flatten(2).sum(2) for values in (p * true, p + true))
+    return 1 - ((2 * both + 1) / (total + 1)).mean(1)
+
+
 def scores(sums: dict[str, float], weight: float, classes: list[str]) -> dict[str, float]:
     """Return pixel accuracy, and the mean over classes of intersection / union, for classes that occur."""
     pairs = [(sums[f"intersection_{i}"], sums[f"union_{i}"]) for i in range(len(classes))]

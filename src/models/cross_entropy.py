@@ -6,6 +6,7 @@ Tests: tests/models/test_cross_entropy.py.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 
 IGNORED = -100
+BALANCED = "balanced"
 TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 
 
@@ -103,7 +105,8 @@ class ClassCrossEntropy(CrossEntropy):
     """The options of a task with few classes. The weight of a batch is the sum of its targets' class weights."""
 
     class_weights: list[str] = option(
-        "weight of each class in the training loss, in the order of the model's labels; the mean is weighted, too",
+        "weight of each class in the training loss, in the order of the model's labels, or balanced: examples / (classes × "
+        "examples of the class); the mean is weighted, too",
         [],
         **TRAINING,
     )
@@ -117,16 +120,31 @@ class ClassCrossEntropy(CrossEntropy):
         return [
             f"class_weights: {value!r} is not a number of 0 or more: give one for each class"
             for value in self.class_weights
-            if not _is_weight(value)
+            if self.class_weights != [BALANCED] and not _is_weight(value)
         ]
 
-    def check_classes(self, labels: Sequence[str]) -> None:
-        """Raise UsageError unless there is one weight for each class, or none at all."""
-        given, names = len(self.class_weights), ", ".join(labels[:20])
-        if given not in (0, len(labels)):
+    def set_classes(self, labels: Sequence[str], train_set: Any = None, column: str = "") -> None:
+        """Replace `balanced` by numbers that `column` of the training rows gives, class ids or lists of them.
+
+        Rows of a mixture count once each, whatever the weight of their source. A class without rows has the weight 0.
+        Raise UsageError unless there is then one weight for each class, or none at all."""
+        names = ", ".join(labels[:20]) + (", …" if len(labels) > 20 else "")
+        parts = [part for _, _, part in train_set.segments()] if train_set is not None else []
+        if self.class_weights == [BALANCED]:
+            if not parts:
+                raise UsageError(
+                    "class_weights is balanced, but the classes of a stream, or of pixels, are not counted: give a number "
+                    f"for each of {names}"
+                )
+            counts = np.zeros(len(labels))
+            for values in (part.values(column) for part in parts):
+                counts += np.bincount(values[values >= 0], minlength=len(labels))
+            shares = counts.sum() / (len(labels) * counts.clip(min=1))
+            self.class_weights = [repr(float(weight)) for weight in np.where(counts, shares, 0.0)]
+        if len(self.class_weights) not in (0, len(labels)):
             raise UsageError(
-                f"class_weights has {given} numbers, but there are {len(labels)} classes: give one for each, in this order: "
-                f"{names}{', …' if len(labels) > 20 else ''}"
+                f"class_weights has {len(self.class_weights)} numbers, but there are {len(labels)} classes: give one for "
+                f"each, in this order: {names}"
             )
 
     def weigh(
@@ -142,7 +160,13 @@ class ClassCrossEntropy(CrossEntropy):
         total = (shares * weights[targets.clip(min=0)] * (targets != IGNORED)).sum()
         if others is not None:
             total += ((1 - shares) * weights[others]).sum()
-        return float(total), {"class_weights": torch.from_numpy(weights)}
+        # As bits, because FSDP2 would round floating-point inputs to its precision.
+        return float(total), {"class_weights": torch.from_numpy(weights).view(torch.int64)}
+
+
+def class_weights_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
+    """Return the class weights that `weigh` added to the inputs of a batch, in float64."""
+    return inputs["class_weights"].view(torch.float64) if "class_weights" in inputs else None
 
 
 def _is_weight(value: str) -> bool:

@@ -83,6 +83,9 @@ class Task:
     def on_prepared(self, features: "Features") -> None:
         """Store what `build` needs from the features of the prepared rows, such as the label names."""
 
+    def on_train_data(self, train_set: Any) -> None:
+        """Store what the loss needs to know of all training rows, such as the number of each class."""
+
     # ---- model -------------------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:

@@ -156,10 +156,9 @@ class Task(base.Task):
         # Padding is on the right, where causal attention never looks. So no attention mask is needed, and attention
         # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
         inputs = {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
+        inputs["lengths"] = torch.tensor(lengths)
         if self.options.packing:
             inputs["position_ids"] = torch.from_numpy(positions)
-        if self.router_coefficient:
-            inputs["lengths"] = torch.tensor(lengths)
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
         return Batch(inputs, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
 

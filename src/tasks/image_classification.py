@@ -17,10 +17,11 @@ from src.images import augmentation
 from src.images.decoding import open_image, read_image
 from src.images.image_processor import normalize, read_image_processor, stack
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.losses import mixed_sums, row_losses, sums_from_logits
+from src.models.r_drop import r_drop_option, r_drop_sums, twice
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
@@ -50,6 +51,7 @@ class Options(ClassCrossEntropy):
     horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
     mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
     cutmix: float = option("paste parts of other images; like mixup", 0.0, min=0, **TRAINING)
+    r_drop_alpha: float = r_drop_option()
     metrics: list[str] = option(
         "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
         "trust_remote_code); or none",
@@ -110,6 +112,9 @@ class Task(base.Task):
     def on_prepared(self, features) -> None:
         self.labels = features["label"].names
 
+    def on_train_data(self, train_set) -> None:
+        self.options.set_classes(self.labels, train_set, "label")
+
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
@@ -118,7 +123,6 @@ class Task(base.Task):
         of_model = labels_of_model(self.config, HEAD) if self.cfg.model_name_or_path else None
         if of_model and of_model != self.labels:
             warn(f"the {len(of_model)} classes of the model are replaced by the {len(self.labels)} classes of the data")
-        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
 
@@ -143,10 +147,14 @@ class Task(base.Task):
         return Batch(tensors, weight, tokens=len(rows), padded_tokens=len(rows))
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        labels, logits = inputs["labels"], model(pixel_values=normalize(model, inputs)).logits
+        alpha, pixels = self.options.r_drop_alpha, normalize(model, inputs)
         if model.training:
-            others, shares = inputs["other_labels"], inputs["shares"]
-            return mixed_sums(logits, labels, others, shares, self.options, inputs.get("class_weights"))
+            rows = {name: inputs[name] for name in ("labels", "other_labels", "shares")} | {"pixels": pixels}
+            labels, others, shares, pixels = (twice(rows) if alpha else rows).values()
+            logits = model(pixel_values=pixels).logits
+            sums = mixed_sums(logits, labels, others, shares, self.options, class_weights_of(inputs))
+            return r_drop_sums(sums, logits, alpha) if alpha else sums
+        labels, logits = inputs["labels"], model(pixel_values=pixels).logits
         sums = sums_from_logits(logits, labels, False) | {"prediction": logits.argmax(-1), "label": labels}
         if len(self.labels) >= TOP_FIVE:
             sums["correct_in_five"] = (logits.topk(5).indices == labels[:, None]).double().sum()
@@ -154,7 +162,7 @@ class Task(base.Task):
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
-        targets, weights = (inputs["labels"], inputs["other_labels"]), inputs.get("class_weights")
+        targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
         own, other = (row_losses(logits, None, labels, self.options, weights) for labels in targets)
         return {name: shares * own[name] + (1 - shares) * other[name] for name in own}
 

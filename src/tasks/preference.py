@@ -123,9 +123,10 @@ class Task(causal_lm.Task):
             ids[i, : len(tokens)] = tokens
             targets[i, : max(0, len(tokens) - 1)] = labels[1:]
         counted = (targets != IGNORED).any(1).reshape(2, -1).any(0).astype(np.float32)  # a pair without targets is not
-        inputs = {"input_ids": ids, "targets": targets, "counted": counted}
-        tokens = sum(len(ids) for ids, _ in pairs)
-        return Batch({name: torch.from_numpy(v) for name, v in inputs.items()}, float(counted.sum()), tokens, ids.size)
+        lengths = np.array([len(tokens) for tokens, _ in pairs])
+        inputs = {"input_ids": ids, "targets": targets, "counted": counted, "lengths": lengths}
+        tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
+        return Batch(tensors, float(counted.sum()), int(lengths.sum()), ids.size)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: value.sum() for name, value in self._by_pair(model, inputs).items()}

@@ -19,7 +19,7 @@ from src.images import segments
 from src.images.decoding import open_image, read_image
 from src.images.image_processor import normalize, read_image_processor
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_config import check_fit, load_config
 from src.models.losses import at_least_float32, sums_from_logits
 from src.models.masked_unet import MaskedUNet
@@ -50,6 +50,12 @@ class Options(ClassCrossEntropy):
     unet_widths: list[int] = option("channels of each level of the U-Net", [16, 32, 64], from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1, **TRAINING)
     horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    dice_loss: float = option(
+        "weight of 1 − the soft Dice coefficient of each image, averaged by labeled pixels, in the training loss",
+        0.0,
+        min=0,
+        **TRAINING,
+    )
 
 
 class Task(base.Task):
@@ -76,6 +82,7 @@ class Task(base.Task):
                 )
         if len(self.classes) < 2:
             raise UsageError("the classes are unknown: give class_names or num_classes")
+        o.set_classes(self.classes)
         self.processor = read_image_processor(self.cfg, self.config, o)
         self.processor.is_square = True
         self.image_processor = None if self.is_plain else self.processor  # final/ holds it for `pipeline`
@@ -110,7 +117,6 @@ class Task(base.Task):
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        self.options.check_classes(self.classes)
         if self.is_plain:
             make = lambda: MaskedUNet(self.processor.channels, len(self.classes), self.widths)  # noqa: E731
             return build_plain_model(self.cfg, make, weights, empty)
@@ -141,13 +147,24 @@ class Task(base.Task):
         else:
             logits = at_least_float32(model(pixel_values=pixels).logits)  # some models give a lower resolution
             logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
-        if model.training and not self.options.is_plain_loss:
-            by_pixel = logits.movedim(1, -1).flatten(0, -2)
-            return sums_from_logits(by_pixel, labels.flatten(), True, self.options, inputs.get("class_weights"))
         if model.training:
-            return {"loss": F.cross_entropy(logits, labels, reduction="sum", ignore_index=segments.IGNORED)}
+            return self._training_sums(logits, labels, class_weights_of(inputs))
         loss = F.cross_entropy(logits, labels, reduction="none", ignore_index=segments.IGNORED)
         return {"loss": loss.double().sum()} | segments.overlaps(logits.argmax(1), labels, len(self.classes))
+
+    def _training_sums(
+        self, logits: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        o = self.options
+        if o.is_plain_loss:
+            sums = {"loss": F.cross_entropy(logits, labels, reduction="sum", ignore_index=segments.IGNORED)}
+        else:
+            by_pixel = logits.movedim(1, -1).flatten(0, -2)
+            sums = sums_from_logits(by_pixel, labels.flatten(), True, o, class_weights)
+        if not o.dice_loss:
+            return sums
+        dice = (segments.dice_losses(logits, labels) * (labels != segments.IGNORED).sum((1, 2))).sum()
+        return sums | {"loss": sums["loss"] + o.dice_loss * dice, "dice_loss": dice.detach()}
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         return segments.scores(sums, weight, self.classes)

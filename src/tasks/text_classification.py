@@ -13,10 +13,11 @@ import torch
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import at_least_float32, row_losses, squared_error_sums, sums_from_logits
+from src.models.r_drop import r_drop_option, r_drop_sums, twice
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length
@@ -56,10 +57,11 @@ class Options(ClassCrossEntropy):
         may_change_on_resume=True,
         from_checkpoint=all_shipped,
     )
+    r_drop_alpha: float = r_drop_option()
 
     def check(self) -> list[str]:
-        if self.regression and not self.is_plain_loss:
-            names = "label_smoothing_factor, z_loss, focal_gamma and class_weights"
+        if self.regression and (self.r_drop_alpha or not self.is_plain_loss):
+            names = "label_smoothing_factor, z_loss, focal_gamma, class_weights and r_drop_alpha"
             return [f"regression is true: it has a squared error, so remove {names}"]
         return super().check()
 
@@ -131,12 +133,14 @@ class Task(base.Task):
         """Store the label names of the prepared data, unless the labels are known already."""
         self.labels = self.labels or features["label"].names
 
+    def on_train_data(self, train_set) -> None:
+        self.options.set_classes(self.labels, train_set, "label")
+
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         if self.options.regression:
             self.config.problem_type = "regression"
@@ -155,16 +159,20 @@ class Task(base.Task):
         return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        labels = inputs["labels"]
-        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        class_weights = class_weights_of(inputs)
+        inputs = {name: value for name, value in inputs.items() if name != "class_weights"}
+        alpha = self.options.r_drop_alpha if model.training else 0.0
+        inputs = twice(inputs) if alpha else inputs
+        labels = inputs.pop("labels")
         with known_masks(packed=False):
-            logits = model(**own).logits
+            logits = model(**inputs).logits
         if self.options.regression:
             prediction = logits[:, 0]
             sums = squared_error_sums(prediction, labels, model.training)
         else:
             prediction = logits.argmax(-1)
-            sums = sums_from_logits(logits, labels, model.training, self.options, inputs.get("class_weights"))
+            sums = sums_from_logits(logits, labels, model.training, self.options, class_weights)
+            sums = r_drop_sums(sums, logits, alpha) if alpha else sums
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -174,7 +182,7 @@ class Task(base.Task):
             logits = model(**own).logits
         if self.options.regression:
             return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
-        return row_losses(logits, None, labels, self.options, inputs.get("class_weights"))
+        return row_losses(logits, None, labels, self.options, class_weights_of(inputs))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         if self.options.regression:

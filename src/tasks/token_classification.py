@@ -15,7 +15,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import row_losses, sums_from_logits
 from src.runtime.private_apis import known_masks
@@ -109,12 +109,14 @@ class Task(base.Task):
         """Store the tags of the prepared data, unless they are known already."""
         self.labels = self.labels or features["labels"].feature.names
 
+    def on_train_data(self, train_set) -> None:
+        self.options.set_classes(self.labels, train_set, "labels")
+
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForTokenClassification
 
-        self.options.check_classes(self.labels)
         set_labels(self.config, self.labels)
         new_head = ("classifier", "score")
         return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, new_head, empty)
@@ -135,7 +137,7 @@ class Task(base.Task):
         labels = inputs["labels"].flatten()
         with known_masks(packed=False):
             logits = model(**own).logits.flatten(0, 1)
-        sums = sums_from_logits(logits, labels, model.training, self.options, inputs.get("class_weights"))
+        sums = sums_from_logits(logits, labels, model.training, self.options, class_weights_of(inputs))
         if model.training:
             return sums
         classes = torch.arange(logits.shape[1], device=logits.device)
@@ -148,7 +150,7 @@ class Task(base.Task):
         own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
             logits = model(**own).logits.flatten(0, 1)
-        return row_losses(logits, None, inputs["labels"], self.options, inputs.get("class_weights"))
+        return row_losses(logits, None, inputs["labels"], self.options, class_weights_of(inputs))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]

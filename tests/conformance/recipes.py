@@ -163,8 +163,9 @@ def embeddings(folder) -> list:
 
 
 def segmentation(folder) -> list:
-    """Images of different sizes, without random crops and flips."""
-    return images.segmentation_flags(folder, random_crop=1, horizontal_flip=0)
+    """Images of different sizes, without random crops and flips; cross-entropy with class weights, and Dice."""
+    more = {"class_weights": [0.5, 1, 2, 1], "dice_loss": 0.5}
+    return images.segmentation_flags(folder, random_crop=1, horizontal_flip=0, **more)
 
 
 RECIPES = [causal_lm, preference, distillation, text_classification, masked_lm, token_classification]

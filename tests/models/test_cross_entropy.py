@@ -7,7 +7,8 @@ import torch.nn.functional as F
 
 from src.config.errors import UsageError
 from src.models import losses
-from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy
+from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of
+from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 from tests.models.test_losses import CHUNK, ROWS, VOCABULARY, WIDE, bounded, make, plain, with_gradients
 
@@ -120,7 +121,7 @@ def test_mean_with_class_weights_is_that_of_torch():
     targets, logits = torch.tensor([0, 2, -100, 2, 1]), torch.randn(5, 3, dtype=torch.float64)
     options = ClassCrossEntropy(class_weights=["1", "0.5", "3"])
     weight, inputs = options.weigh(True, targets.numpy())
-    loss = losses.sums_from_logits(logits, targets, True, options, inputs["class_weights"])["loss"]
+    loss = losses.sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
     expected = F.cross_entropy(logits, targets, torch.tensor([1, 0.5, 3], dtype=torch.float64)).item()
     assert (loss / weight).item() == pytest.approx(expected, rel=1e-14)
     assert (loss / 4).item() != pytest.approx(expected, rel=1e-2)
@@ -130,9 +131,35 @@ def test_mean_with_class_weights_is_that_of_torch():
 
 
 def test_invalid_class_weights_are_named():
+    with pytest.raises(UsageError, match=r"balanced, but the classes of a stream, or of pixels.* a, b"):
+        ClassCrossEntropy(class_weights=["balanced"]).set_classes(["a", "b"])
     assert "'-1'" in ClassCrossEntropy(class_weights=["1", "-1"]).check()[0]
     with pytest.raises(UsageError, match=r"has 2 numbers, but there are 3 classes.* a, b, c"):
-        ClassCrossEntropy(class_weights=["1", "1"]).check_classes(["a", "b", "c"])
+        ClassCrossEntropy(class_weights=["1", "1"]).set_classes(["a", "b", "c"])
+
+
+@pytest.mark.parametrize("task", ["text_classification", "token_classification"])
+def test_balanced_weights_are_those_of_scikit_learn(tmp_path, task):
+    texts = ["a cat", "a red cat", "no fox", "a mat"]
+    rows = [{"text": text, "label": text[0]} for text in texts]
+    tags = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in texts]
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", rows if task == "text_classification" else tags)
+    opened, splits = kit.open_data(
+        task=task,
+        train_file=file,
+        model_config=kit.write_yaml(tmp_path / "bert.yaml", recipes.BERT),
+        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", [recipes.SENTENCE]),
+        class_weights="balanced",
+    )
+    given = [row["label"] for row in rows]
+    if task == "token_classification":
+        given = [tag for row in tags for tag in row["tags"]]
+    counts = np.array([given.count(label) for label in opened.labels])
+    assert counts.sum() == len(given)
+    found = [float(value) for value in opened.options.class_weights]
+    assert found == pytest.approx(len(given) / (len(counts) * counts), rel=1e-15)
+    batch = opened.collate(splits["train"].rows(np.arange(4)), True)
+    assert batch.weight == pytest.approx(len(given), rel=1e-15)  # so the loss keeps its scale
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------

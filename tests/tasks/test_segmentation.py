@@ -110,6 +110,21 @@ def test_iou_equals_that_by_hand():
     assert expected[2] == 0
 
 
+def test_dice_loss_equals_that_by_hand():
+    logits = torch.randn(3, 4, 6, 5, dtype=torch.float64)
+    labels = torch.randint(0, 3, (3, 6, 5))
+    labels[0, :2] = segments.IGNORED
+    labels[2] = segments.IGNORED
+    found = segments.dice_losses(logits, labels)
+    for image, label, loss in zip(logits.softmax(1), labels, found, strict=True):
+        real, scores = label != segments.IGNORED, []
+        for c in range(4):
+            p, y = image[c][real], (label[real] == c).double()
+            scores.append((2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1))
+        assert loss.item() == pytest.approx(1 - sum(scores).item() / 4, abs=1e-14)
+    assert found[2] == 0  # nothing is labeled
+
+
 def _rows(path, label, size=(16, 16)):
     features = datasets.Features(image=datasets.Image(), label=datasets.Image())
     rows = {"image": [Image.new("RGB", size)] * 2, "label": [Image.new("L", size), label]}

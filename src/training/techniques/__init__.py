@@ -24,6 +24,7 @@ TECHNIQUES = {
     # inputs and model
     "channels_last": _technique("ChannelsLast", "channels_last"),
     "progressive_resizing": _technique("ProgressiveResizing", "progressive_resizing"),
+    "neftune": _technique("NEFTune"),
     # the gradient of the global batch
     "gradient_statistics": _technique("GradientStatistics", "gradient_statistics"),
     "gradient_noise": _technique("GradientNoise", "gradient_noise"),
