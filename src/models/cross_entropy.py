@@ -22,11 +22,11 @@ TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these 
 
 @dataclass
 class CrossEntropy:
-    """The loss of a target: Σ over classes c of q_c w_c (1 − p_c)^focal_gamma (−log p_c) + z_loss (log Σ exp logits)².
+    """The loss of a target: Σ over classes c of q_c w_c (1 − p_c)^focal_gamma (−log p_c) + w z_loss (log Σ exp logits)².
 
     p are the model's probabilities, q is 1 for the target and 0 for the others, smoothed as in torch's cross_entropy
     (Szegedy et al. 2016); the focal factor is that of Lin et al. 2017, the z-loss that of PaLM (Chowdhery et al. 2022)
-    and ST-MoE (Zoph et al. 2022). w are the class weights: 1 without ClassCrossEntropy."""
+    and ST-MoE (Zoph et al. 2022). w are the class weights, and w alone that of the target: 1 without ClassCrossEntropy."""
 
     label_smoothing_factor: float = option(
         "probability spread over all classes in the training loss; evaluation does without",
