@@ -49,6 +49,13 @@ class Options(ClassCrossEntropy):
     label_column: str = option("column of the label", "label", from_checkpoint=True)
     random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1, **TRAINING)
     horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0, **TRAINING)
+    rand_augment_strength: float = option(
+        "strength of each, 0 to 1; the paper's 9 is 0.3", 0.3, min=0, max=1, **TRAINING
+    )
+    cutout: float = option(
+        "CutOut: side of an erased square, as a share of the image's; 0: none", 0.0, min=0, max=1, **TRAINING
+    )
     mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
     cutmix: float = option("paste parts of other images; like mixup", 0.0, min=0, **TRAINING)
     r_drop_alpha: float = r_drop_option()
@@ -127,6 +134,8 @@ class Task(base.Task):
         return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        from src.images.rand_augment import cutout, rand_augment
+
         o, processor, images = self.options, self.image_processor, []
         for row in rows:
             image = open_image(row["image"], processor.channels, 2 * processor.size if training else None)
@@ -134,7 +143,11 @@ class Task(base.Task):
                 image = augmentation.random_resized_crop(image, processor.size, o.random_crop, processor.resample)
             else:
                 image = processor.center(image)
-            images.append(augmentation.random_flip(image, o.horizontal_flip) if training else image)
+            if training:
+                image = augmentation.random_flip(image, o.horizontal_flip)
+                image = rand_augment(image, o.rand_augment, o.rand_augment_strength, processor.mean)
+                image = cutout(image, o.cutout, processor.mean)
+            images.append(image)
         pixels, labels = stack(images), np.array([int(row["label"]) for row in rows])
         inputs, others, shares = {"labels": labels}, labels, np.ones(len(rows), np.float32)
         if training:
