@@ -31,6 +31,7 @@ from src.runtime import run_status
 from src.storage import atomic_folder
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
+from src.training.evaluation import check_finite
 from src.training.replicas import Replicas
 from src.training.step import ModelWithLoss
 from src.training.train_state import Intervals, TrainState
@@ -98,7 +99,8 @@ class Checkpointer:
         The metrics are known only after the first evaluation, so the run saves the steps trained until then."""
         try:
             self.state.update_best(metrics, self.cfg)
-        except UsageError as error:
+            check_finite(metrics, self.cfg, self.state.step)
+        except (UsageError, Failure) as error:
             self.stop(error)
 
     def roll_back(self, before: int) -> int | None:
@@ -160,7 +162,7 @@ class Checkpointer:
 
     # ---- the end of a run --------------------------------------------------------------------------------------------
 
-    def stop(self, reason: str | UsageError) -> NoReturn:
+    def stop(self, reason: str | UsageError | Failure) -> NoReturn:
         """Save, then end an incomplete run: raise Stopped, or `reason` if it is an error.
 
         Raise Failure if the state could not be saved."""
@@ -177,7 +179,7 @@ class Checkpointer:
                 f"no checkpoint could be saved: {self.writer.reason or 'see the main process'}. Free space or repair the "
                 "disk; the same command resumes from the last checkpoint that was saved"
             )
-        if isinstance(reason, UsageError):
+        if isinstance(reason, UsageError | Failure):
             raise reason
         where = "" if step is None else f" at step {step:,}"
         raise Stopped(f"Stopped by {reason}{where}. Saved to {self.folder}; run the same command to resume.")

@@ -224,6 +224,9 @@ class RunConfig:
     early_stopping_patience: int | None = option(
         "end after this many evaluations in a row without a new best (default: never)", min=1, may_change_on_resume=True
     )
+    stop_on_nan_metric: bool = option(
+        "save and fail if a metric of an evaluation is not finite; otherwise warn", False, may_change_on_resume=True
+    )
 
     save_steps: int = option(
         "steps between checkpoints; also saved at the end", 500, group="checkpoints", min=1, may_change_on_resume=True

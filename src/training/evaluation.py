@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from src.config.errors import Failure, warn
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import read_batches, seed_everything
@@ -149,6 +150,24 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
     weight = total.pop("weight")
     line = {"loss": total["loss"] / weight if weight else float("nan"), "weight": weight, "examples": examples}
     return line | (task.metrics(total, weight) if weight else {})
+
+
+def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
+    """Warn about metrics that are not finite; with stop_on_nan_metric raise Failure. Sets without targets do not count."""
+    empty = {name.removesuffix("weight") for name, value in metrics.items() if name.endswith("weight") and not value}
+    bad = [
+        f"{name} is {value}"
+        for name, value in metrics.items()
+        if isinstance(value, float) and not np.isfinite(value) and not any(name == f"{p}loss" for p in empty)
+    ]
+    if not bad:
+        return
+    text = f"evaluation at step {step}: {', '.join(bad)}"
+    if cfg.stop_on_nan_metric:
+        raise Failure(
+            f"{text} (stop_on_nan_metric). The state is saved; to go back to an earlier one, give --resume CHECKPOINT"
+        )
+    warn(text)
 
 
 def _integers(values: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ from src.config import best_metric
 from src.config.errors import Failure, UsageError
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
-from src.training import evaluation, step
+from src.training import evaluation, step, technique_chain
 from src.training.train_state import DeviceFlag, Intervals, StepLosses, TrainState, UpdateResult
 from tests.helpers import kit
 
@@ -486,3 +486,38 @@ def test_run_without_any_update_fails(tiny, tmp_path, monkeypatch):
     assert codes == [1, 1], texts
     assert f"all {STEPS} updates were skipped" in texts[0]
     assert not (tmp_path / "run" / "final").exists()
+
+
+# ---- metrics that are not finite -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_metric_that_is_not_finite(tiny, tmp_path, monkeypatch, stops):
+    """The evaluation of step 8: by default a warning; with stop_on_nan_metric all ranks save and end with 1."""
+    loss, evaluations = causal_lm.Task.loss, []
+
+    def poisoned(self, model, inputs):
+        sums = loss(self, model, inputs)
+        return sums if model.training or len(evaluations) != 2 else sums | {"loss": sums["loss"] * float("nan")}
+
+    evaluate = technique_chain.evaluate
+    monkeypatch.setattr(causal_lm.Task, "loss", poisoned)
+    monkeypatch.setattr(technique_chain, "evaluate", lambda *args: (evaluations.append(1), evaluate(*args))[1])
+    flags = recipe(tiny, eval_steps=4, save_steps=100, stop_on_nan_metric=stops, max_eval_examples=8)
+    codes, texts = kit.run_command(
+        "train.py", *flags, "--output_dir", tmp_path / "run", folder=tmp_path / "cwd", world=2
+    )
+    assert codes == [int(stops)] * 2
+    assert "step 8: loss is nan" in texts[0]
+    assert "warning: evaluation at step 8" in texts[0] or stops
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [
+        f"step_000000{8 if stops else 12:02d}"
+    ]
+
+
+def test_sets_without_targets_are_no_reason_to_stop():
+    empty = {"loss": 1.0, "weight": 3.0, "part/loss": float("nan"), "part/weight": 0.0}
+    evaluation.check_finite(empty, RunConfig(stop_on_nan_metric=True), 1)
+    for bad in ({"ema/perplexity": float("inf")}, {"part/weight": 1.0}):
+        with pytest.raises(Failure, match="step 1"):
+            evaluation.check_finite(empty | bad, RunConfig(stop_on_nan_metric=True), 1)
