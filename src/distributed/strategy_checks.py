@@ -59,8 +59,6 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     _check_local_sgd(strategy, cfg)
     _check_unused_parameters(strategy, cfg)
     accelerator = strategy.accelerator
-    if strategy.is_sharded and cfg.per_device_batch_size == "auto":
-        raise UsageError(f"per_device_batch_size is auto, which {strategy.name} does not support: give a number")
     if cfg.ddp_comm_hook != "no" and (strategy.is_sharded or accelerator.num_processes == 1):
         warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: it needs DDP, and this is {strategy.name}")
     if cfg.ddp_comm_hook == "bf16" and accelerator.device.type == "cpu":

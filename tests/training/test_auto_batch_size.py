@@ -7,9 +7,12 @@ import pytest
 import torch
 import yaml
 
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import make_strategy
+from src.models import memory_estimate
+from src.models.activation_memory import Forward, activation_bytes
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
@@ -69,3 +72,38 @@ def test_at_most_the_share_of_a_rank():
     for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
         run = RunConfig(global_batch_size=batch, per_device_batch_size="auto")
         assert auto_batch_size.choose_batch_size(strategy, None, run, None, None, np.zeros(0)) == size
+
+
+def test_auto_of_a_sharded_model(files, tmp_path):
+    """On a CPU; on a GPU the same vote follows from the estimate of the test below."""
+    argv = flags(files, per_device_batch_size="auto", global_batch_size=8)
+    run = kit.run_training(2, tmp_path / "run", *argv, env=kit.where("fsdp2", 2, mixed_precision="no"))
+    assert yaml.safe_load((run.folder / "config.yaml").read_text())["per_device_batch_size"] == 4
+
+
+def test_estimate_leaves_room_for_gradients_and_moments(files, monkeypatch):
+    run = RunConfig(per_device_batch_size="auto")
+    task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
+    for name, value in kit.where("fsdp2", 2, mixed_precision="no").items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    sizes = memory_estimate.count_parameters(task.build())
+    settings = memory_estimate.strategy_of_launch(run)
+    resting = memory_estimate.resting_bytes(sizes, run, settings)
+    rest = resting["gradients"] + resting["optimizer"] + memory_estimate.working_bytes(sizes, run, settings)
+    [row] = splits["train"].rows(splits["train"].longest(1))
+    forward = Forward(task.build(), task.loss, lambda rows: task.collate([row] * rows, training=True).inputs)
+    for rows in (1, 4, 16):
+        room = rest + activation_bytes(forward, rows, torch.float32, autocast=False)
+        fits = auto_batch_size.estimate(run, task, splits["train"], room)
+        assert fits(rows)
+        assert not fits(rows + 1)
+    assert not auto_batch_size.estimate(run, task, splits["train"], rest)(1)
+
+
+def test_estimate_of_a_loss_that_reads_values(files, monkeypatch):
+    task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
+    loss = type(task).loss
+    monkeypatch.setattr(type(task), "loss", lambda *args: {"loss": torch.tensor(loss(*args)["loss"].item())})
+    with pytest.raises(UsageError, match="auto"):
+        auto_batch_size.estimate(RunConfig(), task, splits["train"], 1e9)(1)
