@@ -70,6 +70,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
     model = build_model(cfg, strategy, task, train_set, init_weights(cfg), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
+    strategy.repeats_steps = False
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     techniques.begin(Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, state))
     cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)

@@ -11,7 +11,7 @@ from src.distributed.init_accelerator import check_environment, init_accelerator
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, replicas, schedules
+from src.training import auto_batch_size, optimizers, out_of_memory, replicas, schedules
 from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
@@ -65,6 +65,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
+        out_of_memory.repeat_step(run, logger, out_of_memory.ranks(run, due))  # only asks if something is due
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here ---------
         if due.log():
             logger.train_line(state)
@@ -85,11 +86,12 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         batch, data_seconds = next(batches)
         totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
-        if totals.stop or totals.failed:
-            break
-        if not totals.examples:  # the stream has no rows left on any rank
+        # Some rank ran out of memory: the step before again, in smaller micro-batches. Or no rank has rows left of a stream.
+        if out_of_memory.repeat_step(run, logger, totals.out_of_memory) or not totals.examples:
             train_set.next_pass()
             continue
+        if totals.stop or totals.failed:
+            break
 
         # ---- one step: one optimizer update, unless there are no targets or the gradient is not finite -----------------
         state.step += 1

@@ -48,6 +48,9 @@ class Mixture:
             "files": {f"{name}: {k}": v for name, part in self.parts.items() for k, v in part.stats["files"].items()},
         }
 
+    def next_pass(self) -> None:
+        """Do nothing: only a stream must be told to begin its next pass."""
+
     def position(self, step: int, host_group) -> None:
         """Return None: the step alone determines where to resume."""
 

@@ -73,6 +73,10 @@ class StepBuffers:
         """Set the buffers to the values of `begin`. Call it after the backward pass, which refuses changed buffers."""
         self._write(self.start)
 
+    def spoil(self) -> None:
+        """Make `finish` keep the values of `begin` on all ranks: this rank could not run its forward passes."""
+        self.total.fill_(float("nan"))
+
     @torch.no_grad()
     def finish(self) -> None:
         """Set the buffers to their values at `begin` plus the mean change, rounded for integers.

@@ -27,6 +27,7 @@ class GradientCheck:
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.is_first_step = True
+        self.is_checked = False  # whether `before_backward` has asked all ranks in the last backward pass of that step
 
     def check_trainable(self) -> None:
         """Raise UsageError if a parameter was frozen or unfrozen after the optimizer and the reduction were built."""
@@ -45,10 +46,17 @@ class GradientCheck:
         same parameters on every rank in each pass."""
         strategy = self.strategy
         world = strategy.accelerator.num_processes
-        if not self.is_first_step or world == 1 or strategy.uses_local_sgd or not (is_last or strategy.is_sharded):
+        if (
+            not self.is_first_step
+            or self.is_checked
+            or world == 1
+            or strategy.uses_local_sgd
+            or not (is_last or strategy.is_sharded)
+        ):
             return
         if strategy.cfg.ddp_find_unused_parameters:
             return
+        self.is_checked = is_last
         reached = {id(p) for p in reached_parameters(loss)}
         used = {plain_name(name) for name, p in strategy.parameters_in_graph(module).items() if id(p) in reached}
         unused = [name for name in self.trainable if name not in used]

@@ -174,8 +174,9 @@ def _describe(error: BaseException, rank: int) -> str:
     """Return the traceback, or the message of a UsageError; if memory ran out, also what to do."""
     text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
     if _has_word(error, MEMORY_WORDS):
+        smaller = getattr(error, "smaller_batch", "a smaller --per_device_batch_size")
         text += (
-            f"\nrank {rank} ran out of memory: give a smaller --per_device_batch_size (the global batch stays the same, with more "
+            f"\nrank {rank} ran out of memory: give {smaller} (the global batch stays the same, with more "
             "accumulation); the same command then resumes from the last checkpoint"
         )
     return text

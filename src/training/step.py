@@ -18,7 +18,7 @@ from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
-from src.training import batch_loss
+from src.training import batch_loss, out_of_memory
 from src.training.batch_loss import BatchLoss, LossesAndSums
 from src.training.train_state import DeviceFlag, StepLosses, Window, widen
 from src.training.trial_loss import check_trial_loss
@@ -45,7 +45,10 @@ class ModelWithLoss(torch.nn.Module):
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
-    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def forward(self, inputs: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
+        if inputs is None:  # a rank that ran out of memory: NaN for the gradient of every parameter
+            trained = [p for p in self.parameters() if p.requires_grad]
+            return {"loss": sum(p.sum() for p in trained) * float("nan")}
         if self.batch_loss and (self.training or self.task.has_batch_loss):
             return self.batch_loss.represent(self.model, inputs)
         return self.task.loss(self.model, inputs)
@@ -90,6 +93,7 @@ class StepTotals(NamedTuple):
     save: float  # ranks that were asked for a checkpoint
     stop: float  # ranks that were asked to stop
     failed: float  # ranks on which too many checkpoints in a row could not be written
+    out_of_memory: float  # ranks that ran out of memory in the step before
     forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
 
     @classmethod
@@ -100,8 +104,8 @@ class StepTotals(NamedTuple):
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
         forwards = strategy.forwards_per_rank(window)
-        sums = hosts.sum([*window_counts(window), *requests, failed, *forwards]).tolist()
-        return cls(*sums[:9], forwards=sums[9:])
+        sums = hosts.sum([*window_counts(window), *requests, failed, strategy.out_of_memory, *forwards]).tolist()
+        return cls(*sums[:10], forwards=sums[10:])
 
 
 def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
@@ -110,12 +114,18 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
     non-finite. Every forward pass begins with the buffers of the step before; then they are set to the mean over the
-    micro-batches. Nothing here waits for the device.
+    micro-batches. Nothing here waits for the device. A rank that runs out of memory makes the gradient of every rank NaN.
     """
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.batch_loss else _backward
     with strategy.step():
-        losses, sums = backward(strategy, module, window, total_weight)
+        try:
+            found = backward(strategy, module, window, total_weight)
+        except RuntimeError as error:
+            out_of_memory.check_survivable(error, strategy, module, window)
+            found = None
+        # Outside of `except`, which would keep the tensors of the failed pass.
+        losses, sums = found or out_of_memory.give_up_gradient(strategy, module, window)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
 

@@ -50,7 +50,7 @@ def with_dropout(folder, fields: dict) -> dict:
 
 def train(folder, fields: dict, world: int = 1, micro: int = ROWS, **more) -> kit.Run:
     """Train on `world` processes with micro-batches of `micro` rows; `env` and `units` go to kit.run_training."""
-    rest = {name: more.pop(name) for name in ("env", "units") if name in more}
+    rest = {name: more.pop(name) for name in ("env", "units", "timeout") if name in more}
     argv = kit.flags(**(fields | {"per_device_batch_size": micro} | more))
     return kit.run_training(world, folder, *argv, **rest)
 

@@ -70,7 +70,7 @@ def test_numbers_that_are_not_finite_become_null():
 
 
 def totals(weight: float, tokens: float) -> StepTotals:
-    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
+    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
 
 
 class OneRank:

@@ -1,0 +1,106 @@
+"""Out of memory in a step: all ranks skip its update, halve the micro-batch and repeat the step on the same examples.
+
+The rank that ran out of memory still takes part in the reduction, with a gradient that is not a number. So every rank
+skips the update on its device, and no rank waits for one that has left. The request travels in the totals of the next
+step. Tests: tests/training/test_out_of_memory.py.
+"""
+
+import gc
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from src.config.errors import warn
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
+from src.runtime import private_apis
+from src.training.train_state import Intervals, Window
+
+if TYPE_CHECKING:
+    from src.training.techniques.base import Run
+
+WORDS = ("can't allocate memory", "out of memory")
+
+
+def check_survivable(error: RuntimeError, strategy: Strategy, module: torch.nn.Module, window: Window) -> None:
+    """Raise `error` again if it is another error, or if other ranks already wait in a collective that this one has left.
+
+    This cannot be survived: sharded models (each forward pass is a collective), a loss over the whole batch or local SGD
+    on several processes, a reduction that has begun, streams, micro-batches of one row."""
+    if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in WORDS):
+        raise error
+    cfg, several = strategy.cfg, strategy.accelerator.num_processes > 1
+    given = cfg.per_device_batch_tokens or int(cfg.per_device_batch_size)
+    field = "per_device_batch_tokens" if cfg.per_device_batch_tokens else "per_device_batch_size"
+    smaller = f"--{field} {given // 2}" if given > 1 else "--gradient_checkpointing true, or shorter rows"
+    vars(error)["smaller_batch"] = smaller  # for the last line that this rank prints
+    has_batch_loss = bool(getattr(module, "module", module).batch_loss)
+    alone = several and (has_batch_loss or strategy.uses_local_sgd or "power_sgd" in cfg.ddp_comm_hook)
+    if strategy.is_sharded or alone or cfg.streaming or not strategy.repeats_steps:
+        raise error
+    if max(len(micro.ids) for micro, _ in window) == 1:
+        raise error
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        try:
+            private_apis.check_reduced(module)
+        except RuntimeError:
+            raise error from None
+
+
+def give_up_gradient(
+    strategy: Strategy, module: torch.nn.Module, window: Window
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Free memory and make the gradient of all ranks NaN; return losses and sums as `_backward` of step.py does."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    strategy.out_of_memory = 1.0
+    strategy.buffers.spoil()
+    last = replace(window[-1][0], dummy=True, last=True)
+    with strategy.gradient_sync(module, True):
+        loss = module(None)["loss"]
+        strategy.backward(module, loss, last)
+    return [torch.zeros_like(loss)] * len(window), {}
+
+
+def ranks(run: "Run", due: Intervals) -> float:
+    """Return the number of ranks that ran out of memory in the last step, if anything is due at it; then a collective.
+
+    Otherwise return 0, because the totals of the next step tell."""
+    if run.strategy.is_sharded or not due.anything():
+        return 0.0
+    return run.hosts.sum([run.strategy.out_of_memory])[0].item()
+
+
+def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
+    """Return whether `ranks` is not 0; if so, undo the last step, whose update was skipped, and halve the micro-batch."""
+    if not ranks:
+        return False
+    strategy, state, cfg = run.strategy, run.state, run.cfg
+    strategy.out_of_memory = 0.0
+    rows, tokens = state.batch_limits(cfg)
+    given, used = cfg.per_device_batch_tokens or int(cfg.per_device_batch_size), max(1, (tokens or rows) // 2)
+    state.smaller_batch = {"given": given, "used": used}
+    name = "per_device_batch_tokens" if tokens else "per_device_batch_size"
+    warn(
+        f"step {state.step}: {ranks:.0f} of {strategy.accelerator.num_processes} ranks ran out of memory with {name} "
+        f"{tokens or rows}: all ranks repeat the step with {used}; the global batch stays the same"
+    )
+    state.step -= 1
+    state.pending = None
+    state.events.append({"kind": "out_of_memory", name: used, "ranks": int(ranks)})
+    logger.undo_step()
+    return True
+
+
+def note(cfg: RunConfig, state: Any) -> list[str]:
+    """Return the message of a resumed run that has smaller micro-batches than its run file says."""
+    if cfg.per_device_batch_size == "auto" or state.batch_limits(cfg) == (
+        cfg.per_device_batch_size,
+        cfg.per_device_batch_tokens,
+    ):
+        return []
+    rows, tokens = state.batch_limits(cfg)
+    what = f"{tokens:,} tokens" if tokens else f"{rows:,} rows"
+    return [f"micro-batches have up to {what}, fewer than the run file says, because a rank had run out of memory"]
