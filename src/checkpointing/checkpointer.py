@@ -28,7 +28,6 @@ from src.distributed.init_accelerator import num_nodes
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
 from src.runtime import run_status
-from src.storage import atomic_folder
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
 from src.training.evaluation import check_finite
@@ -203,7 +202,7 @@ class Checkpointer:
         self._wait_on_all_ranks()
         best = best if writer.intact else None
         writer.final_step = state.best_step if best else state.step
-        is_done = self.is_main and _is_intact(self.folder / "final", writer.final_step)
+        is_done = self.is_main and final_model.is_intact(self.folder / "final", writer.final_step)
         if writer.writes:
             is_done, is_copy = self._any_writer([is_done, best is not None])
             source = checkpoint_list.checkpoint_of_step(self.folder, state.best_step) if is_copy else None
@@ -221,8 +220,7 @@ class Checkpointer:
         """Return this rank's share of a sharded model's weights in host memory; None if the model is not sharded."""
         if not self.writer.is_sharded:
             return None
-        tensors, _ = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
-        return self.writer.copy_to_host({"model": tensors["model"]})["model"]
+        return self.writer.copy_to_host(checkpoint_format.collect_tensors(self.strategy, self.model, {})[0])["model"]
 
     def _finish_writing(self) -> bool:
         """Wait until no rank writes; return True on every rank if the last checkpoint was saved."""
@@ -252,7 +250,3 @@ class Checkpointer:
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""
         return self.due.outcome() | {"final_step": self.writer.final_step}
-
-
-def _is_intact(folder: Path, step: int) -> bool:
-    return atomic_folder.read_metadata(folder).get("step") == step and not atomic_folder.verify(folder)

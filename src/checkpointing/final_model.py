@@ -51,6 +51,11 @@ def publish_copy(
     raise DiskError(None, "no intact checkpoint to copy it from")
 
 
+def is_intact(folder: Path, step: int) -> bool:
+    """Return whether `folder` is an undamaged final model of this step."""
+    return atomic_folder.read_metadata(folder).get("step") == step and not atomic_folder.verify(folder)
+
+
 def is_usable(checkpoint: Path) -> bool:
     """Return whether a checkpoint may be used for final/; warn if it is damaged."""
     if errors := atomic_folder.verify(checkpoint):
