@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.errors import warn
+from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.images import augmentation
@@ -174,6 +174,8 @@ class Task(base.Task):
         return sums
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.options.r_drop_alpha:
+            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
         targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
         own, other = (row_losses(logits, None, labels, self.options, weights) for labels in targets)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
@@ -176,6 +177,8 @@ class Task(base.Task):
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.options.r_drop_alpha:
+            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         labels = inputs["labels"]
         own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
