@@ -12,6 +12,7 @@ import train
 from src.data.batch_plan import PlanConfig, plan
 from src.training.techniques.spike_watch import SpikeWatch
 from tests.helpers import kit, technique_runs
+from tests.training.test_step import _count_syncs
 
 SPIKE, STEPS = 5, 9
 OPTIONS = {"factor": 8.0, "window": 8, "warmup": 2}
@@ -135,3 +136,9 @@ def test_no_checkpoint_before_the_spike(tmp_path, spikes):
     run = technique_runs.train(tmp_path / "run", rolled(tmp_path) | {"save_steps": 7}, 1, 4)
     assert not run.kind("roll_back")
     assert "no checkpoint before step 5" in (tmp_path / "run.out" / "rank0.txt").read_text()
+
+
+def test_nothing_waits_for_the_device(tmp_path):
+    argv = kit.flags(**fields(tmp_path) | {"dtype": "float32"}, per_device_batch_size=16, output_dir=tmp_path / "run")
+    [counts] = kit.spawn(1, _count_syncs, argv, False, out=tmp_path / "out")
+    assert counts == [0] * 2 * technique_runs.STEPS
