@@ -93,6 +93,18 @@ def _held_bytes(argv):
     return held
 
 
+def test_copies_of_techniques_are_counted():
+    size = memory_estimate.ModelSize(1000, 100, 0, 0, 0, 0, 0, 0)
+    for dtype, width in (("bfloat16", 4), ("float32", 4), ("float64", 8)):
+        cfg, settings = parsing.RunConfig(dtype=dtype), StrategySettings("FSDP2", kind="FSDP", shards=2)
+        more, less = (resting_bytes(size, cfg, settings, copies) for copies in (3, 0))
+        assert {name: more[name] - less[name] for name in more} == {
+            "weights": 3 * width * 100 / 2,
+            "gradients": 0,
+            "optimizer": 0,
+        }
+
+
 @pytest.mark.parametrize("often", [True, False])
 def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path, often):
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_steps": 1}

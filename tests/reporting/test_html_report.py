@@ -68,6 +68,17 @@ def test_torn_line_and_missing_numbers(tmp_path):
         list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
 
 
+def test_averages_are_curves_beside_the_loss(tmp_path):
+    """Sources of a mixture, which have a weight, are not."""
+    extra = {"code/loss": 1.0, "code/weight": 2, "ema/loss": 1.5, "ema/code/loss": 1.0}
+    lines = [{"kind": "eval", "step": step, "loss": 2.0, "weight": 2} | extra for step in (1, 2)]
+    page = html_report.write(run_folder(tmp_path / "run", *lines)).read_text()
+    assert titles(page) == ["Loss"]
+    assert "eval, ema" in page
+    assert "eval, code" not in page
+    assert "eval, ema/code" not in page
+
+
 def test_values_are_escaped_redacted_and_symlinks_replaced(tmp_path):
     line = {"kind": "eval", "step": 1, "loss": 1.0, "note": "<script>"}
     folder = run_folder(tmp_path / "<b>run", line)
