@@ -41,6 +41,7 @@ NAMES_ELSEWHERE = {
     "auto_lr_find": "run make find-lr",
     "gradient_clip_val": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
     "gradient_clip_algorithm": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
+    "neftune_noise_alpha": "give techniques: {neftune: {alpha: X}}",
     "algorithms": "give techniques",
     "callbacks": "there are none: edit the loop in train.py, or write a technique (docs/techniques.md)",
     "sam": "give techniques: {sam: {rho: X}}",
