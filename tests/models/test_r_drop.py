@@ -1,8 +1,10 @@
 """R-Drop: the formula of the paper, and the same numbers for every split of a run with dropout."""
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 
 from src.data.batch_plan import PlanConfig, plan
 from src.models.r_drop import r_drop_sums, twice
@@ -76,5 +78,8 @@ def test_r_drop_is_exact_for_every_split(tmp_path):
     assert kit.distance(run.weights, mutant.weights) > 1e-4
 
 
-def test_r_drop_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
+def test_r_drop_with_balanced_classes_resumes(tmp_path):
+    run = technique_runs.check_resume(tmp_path, fields(tmp_path) | {"class_weights": "balanced"})
+    weights = [float(value) for value in yaml.safe_load((run.folder / "config.yaml").read_text())["class_weights"]]
+    assert len(weights) == 2
+    assert run.kind("train")[-1]["weight"] == pytest.approx(16)
