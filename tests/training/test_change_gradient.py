@@ -1,13 +1,16 @@
 """What techniques see as the gradient: unscaled in fp16; and that none makes a non-finite gradient look finite."""
 
 import json
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from src.config.schema import RunConfig
 from src.training import technique_chain
 from src.training.techniques import TECHNIQUES
+from src.training.techniques.base import Run
+from src.training.train_state import TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe
@@ -43,11 +46,11 @@ def _without_unscaling(chain) -> None:
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 @pytest.mark.parametrize("name", ["gradient_noise", "adaptive_clipping", "clip_by_value"])
 def test_a_non_finite_gradient_stays_non_finite(name, value):
-    parameter = torch.nn.Parameter(torch.ones(3, 2))
-    parameter.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])
+    model = torch.nn.Linear(2, 3, bias=False)
+    model.weight.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])
     technique = TECHNIQUES[name]()()
-    state, cfg = SimpleNamespace(step=1, updates=0), SimpleNamespace(seed=42)
-    technique.run = SimpleNamespace(parameters=lambda: {"weight": parameter}, state=state, cfg=cfg)
+    unused: Any = None
+    technique.run = Run(RunConfig(), unused, unused, unused, model, model, unused, 1, TrainState(step=1))
     technique.change_gradient()
-    assert parameter.grad[[0, 2]].isfinite().all()
-    assert not parameter.grad[1].isfinite().all()
+    assert model.weight.grad[[0, 2]].isfinite().all()
+    assert not model.weight.grad[1].isfinite().all()
