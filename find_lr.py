@@ -41,6 +41,7 @@ def main(argv: list[str]) -> None:
     accelerator = init_accelerator(cfg)
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)
+    strategy.repeats_steps = False  # out of memory ends the test, and names the smaller micro-batch
     found = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
         report(test, cfg, strategy, found)
