@@ -22,6 +22,7 @@ BETAS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 ARGUMENTS_OF_FIELDS = {"AdamW": BETAS, "Adam": BETAS, "NAdam": BETAS, "RAdam": BETAS, "Adamax": BETAS}
 ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}, "Muon": {}}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the strategy"}
+MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # these treat matrices of hidden layers in another way
 ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 _CLOSURE = "it computes the gradient several times within a step"
@@ -49,7 +50,7 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     package, _, name = optim.rpartition("/")
     if package not in ("", PACKAGE):
         raise UsageError(f"optim is {optim}: a name may begin with {PACKAGE}/ only")
-    name = _plain(BUILT_IN.get(name, name))
+    name = normalized(BUILT_IN.get(name, name))
     known = _classes(torch.optim) if not package else {}
     if name not in known:
         try:
@@ -70,8 +71,9 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     return kind
 
 
-def _plain(name: str) -> str:
-    return name.replace("_", "").replace("-", "").lower()
+def normalized(name: str) -> str:
+    """Return a name of an optimizer without package, case and `_`."""
+    return name.rpartition("/")[2].replace("_", "").replace("-", "").lower()
 
 
 def _classes(module: Any) -> "dict[str, type[torch.optim.Optimizer]]":
@@ -79,7 +81,7 @@ def _classes(module: Any) -> "dict[str, type[torch.optim.Optimizer]]":
 
     base = torch.optim.Optimizer
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
-    return {_plain(kind.__name__): kind for kind in kinds if kind is not base}
+    return {normalized(kind.__name__): kind for kind in kinds if kind is not base}
 
 
 def _reason(kind: type) -> str | None:

@@ -7,11 +7,12 @@ Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 from dataclasses import dataclass
 
 from src.config.fields import ASK, Auto, declared_options, option
+from src.config.schedule_functions import OWN_SCHEDULES
 from src.config.untrusted_values import plain_data, plain_name
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-SCHEDULES += ("flat_cos", "one_cycle", "cosine_restarts_min", "reduce_lr_on_plateau")  # of src/training/schedules.py
+SCHEDULES += (*OWN_SCHEDULES, "reduce_lr_on_plateau")
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 
@@ -197,7 +198,7 @@ class RunConfig:
         "passes over the training data", 1.0, above=0, max=10**9, may_change_on_resume=True
     )
     lr_scheduler_type: str = option(
-        "schedule of transformers or of src/training/schedules.py, evaluated at the number of completed updates",
+        "schedule of transformers or of src/config/schedule_functions.py, evaluated at the number of completed updates",
         "linear",
         choices=SCHEDULES,
     )

@@ -15,7 +15,7 @@ import torch
 
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import strategy_checks, tensor_parallel
+from src.distributed import optimizer_state, optimizer_trial, strategy_checks, tensor_parallel
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
@@ -106,8 +106,9 @@ class Strategy:
         strategy_checks.check_model(self, model_with_loss)
         strategy_checks.check_groups(model_with_loss, optimizer)
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
-            group.setdefault("lr_factor", strategy_checks.rate_factor(group["lr"], self.cfg.learning_rate))
+            group.setdefault("lr_factor", strategy_checks.rate_factor(group.get("lr", 0.0), self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
+        optimizer_trial.try_optimizer(self, optimizer)
         self.gradients = GradientCheck(self, model_with_loss)
         several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
@@ -216,8 +217,8 @@ class Strategy:
         skipped = ~torch.isfinite(norm)
         by_rule = sum((rule(norm) for rule in self.skip_rules), torch.zeros_like(skipped))
         skipped = skipped | by_rule
-        # If a fused SGD skips its first step, torch leaves the momentum uninitialized.
-        first_momentum = bool(optimizer.defaults.get("momentum")) and not optimizer.state
+        # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
+        first_momentum = bool(optimizer.defaults.get("momentum")) and _has_new_gradient(optimizer)
         if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
             (self.accelerator.scaler.update if by_rule else optimizer.step)()
             skipped = by_rule.cpu() | self.accelerator.optimizer_step_was_skipped
@@ -239,24 +240,17 @@ class Strategy:
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
-        names = _parameter_names(model, optimizer)
-        states = optimizer.state_dict()["state"].items()
-        return {f"{key}/{names[index]}": value for index, state in states for key, value in state.items()}
+        return optimizer_state.flatten(optimizer, _parameter_names(model, optimizer))
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        index = {name: i for i, name in enumerate(_parameter_names(model, optimizer))}
-        state: dict[int, dict[str, Any]] = {}
-        for path in [*reader.where, *numbers]:
-            key, name = path.split("/", 1)
-            value = numbers[path] if path in numbers else reader.like(path, parameters[index[name]])
-            parameter = parameters[index[name]]
-            if torch.is_tensor(value) and value.shape == parameter.shape and not parameter.is_contiguous():
-                # Fused optimizers need moments in the layout of their parameter, for example channels_last.
-                value = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
-            state.setdefault(index[name], {})[key] = value
-        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer_state.restore(optimizer, _parameter_names(model, optimizer), reader, numbers)
+
+
+def _has_new_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a parameter has its first gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None and p not in optimizer.state for p in parameters)
 
 
 def _parameter_names(model: torch.nn.Module, optimizer) -> list[str]:

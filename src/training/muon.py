@@ -5,12 +5,11 @@ Its rate is scaled to the size of AdamW's updates (Liu 2025, arXiv:2502.16982), 
 Tests: tests/training/test_optimizers.py.
 """
 
+from collections import defaultdict
 from typing import Any
 
 import torch
-
-from src.config.errors import UsageError
-from src.distributed.sharded_tensors import is_partial
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
@@ -36,7 +35,27 @@ class MuonWithAdamW(torch.optim.Optimizer):
             for group in optimizer.param_groups:
                 for name, value in optimizer.defaults.items():
                     group.setdefault(name, value)
-            if hidden and any(is_partial(p) for group in optimizer.param_groups for p in group["params"]):
-                raise UsageError("optim is muon, which needs whole matrices: it does not support sharded models")
             optimizer.state = self.state
-            optimizer.step()
+            if hidden and any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+                self._step_whole_matrices(optimizer)
+            else:
+                optimizer.step()
+
+    def _step_whole_matrices(self, muon: torch.optim.Optimizer) -> None:
+        """Update sharded matrices by Muon of the whole ones: each rank gathers gradient and momentum, one matrix at a time.
+
+        torch would orthogonalize shards, too, but it adds their products in bfloat16: another result than one process."""
+        groups, muon.param_groups = muon.param_groups, []
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
+                update = torch.zeros_like(gradient := parameter.grad.full_tensor())
+                update.grad = gradient
+                muon.param_groups = [group | {"params": [update], "weight_decay": 0.0}]
+                muon.state = defaultdict(dict, {update: {"momentum_buffer": momentum.full_tensor()}})
+                muon.step()
+                momentum.lerp_(parameter.grad, 1 - group["momentum"])
+                mine = distribute_tensor(update, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(mine)

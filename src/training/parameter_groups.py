@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from src.config.errors import UsageError, did_you_mean
+from src.config.optimizer_class import MUONS, normalized
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.training.step import ModelWithLoss
@@ -68,12 +69,14 @@ def _fields(group: Group, cfg: RunConfig) -> dict:
     fields: dict = {"weight_decay": group.weight_decay}
     if group.lr_factor != 1.0:
         fields |= {"lr": cfg.learning_rate * group.lr_factor, "lr_factor": group.lr_factor}
-    return fields | ({"hidden": group.hidden} if uses_hidden(cfg) else {})
+    if uses_hidden(cfg):
+        fields |= {"hidden": group.hidden, "use_muon": group.hidden}  # ours, and that of pytorch_optimizer
+    return fields
 
 
 def uses_hidden(cfg: RunConfig) -> bool:
     """Return whether the optimizer treats hidden matrices in another way than the rest."""
-    return cfg.optim.lower() == "muon"
+    return normalized(cfg.optim) in MUONS
 
 
 def _groups_by_name(model: torch.nn.Module, cfg: RunConfig) -> dict[str, Group]:

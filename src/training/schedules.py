@@ -1,6 +1,6 @@
 """Learning-rate schedule as a function of completed updates, and the number of steps of a run.
 
-A schedule of your own is one function and one line of OWN_SCHEDULES. Tests: tests/training/test_schedules.py.
+A schedule of your own is one function and one line in src/config/schedule_functions.py. Tests: tests/training/test_schedules.py.
 """
 
 import math
@@ -9,37 +9,9 @@ from collections.abc import Callable
 import torch
 
 from src.config.errors import UsageError
+from src.config.schedule_functions import OWN_SCHEDULES, cosine_between, one_cycle_rise
 from src.config.schema import RunConfig
 from src.data.step_sizes import sizes_of_run
-
-# ---- schedules that transformers lacks: functions of x, the share of the updates after warmup that are done ------------
-
-
-def flat_cos(x: float, flat: float = 0.72, min_lr_rate: float = 0.0) -> float:
-    """Return 1 for the share `flat`, then half a cosine down to `min_lr_rate` (fastai's fit_flat_cos)."""
-    return 1.0 if x < flat else _cosine((x - flat) / (1 - flat), 1.0, min_lr_rate)
-
-
-def one_cycle(x: float, rise: float = 0.25, start: float = 1 / 25, end: float = 1e-5) -> float:
-    """Return half a cosine from `start` up to 1 for the share `rise`, then one down to `end` (Smith 2018)."""
-    return _cosine(x / rise, start, 1.0) if x < rise else _cosine((x - rise) / (1 - rise), 1.0, end)
-
-
-def cosine_restarts_min(x: float, num_cycles: int = 3, min_lr_rate: float = 0.1) -> float:
-    """Return `num_cycles` half cosines from 1 to `min_lr_rate`, each with a hard restart (SGDR, Loshchilov 2017)."""
-    return _cosine((x * num_cycles) % 1.0, 1.0, min_lr_rate)
-
-
-def _cosine(x: float, begin: float, end: float) -> float:
-    return end + (begin - end) * (1 + math.cos(math.pi * x)) / 2
-
-
-OWN_SCHEDULES: dict[str, Callable[..., float]] = {
-    "flat_cos": flat_cos,
-    "one_cycle": one_cycle,
-    "cosine_restarts_min": cosine_restarts_min,
-}
-
 
 # ---- the schedule of a run ---------------------------------------------------------------------------------------------
 
@@ -73,6 +45,21 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
         return cfg.learning_rate * after_warmup(updates)
 
     return learning_rate
+
+
+def one_cycle_momentum(cfg: RunConfig, total: int, base: float, highest: float) -> Callable[[int], float]:
+    """Return a function from completed updates to the momentum that belongs to the schedule one_cycle.
+
+    It is `highest` during a warmup, falls to `base` while the rate rises, and returns by half a cosine."""
+    rise, warmup = one_cycle_rise(cfg.lr_scheduler_kwargs), warmup_updates(cfg, total)
+
+    def momentum(updates: int) -> float:
+        x = max(0, updates - warmup) / max(1, total - warmup)
+        if x < rise:
+            return cosine_between(x / rise, highest, base)
+        return cosine_between((x - rise) / (1 - rise), base, highest)
+
+    return momentum
 
 
 def _own_schedule(warmup: int, total: int, schedule: Callable[..., float], kwargs: dict) -> Callable[[int], float]:

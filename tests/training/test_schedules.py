@@ -113,6 +113,25 @@ def test_every_decay_of_warmup_stable_decay(shape):
     assert found[30:] == pytest.approx([2 * progress[shape](i / 10) for i in range(10)])
 
 
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+def test_every_warmup_and_the_minimum_of_warmup_stable_decay(shape):
+    found = rates("warmup_stable_decay", num_decay_steps=10, warmup_type=shape, min_lr_ratio=0.25)
+    rise = {"linear": lambda x: x, "cosine": lambda x: half_cosine(0, 1, x), "1-sqrt": lambda x: 1 - (1 - x) ** 0.5}
+    assert found[:4] == pytest.approx([2 * (0.25 + 0.75 * rise[shape](u / 4)) for u in range(4)])
+    assert found[30:] == pytest.approx([2 * half_cosine(1, 0.25, u / 10) for u in range(10)])
+
+
+def test_polynomial_to_an_end():
+    found = rates("polynomial", lr_end=0.5, power=2.0)
+    assert found[4:] == pytest.approx([0.5 + 1.5 * (1 - u / 36) ** 2 for u in range(36)])
+
+
+def test_a_schedule_of_your_own_is_one_function_and_one_line(monkeypatch):
+    assert set(OWN_SCHEDULES) < set(SCHEDULES)  # the names that the run file accepts follow from the line
+    monkeypatch.setitem(OWN_SCHEDULES, "root", lambda x, end=0.0: max(end, 1 - x**0.5))
+    assert rates("root", end=0.5)[4:] == pytest.approx([2 * max(0.5, 1 - (u / 36) ** 0.5) for u in range(36)])
+
+
 @pytest.mark.parametrize("name", OWN_SCHEDULES)
 def test_wrong_arguments_of_an_own_schedule_are_refused(name):
     with pytest.raises(UsageError, match="lr_scheduler_kwargs"):

@@ -16,6 +16,8 @@ def _technique(name: str, file: str | None = None):
 # Name in the run file -> function that returns its class. The first is the outermost: it decides how often those below
 # it compute a gradient. This order holds for any order in the run file.
 TECHNIQUES = {
+    # weights at which all below computes gradients
+    "schedule_free": _technique("ScheduleFree", "schedule_free"),
     # two passes over a window: weights, then rows
     "sam": _technique("SAM", "sam"),
     "asam": _technique("ASAM", "sam"),
@@ -27,9 +29,11 @@ TECHNIQUES = {
     "neftune": _technique("NEFTune"),
     # the gradient of the global batch
     "gradient_statistics": _technique("GradientStatistics", "gradient_statistics"),
+    "unfreeze": _technique("Unfreeze"),
     "gradient_noise": _technique("GradientNoise", "gradient_noise"),
     "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),
+    "cycle_momentum": _technique("CycleMomentum", "cycle_momentum"),
     # updates: skip or undo
     "spike_watch": _technique("SpikeWatch", "spike_watch"),
     # weights after an update, and their averages

@@ -1,0 +1,40 @@
+"""Gradual unfreezing: some parameters are trained only from a step on (ULMFiT, Howard and Ruder 2018)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from src.config.fields import option
+from src.config.schema import RunConfig
+from src.training.parameter_groups import match, named_parameters
+from src.training.techniques.base import Technique
+
+
+@dataclass(eq=False)
+class Unfreeze(Technique):
+    """Drop the gradient of matching parameters until their step: no update, no weight decay, no moments, not in the norm.
+
+    They count as trainable from the start, because neither DDP nor FSDP2 notices a later change: the backward pass costs
+    as much as without freezing. Adam's bias correction begins at their own first step; the schedule is that of the run."""
+
+    steps: dict | None = option("{PATTERN: first step that trains it, …}; the first pattern that matches decides")
+
+    def errors(self) -> list[str]:
+        if not self.steps:
+            return ["steps: give at least one {PATTERN: STEP}"]
+        return [
+            f"steps: {pattern}: {step!r} is not a step: give a whole number above 0"
+            for pattern, step in self.steps.items()
+            if isinstance(step, bool) or not isinstance(step, int) or step < 1
+        ]
+
+    def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        steps = self.steps or {}
+        patterns = match(steps, named_parameters(model), "techniques: unfreeze: steps")
+        self.first_step = {name: steps[pattern] for name, pattern in patterns.items()}
+
+    def change_gradient(self) -> None:
+        parameters = named_parameters(self.run.model)
+        for name, first in self.first_step.items():
+            if self.run.state.step < first:
+                parameters[name].grad = None

@@ -1,0 +1,63 @@
+import json
+
+import pytest
+import torch
+
+from src.config.errors import UsageError
+from src.training.techniques.unfreeze import Unfreeze
+from tests.helpers import kit, technique_runs
+
+STEPS = {"*.h.0.*": 4, "*.wpe.*": 3}
+
+
+def fields(folder) -> dict:
+    options = {"unfreeze": {"steps": STEPS}}
+    return technique_runs.files(folder) | {"techniques": json.dumps(options), "max_grad_norm": 0.5}
+
+
+def plain_weights(values: dict, zero_rate: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop that freezes by requires_grad; with `zero_rate`, only the rate is zero until then."""
+    plain = technique_runs.Plain(values)
+    first = {n: 4 if ".h.0." in n else 3 if ".wpe." in n else 1 for n, _ in plain.model.named_parameters()}
+    named = dict(plain.model.named_parameters())
+    groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() >= 2), "name": name} for name, p in named.items()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+
+    def update(step: int) -> None:
+        for group in optimizer.param_groups:
+            trained = step + 1 >= first[group["name"]]
+            if zero_rate:
+                group["lr"] = 1e-2 * trained
+            else:
+                named[group["name"]].requires_grad_(trained)
+        optimizer.zero_grad()
+        plain.loss().backward()
+        torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.5)
+        optimizer.step()
+
+    return plain.train(update)
+
+
+def test_unfreeze_is_exact_for_every_split(tmp_path):
+    values = fields(tmp_path)
+    first = technique_runs.check_splits(tmp_path, values, plain_weights(values))
+    mutant = plain_weights(values, zero_rate=True)
+    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+def test_unfreeze_resumes_before_the_first_moments_exist(tmp_path):
+    technique_runs.check_resume(tmp_path, fields(tmp_path))
+
+
+def test_unfreeze_under_fsdp2(tmp_path):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
+@pytest.mark.parametrize("steps", [None, {"*": 0}, {"*": True}, {"*": "3"}])
+def test_a_step_must_be_a_number_above_zero(steps):
+    assert Unfreeze(steps=steps).errors()
+
+
+def test_a_pattern_without_a_parameter_is_refused():
+    with pytest.raises(UsageError, match="unfreeze: steps: head matches no parameter"):
+        Unfreeze(steps={"head": 3}).change_model(torch.nn.Linear(2, 2), None)
