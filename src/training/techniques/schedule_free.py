@@ -9,7 +9,7 @@ from src.config.fields import option
 from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
 from src.training.techniques.base import ComputeGradient, Technique
-from src.training.techniques.weight_copies import TrainedTensors, assign, move
+from src.training.techniques.weight_copies import TrainedTensors, assign
 from src.training.train_state import StepLosses, Window
 
 
@@ -45,7 +45,7 @@ class ScheduleFree(Technique):
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)
-        move(weights, self.x, self.beta)
+        self.trained.move(weights, self.x, self.beta)
         losses = compute(window, total_weight)
         assign(weights, self.z)
         return losses
@@ -60,7 +60,7 @@ class ScheduleFree(Technique):
         self.weights[1] += weight
         share = torch.where(weight > 0, weight / self.weights[1], 0.0)
         assign(weights, self.x)
-        move(weights, self.z, share.to(next(iter(self.z.values())).dtype))
+        self.trained.move(weights, self.z, share.to(next(iter(self.z.values())).dtype))
         del self.x
 
     def state_dict(self) -> dict:
