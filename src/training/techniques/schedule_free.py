@@ -9,8 +9,8 @@ from src.config.fields import option
 from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
 from src.training.techniques.base import ComputeGradient, Technique
-from src.training.techniques.weight_copies import TrainedTensors, assign
 from src.training.train_state import StepLosses, Window
+from src.training.weight_copies import TrainedTensors, assign
 
 
 @dataclass(eq=False)
