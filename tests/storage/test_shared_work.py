@@ -62,6 +62,13 @@ def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pie
     return [target.read_text() for target in targets]
 
 
+def wait_for(folder: Path, count: int, i: int) -> None:
+    """Return when `count` processes are making a piece, so that none comes too late to make one."""
+    (folder / "begun").mkdir(exist_ok=True)
+    (folder / "begun" / str(os.getpid())).touch()
+    kit.until(lambda: len(list((folder / "begun").iterdir())) == count, timeout=30)
+
+
 class NoLock:
     """The lock of a file system without locks: every process gets it."""
 
@@ -80,7 +87,8 @@ class NoLock:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_each_piece_is_made_once(tmp_path, world):
-    assert kit.spawn(world, share_pieces, tmp_path, out=tmp_path / "out") == [CONTENT] * world
+    all_begun = functools.partial(wait_for, tmp_path, world)
+    assert kit.spawn(world, share_pieces, tmp_path, all_begun, out=tmp_path / "out") == [CONTENT] * world
     assert made(tmp_path) == list(range(PIECES))
     assert len({words[2] for words in log(tmp_path)}) == world  # every process takes part
     left = [path.name for path in (tmp_path / "cache").rglob("*") if path.suffix in (".here", ".failed", ".tmp")]
@@ -96,12 +104,13 @@ def test_mutant_without_a_lock_makes_pieces_twice(tmp_path, monkeypatch):
 
 
 def test_two_launches_share_the_pieces(tmp_path):
-    launches = [kit.fork(2, share_pieces, tmp_path, out=tmp_path / name) for name in ("a", "b")]
+    all_begun = functools.partial(wait_for, tmp_path, 4)
+    launches = [kit.fork(2, share_pieces, tmp_path, all_begun, out=tmp_path / name) for name in ("a", "b")]
     for process in chain(*launches):
-        process.join(30)
+        process.join(60)
         assert process.exitcode == 0
     assert made(tmp_path) == list(range(PIECES))
-    assert len({words[2] for words in log(tmp_path)}) > 2  # processes of both
+    assert len({words[2] for words in log(tmp_path)}) == 4  # processes of both
 
 
 def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
