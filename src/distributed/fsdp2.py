@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from src.config.errors import Failure, UsageError, warn
+from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
 from src.distributed.strategy_checks import check_shardable
@@ -27,7 +28,9 @@ class FSDP2(Strategy):
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
         self.is_sharded = True
-        self.can_fuse_optimizer = self.can_fuse_optimizer and cfg.optim != "sgd"  # torch has no fused SGD for DTensors
+        self.can_fuse_optimizer = (
+            self.can_fuse_optimizer and normalized(cfg.optim) != "sgd"
+        )  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         self.allows_tensor_parallel = not self.main_process_builds
