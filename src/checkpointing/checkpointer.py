@@ -1,8 +1,7 @@
 """Checkpointer, the training loop's interface to checkpoints: find, load, save, stop, write the final model.
 
-Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py. All ranks make the same decisions
-here: whether a save is skipped and how a run ends. async_writer.py writes the files, resume.py chooses the checkpoint
-to resume from, and checkpoint_format.py defines the contents of the files.
+All ranks make the same decisions here: whether a save is skipped and how a run ends.
+Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
 """
 
 import time
@@ -53,9 +52,8 @@ class Checkpointer:
 
     def find_weights(self) -> Path | str | None:
         """Choose the checkpoint to resume from; return its folder, else the weights of `init_from`, else None."""
-        self.resume_from, self.notes = resume.choose_on_all_ranks(
-            self.accelerator, self.cfg, self.task.options, self.datasets
-        )
+        cfg, options = self.cfg, self.task.options
+        self.resume_from, self.notes = resume.choose_on_all_ranks(self.accelerator, cfg, options, self.datasets)
         return self.resume_from or init_weights(self.cfg)
 
     def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter, **parts: Any) -> TrainState:
@@ -218,9 +216,10 @@ class Checkpointer:
 
     def _final_tensors(self) -> Tensors | None:
         """Return this rank's share of a sharded model's weights in host memory; None if the model is not sharded."""
-        if not self.writer.is_sharded:
-            return None
-        return self.writer.copy_to_host(checkpoint_format.collect_tensors(self.strategy, self.model, {})[0])["model"]
+        if self.writer.is_sharded:
+            return self.writer.copy_to_host(checkpoint_format.collect_tensors(self.strategy, self.model, {})[0])[
+                "model"
+            ]
 
     def _finish_writing(self) -> bool:
         """Wait until no rank writes; return True on every rank if the last checkpoint was saved."""
@@ -236,16 +235,15 @@ class Checkpointer:
     def summary(self) -> str:
         """Return lines about early stopping, the best model, the pauses for saving, and the upload."""
         best = final_model.best(self.cfg, self.state, self.writer.final_step, self.average)
-        lines = [self.due.early_stop_message(), best, self.writer.summary(), self.uploaded]
-        return "\n".join(filter(None, lines))
+        return "\n".join(filter(None, [self.due.early_stop_message(), best, self.writer.summary(), self.uploaded]))
 
     def sample(self) -> str | None:
         """Return the task's sample from the model in final/, on the main process; warn if the sample fails."""
         if not self.is_main or self.writer.is_sharded:
             return None
         model = self.task.saved(self.model.model) if self.writer.final_step == self.state.step else None
-        device = self.accelerator.device
-        return call_or_warn("the sample", final_model.sample, self.task, model, self.folder / "final", device)
+        final = self.folder / "final"
+        return call_or_warn("the sample", final_model.sample, self.task, model, final, self.accelerator.device)
 
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""

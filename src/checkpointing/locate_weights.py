@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 from src.checkpointing.checkpoint_list import list_checkpoints, newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.errors import UsageError, warn
+from src.config.fields import ASK
 from src.config.paths import REPOSITORY, locate
-from src.config.schema import ASK, RunConfig
+from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
 from src.storage import atomic_folder
 from src.tasks import OPTIONS

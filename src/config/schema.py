@@ -1,14 +1,14 @@
 """The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
-Add your own fields here; no other file has to change.
+Add your own fields here; no other file has to change. The groups run, model and data are in model_and_data_fields.py.
 Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
 from dataclasses import dataclass
 
-from src.config.fields import ASK, Auto, declared_options, option
+from src.config.fields import Auto, declared_options, option
+from src.config.model_and_data_fields import ModelAndDataFields
 from src.config.schedule_functions import OWN_SCHEDULES
-from src.config.untrusted_values import plain_data, plain_name
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
@@ -17,111 +17,8 @@ COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # acceler
 
 
 @dataclass
-class RunConfig:
+class RunConfig(ModelAndDataFields):
     """All fields that say what is trained. The accelerate file says where: processes, devices, mixed precision."""
-
-    task: str = option(
-        "kind of model: causal_lm, seq2seq, segmentation, … (docs/tasks.md)",
-        "causal_lm",
-        group="run",
-        from_checkpoint=True,
-    )
-    output_dir: str = option(  # the parser replaces None
-        "run folder (default: runs/ and the name of the run file)", may_change_on_resume=True
-    )
-    seed: int = option(
-        "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
-    )
-    resume: str = option(
-        "auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder",
-        "auto",
-        may_change_on_resume=True,
-    )
-    time_limit: float | None = option(
-        "minutes until the run saves and exits with code 75 (default: no limit)", above=0, may_change_on_resume=True
-    )
-    dry_run: bool = option("print the plan (steps, tokens, memory, disk) and exit", False, may_change_on_resume=True)
-
-    model_name_or_path: str | None = option("Hub id or folder of a pretrained model", group="model", is_path=True)
-    model_revision: str = option("branch, tag or commit of the Hub model", "main")
-    model_config: str | None = option(
-        "YAML or JSON file with a transformers config, for random weights", is_path=True, may_change_on_resume=True
-    )
-    init_from: str | None = option(
-        "folder of a run, checkpoint or final model: the initial weights of this run", is_path=True
-    )
-    tokenizer_name: str | None = option(
-        "Hub id or folder of the tokenizer (default: the model's)", is_path=True, may_change_on_resume=True
-    )
-    dtype: str = option(
-        "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
-    )
-    stochastic_depth: float | None = option(
-        "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
-        min=0,
-        below=1,
-    )
-    attn_implementation: str | None = option(
-        "sdpa, eager, … (default: chosen by transformers)", may_change_on_resume=True, from_checkpoint=plain_name
-    )
-    trust_remote_code: bool = option(
-        "run Python code of a model, tokenizer, metric or kernel", False, may_change_on_resume=True, from_checkpoint=ASK
-    )
-
-    dataset_name: str | None = option(
-        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings, "
-        "stdlib_tokens, stdlib_preferences, drawn_characters, drawn_shapes",
-        group="data",
-        is_path=True,
-        may_change_on_resume=True,
-        from_checkpoint=plain_data,
-    )
-    dataset_config_name: str | None = option(
-        "configuration (subset) of the Hub dataset", may_change_on_resume=True, from_checkpoint=True
-    )
-    dataset_revision: str | None = option(
-        "branch, tag or commit of the Hub dataset (default: main)", may_change_on_resume=True, from_checkpoint=True
-    )
-    train_file: list[str] = option(
-        "training data: paths, globs or URLs of jsonl, json, csv, parquet, txt or arrow files",
-        [],
-        is_path=True,
-        may_change_on_resume=True,
-        from_checkpoint=plain_data,
-    )
-    validation_file: list[str] = option(
-        "evaluation data, in the same formats", [], is_path=True, may_change_on_resume=True, from_checkpoint=plain_data
-    )
-    mixture: dict | None = option(
-        "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
-        "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
-        may_change_on_resume=True,
-        from_checkpoint=plain_data,
-    )
-    streaming: bool = option(
-        "read training data during training instead of preparing it first; needs max_steps", False, from_checkpoint=True
-    )
-    stream_lanes: int | None = option(
-        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
-    )
-    curriculum_column: str | None = option(
-        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order"
-    )
-    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
-    sample_weight_column: str | None = option(
-        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)"
-    )
-    cache_dir: str | None = option(
-        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",
-        may_change_on_resume=True,
-        from_checkpoint=ASK,
-    )
-    cache_per_node: bool = option(
-        "give each node its own folder in cache_dir instead of sharing one", False, may_change_on_resume=True
-    )
-    preprocessing_num_workers: int = option(
-        "processes per rank that prepare data", 1, min=1, max=256, may_change_on_resume=True
-    )
 
     global_batch_size: int = option(
         "examples per optimizer step, summed over all processes and accumulation steps",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError
-from src.distributed.sharded_tensors import is_partial
+from src.distributed.sharded_tensors import is_partial, plain_name
 
 # torch's state dict is right for these, and their groups hold only arguments of the constructor.
 SIMPLE = (torch.optim.AdamW, torch.optim.SGD)
@@ -22,6 +22,18 @@ ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless
 def is_simple(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether torch's own state dict holds the whole state: AdamW and SGD."""
     return type(getattr(optimizer, "optimizer", optimizer)) in SIMPLE
+
+
+def has_new_gradient(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a parameter has its first gradient."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None and p not in optimizer.state for p in parameters)
+
+
+def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the names of the optimizer's parameters, in the order of its state dict."""
+    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def flatten(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state, optimizer_trial, strategy_checks, tensor_parallel
 from src.distributed.host_group import HostGroup
-from src.distributed.sharded_tensors import is_partial, plain_name
+from src.distributed.sharded_tensors import is_partial
 from src.distributed.step_buffers import StepBuffers
 from src.distributed.unused_parameters import GradientCheck
 from src.runtime import private_apis
@@ -218,7 +218,7 @@ class Strategy:
         by_rule = sum((rule(norm) for rule in self.skip_rules), torch.zeros_like(skipped))
         skipped = skipped | by_rule
         # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
-        first_momentum = bool(optimizer.defaults.get("momentum")) and _has_new_gradient(optimizer)
+        first_momentum = bool(optimizer.defaults.get("momentum")) and optimizer_state.has_new_gradient(optimizer)
         if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
             (self.accelerator.scaler.update if by_rule else optimizer.step)()
             skipped = by_rule.cpu() | self.accelerator.optimizer_step_was_skipped
@@ -240,20 +240,8 @@ class Strategy:
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
-        return optimizer_state.flatten(optimizer, _parameter_names(model, optimizer))
+        return optimizer_state.flatten(optimizer, optimizer_state.parameter_names(model, optimizer))
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
-        optimizer_state.restore(optimizer, _parameter_names(model, optimizer), reader, numbers)
-
-
-def _has_new_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a parameter has its first gradient."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
-    return any(p.grad is not None and p not in optimizer.state for p in parameters)
-
-
-def _parameter_names(model: torch.nn.Module, optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its state dict."""
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        optimizer_state.restore(optimizer, optimizer_state.parameter_names(model, optimizer), reader, numbers)

@@ -38,8 +38,7 @@ class StudentAndTeacher(torch.nn.Module):
     def __init__(self, student: torch.nn.Module, teacher: torch.nn.Module):
         super().__init__()
         self.student, self.teacher = student, teacher.requires_grad_(False).eval()
-        for model in (student, teacher):
-            private_apis.copy_layer_class_names(model, self)
+        private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
 
     def train(self, mode: bool = True) -> "StudentAndTeacher":
         """Set the mode of the student; the teacher stays in evaluation mode."""

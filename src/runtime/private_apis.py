@@ -9,46 +9,40 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # torch is slow to import
+import torch
+
+if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
-    import torch
-
-# ---- torch 2.13 ----------------------------------------------------------------------------------------------------------
+# ---- torch 2.13 ------------------------------------------------------------------------------------------------------
 
 # Activation checkpointing of FSDP2 inserts this into parameter names. Test: tests/checkpointing/test_sharded.py.
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
-def skip_update_on_device(optimizer: "torch.optim.Optimizer", skip: "torch.Tensor") -> None:
+def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
     """Make a fused optimizer skip its next update if `skip` is true, so that the host need not wait for the device.
 
     GradScaler passes its decision to fused kernels in this attribute. Test: tests/training/test_step.py."""
     optimizer.found_inf = skip.float()
 
 
-def multiply_all_(tensors: "list[torch.Tensor]", factor: "torch.Tensor") -> None:
+def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors in place in one kernel. Public functions do not take DTensors of different meshes.
 
     Test: tests/distributed/test_tensor_parallel.py."""
-    import torch
-
     torch._foreach_mul_(tensors, factor)
 
 
-def copy_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]") -> None:
+def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one kernel for all. Test: tests/training/test_step_buffers.py."""
-    import torch
-
     torch._foreach_copy_(targets, sources)
 
 
-def move_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]", share: "float | torch.Tensor") -> None:
-    """Add `share` * (source - target) to each target, in three kernels for all; takes memory for one more set of targets.
+def move_all_(targets: list[torch.Tensor], sources: list[torch.Tensor], share: float | torch.Tensor) -> None:
+    """Add `share` * (source - target) to each target, in three kernels for all; this takes the memory of the targets again.
 
     Test: tests/training/techniques/test_averages.py."""
-    import torch
-
     difference = torch._foreach_sub(sources, targets)
     if isinstance(share, torch.Tensor) and difference:
         share = share.to(difference[0].dtype)  # otherwise a kernel for each
@@ -56,7 +50,7 @@ def move_all_(targets: "list[torch.Tensor]", sources: "list[torch.Tensor]", shar
     torch._foreach_add_(targets, difference)
 
 
-def check_reduced(module: "torch.nn.parallel.DistributedDataParallel") -> None:
+def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Raise RuntimeError if DDP has not reduced all gradients in its last backward pass.
 
     Otherwise it says so only in its next forward pass, and until then the ranks wait for each other.
@@ -64,7 +58,7 @@ def check_reduced(module: "torch.nn.parallel.DistributedDataParallel") -> None:
     module._check_reducer_finalized()
 
 
-def unsharded_parameters(module: "torch.nn.Module") -> "dict[str, torch.Tensor]":
+def unsharded_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return by name the gathered tensors with which FSDP2 computes; they are not the parameters that a model names.
 
     Test: tests/distributed/test_unused_parameters.py."""
@@ -79,7 +73,7 @@ def unsharded_parameters(module: "torch.nn.Module") -> "dict[str, torch.Tensor]"
     return found
 
 
-def local_slices(sharded: "torch.Tensor") -> tuple[slice, ...]:
+def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
     """Return the slices of a DTensor that this rank holds, so that it reads only these from a file.
 
     Test: tests/distributed/test_fsdp2.py."""
@@ -95,9 +89,7 @@ def loader_processes(batches: Iterator) -> "list[BaseProcess]":
 
 
 def compiled_graphs() -> tuple[int, int]:
-    """Return (number of graphs that torch.compile has compiled, its limit for one function).
-
-    Test: tests/models/test_compile_and_recompute.py."""
+    """Return (graphs that torch.compile has made, its limit per function): tests/models/test_compile_and_recompute.py."""
     from torch._dynamo import config, utils
 
     return utils.counters["stats"]["unique_graphs"], config.recompile_limit
@@ -111,17 +103,17 @@ def fake_tensors():
     return FakeTensorMode(allow_non_fake_inputs=True)  # a model may have made constants before
 
 
-def storage_id(tensor: "torch.Tensor") -> int:
+def storage_id(tensor: torch.Tensor) -> int:
     """Return an id of a tensor's memory. It also works for fake tensors, whose address is 0.
 
     Test: tests/models/test_memory_estimate.py."""
     return tensor.untyped_storage()._cdata
 
 
-# ---- transformers 5.23 ---------------------------------------------------------------------------------------------------
+# ---- transformers 5.23 -----------------------------------------------------------------------------------------------
 
 
-def layer_class_names(model: "torch.nn.Module") -> set[str]:
+def layer_class_names(model: torch.nn.Module) -> set[str]:
     """Return the class names of a model's repeated layers: the units to shard, compile and count.
 
     A model may also name layers that it does not have. A class of your own can have this attribute, too. A module
@@ -131,15 +123,10 @@ def layer_class_names(model: "torch.nn.Module") -> set[str]:
     return names & {kind.__name__ for module in model.modules() for kind in type(module).__mro__} if names else names
 
 
-def copy_layer_class_names(model: "torch.nn.Module", wrapper: "torch.nn.Module") -> None:
-    """Add the layer class names of `model` to a wrapper: accelerate shards by them.
+def set_layer_class_names(wrapper: torch.nn.Module, names: set[str]) -> None:
+    """Give a wrapper the layer class names by which accelerate shards.
 
     Tests: tests/distributed/test_fsdp2.py and tests/distributed/test_frozen_teacher.py."""
-    wrapper._no_split_modules = sorted(layer_class_names(wrapper) | layer_class_names(model)) or None
-
-
-def set_layer_class_names(wrapper: "torch.nn.Module", names: set[str]) -> None:
-    """Give a wrapper the layer class names by which accelerate shards. Test: tests/distributed/test_fsdp2.py."""
     wrapper._no_split_modules = sorted(names) or None
 
 
@@ -150,7 +137,7 @@ def has_model_class(auto_class: type, config: Any) -> bool:
     return type(config) in auto_class._model_mapping
 
 
-def save_on_every_rank(model: "torch.nn.Module") -> None:
+def save_on_every_rank(model: torch.nn.Module) -> None:
     """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2.py."""
     model.should_save_on_this_rank = lambda is_main_process: True
 
@@ -162,7 +149,6 @@ def known_masks(packed: bool) -> Iterator[None]:
     Otherwise it calls `mask.all()` in every forward pass, or looks for padding tokens to warn of, and the host waits
     for all queued work. If a version lacks these functions, only this wait comes back.
     Tests: tests/training/test_step.py, tests/tasks/test_causal_lm.py and tests/conformance/test_task.py."""
-    import torch
     from transformers import PreTrainedModel, masking_utils
 
     def find_packed_sequence_indices(position_ids):
@@ -195,7 +181,7 @@ def known_masks(packed: bool) -> Iterator[None]:
             setattr(owner, name, function)
 
 
-# ---- accelerate 1.15 -----------------------------------------------------------------------------------------------------
+# ---- accelerate 1.15 -------------------------------------------------------------------------------------------------
 
 
 def set_process_group_arguments(settings: Any, arguments: dict) -> None:
@@ -209,7 +195,6 @@ def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
     """Make `prepare` keep a tensor-parallel model unchanged: accelerate imports a class that transformers 5.1 removed.
 
     Test: tests/distributed/test_tensor_parallel.py."""
-    import torch
 
     def mark_as_parallel(*objects):
         for item in objects:
@@ -220,7 +205,7 @@ def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
     accelerator._prepare_tp = mark_as_parallel
 
 
-# ---- datasets 5.2 --------------------------------------------------------------------------------------------------------
+# ---- datasets 5.2 ----------------------------------------------------------------------------------------------------
 
 
 def replace_table_reader(builder: type, read_tables: Callable) -> None:
@@ -236,10 +221,10 @@ def cast_table(builder: Any, table: Any) -> Any:
     return builder._cast_table(table)
 
 
-# ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -----------------------------------------------------------------
+# ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -------------------------------------------------------------
 
 
-def flat_weights(zero_optimizer: Any) -> "list[torch.Tensor]":
+def flat_weights(zero_optimizer: Any) -> list[torch.Tensor]:
     """Return the flat float32 weights that the base optimizer updates."""
     return (
         getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
@@ -253,10 +238,8 @@ def link_moments(zero_optimizer: Any) -> None:
         zero_optimizer._lazy_init_hp_params_optimizer_state()
 
 
-def set_shard(parameter: "torch.nn.Parameter", full: "torch.Tensor", key: str | None = None) -> None:
+def set_shard(parameter: torch.nn.Parameter, full: torch.Tensor, key: str | None = None) -> None:
     """Copy this rank's shard of a full weight, or of its optimizer moment `key`, into the optimizer."""
-    import torch
-
     if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2
         parameter.set_full_hp_param(full, key)
         return

@@ -1,19 +1,17 @@
 """Parameter groups: frozen parameters, rates and weight decay by name pattern, rates that fall from the head down.
 
-A pattern is a whole parameter name, as checkpoints hold it, in which `*` stands for any text: `*.attn.*`.
 Tests: tests/training/test_parameter_groups.py.
 """
 
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean
+from src.config.errors import UsageError
 from src.config.optimizer_class import MUONS, normalized
 from src.config.schema import RunConfig
-from src.distributed.sharded_tensors import plain_name
+from src.training.parameter_names import first_match, named_parameters
 from src.training.step import ModelWithLoss
 
 
@@ -25,31 +23,10 @@ class Group(NamedTuple):
     hidden: bool = False  # updated by Muon
 
 
-def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters by the names that checkpoints hold; tied ones once."""
-    model = model.model if isinstance(model, ModelWithLoss) else model
-    return {plain_name(name): p for name, p in model.named_parameters()}
-
-
-def match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
-    """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
-    names, found, used = list(names), {}, set()
-    for name in names:
-        matching = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
-        used.update(matching)
-        if matching:
-            found[name] = matching[0]
-    for pattern in patterns:
-        if pattern not in used:
-            similar = did_you_mean(pattern, names) or f"; the names are {', '.join(names[:5])}, …"
-            raise UsageError(f"{field}: {pattern} matches no parameter{similar} (* stands for any text)")
-    return found
-
-
 def freeze(model: torch.nn.Module, cfg: RunConfig) -> None:
     """Set requires_grad to False for the parameters that `freeze` names, before the model is wrapped."""
     parameters = named_parameters(model)
-    for name in match(cfg.freeze, parameters, "freeze"):
+    for name in first_match(cfg.freeze, parameters, "freeze"):
         parameters[name].requires_grad_(False)
 
 
@@ -83,7 +60,7 @@ def _groups_by_name(model: torch.nn.Module, cfg: RunConfig) -> dict[str, Group]:
     """Return the group of each trainable parameter, those with two or more dimensions first."""
     parameters = named_parameters(model)
     rules = cfg.parameter_groups or {}
-    pattern_of = match(rules, parameters, "parameter_groups")
+    pattern_of = first_match(rules, parameters, "parameter_groups")
     depths, layers = layer_depths(model) if cfg.lr_layer_decay or uses_hidden(cfg) else ({}, 0)
     tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
     found = {}

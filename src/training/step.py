@@ -34,7 +34,7 @@ class ModelWithLoss(torch.nn.Module):
         self.model, self.task = model, task
         # What couples the rows of a global batch in training; None: the loss is a sum over rows.
         self.batch_loss: BatchLoss | None = task if task.has_batch_loss else None
-        private_apis.copy_layer_class_names(model, self)
+        private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
         self.tied = tied_names(model)
 
     def tie_weights(self) -> None:

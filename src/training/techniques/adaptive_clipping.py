@@ -4,14 +4,12 @@ Normalization" (section 4.1).
 Tests: tests/training/techniques/test_adaptive_clipping.py.
 """
 
-import re
 from dataclasses import dataclass
 
 import torch
 
-from src.config.errors import UsageError
 from src.config.fields import option
-from src.distributed.sharded_tensors import plain_name
+from src.training.parameter_names import first_match, named_parameters
 from src.training.techniques.base import Technique
 
 SMALLEST_NORM = 1e-6  # of a gradient, against a division by zero; as in timm
@@ -34,34 +32,19 @@ class AdaptiveClipping(Technique):
         "largest norm of a unit's gradient, as a share of the norm of its weights", 0.01, above=0
     )
     eps: float = option("smallest norm of weights that counts, so that units can grow from zero", 1e-3, above=0)
-    exclude: list[str] = option("regular expressions: names of parameters that are not clipped, such as lm_head", [])
-
-    def errors(self) -> list[str]:
-        return [f"exclude: {pattern!r} is not a regular expression" for pattern in self.exclude if not _valid(pattern)]
+    exclude: list[str] = option("name patterns of parameters that are not clipped, such as lm_head.*", [])
 
     def begin(self) -> None:
-        names = [plain_name(name) for name in self.run.parameters()]
-        for pattern in self.exclude:
-            if not any(re.search(pattern, name) for name in names):
-                raise UsageError(
-                    f"techniques: adaptive_clipping: exclude: {pattern!r} matches no trainable parameter; the last one is "
-                    f"{names[-1]}"
-                )
+        names = named_parameters(self.run.model)
+        excluded = first_match(self.exclude, names, "techniques: adaptive_clipping: exclude")
+        self.clipped = [p for name, p in names.items() if name not in excluded]
 
     def change_gradient(self) -> None:
-        for name, parameter in self.run.parameters().items():
-            if parameter.grad is None or any(re.search(pattern, plain_name(name)) for pattern in self.exclude):
+        for parameter in self.clipped:
+            if parameter.grad is None:
                 continue
             limits = unit_norms(parameter.detach()).clamp(min=self.eps) * self.clip_factor
             norms = unit_norms(parameter.grad)
             # A norm that is not finite gives NaN: then the update is skipped.
             factors = torch.where(norms > limits, limits / norms.clamp(min=SMALLEST_NORM), torch.ones_like(norms))
             parameter.grad.mul_(factors)
-
-
-def _valid(pattern: str) -> bool:
-    try:
-        re.compile(pattern)
-    except re.error:
-        return False
-    return True

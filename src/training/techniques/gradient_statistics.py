@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from src.config.errors import UsageError
 from src.config.fields import option
-from src.distributed.sharded_tensors import gather_full, plain_name
+from src.distributed.sharded_tensors import gather_full
+from src.training.parameter_names import matching, named_parameters
 from src.training.techniques.base import Technique
 
 VALUES = ("grad_norm", "weight_norm", "update_ratio")
@@ -26,30 +26,27 @@ class GradientStatistics(Technique):
     weights for the rest of that step."""
 
     values: list[str] = option(f"which of {', '.join(VALUES)}", ["grad_norm"])
-    groups: dict | None = option(
-        "groups of parameters as {NAME: regular expression of names, …} (default: one for each layer)"
-    )
+    groups: dict | None = option("groups of parameters as {NAME: PATTERN, …} (default: one for each layer)")
 
     def errors(self) -> list[str]:
         unknown = [f"values: {name!r} is not one of {', '.join(VALUES)}" for name in self.values if name not in VALUES]
-        patterns = (self.groups or {}).values()
-        return unknown + [f"groups: {p!r} is not a regular expression" for p in patterns if not _is_pattern(p)]
+        bad = [
+            f"groups: {name}: {p!r} is not a name pattern"
+            for name, p in (self.groups or {}).items()
+            if not isinstance(p, str)
+        ]
+        return unknown + bad
 
     def begin(self) -> None:
         self.members: dict[str, list[torch.nn.Parameter]] = {}
         self.before: dict[str, list[torch.Tensor]] = {}  # weights of a step that will be logged
-        named = {plain_name(name).removeprefix("model."): p for name, p in self.run.parameters().items()}
+        named = {name: p for name, p in named_parameters(self.run.model).items() if p.requires_grad}
         if self.groups is None:
             for name, parameter in named.items():
                 self.members.setdefault(layer_of(name), []).append(parameter)
-            return
-        for group, pattern in self.groups.items():
-            self.members[group] = [p for name, p in named.items() if re.search(pattern, name)]
-            if not self.members[group]:
-                raise UsageError(
-                    f"techniques: gradient_statistics: groups: {group}: {pattern!r} matches no trainable parameter; the first "
-                    f"one is {next(iter(named))}"
-                )
+        for group, pattern in (self.groups or {}).items():
+            names = matching(pattern, named, f"techniques: gradient_statistics: groups: {group}")
+            self.members[group] = [named[name] for name in names]
 
     def change_gradient(self) -> None:
         state = self.run.state
@@ -80,11 +77,3 @@ def layer_of(name: str) -> str:
 def norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all values in `tensors`, on the device; a collective if they are sharded."""
     return torch.linalg.vector_norm(torch.stack([gather_full(torch.linalg.vector_norm(t.detach())) for t in tensors]))
-
-
-def _is_pattern(value: object) -> bool:
-    try:
-        re.compile(str(value))
-    except re.error:
-        return False
-    return isinstance(value, str)

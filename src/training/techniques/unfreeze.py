@@ -6,7 +6,7 @@ import torch
 
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.parameter_groups import match, named_parameters
+from src.training.parameter_names import first_match, named_parameters
 from src.training.techniques.base import Technique
 
 
@@ -30,7 +30,7 @@ class Unfreeze(Technique):
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         steps = self.steps or {}
-        patterns = match(steps, named_parameters(model), "techniques: unfreeze: steps")
+        patterns = first_match(steps, named_parameters(model), "techniques: unfreeze: steps")
         self.first_step = {name: steps[pattern] for name, pattern in patterns.items()}
 
     def change_gradient(self) -> None:
