@@ -66,7 +66,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
 
     while True:
         out_of_memory.repeat_step(run, logger, out_of_memory.ranks(run, due))  # only asks if something is due
-        # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here ---------
+        # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
         if due.log():
             logger.train_line(state)
         if due.evaluate():
@@ -93,7 +93,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         if totals.stop or totals.failed:
             break
 
-        # ---- one step: one optimizer update, unless there are no targets or the gradient is not finite -----------------
+        # ---- one step: one optimizer update, unless there are no targets or the gradient is not finite ---------------
         state.step += 1
         losses = None
         if totals.weight:  # 0: no example of the global batch has a target

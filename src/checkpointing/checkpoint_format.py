@@ -21,7 +21,7 @@ from src.training.train_state import TrainState
 
 Tensors = dict[str, torch.Tensor]
 
-# ---- save --------------------------------------------------------------------------------------------------------------
+# ---- save ------------------------------------------------------------------------------------------------------------
 
 
 def collect_tensors(
@@ -62,13 +62,13 @@ def write_checkpoint(
         (folder / "state.json").write_text(json.dumps(state, indent=1, allow_nan=False))
 
 
-# ---- load --------------------------------------------------------------------------------------------------------------
+# ---- load ------------------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(
     checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter=None
 ) -> TrainState:
-    """Restore `parts`, gradient scaler and meter, if given; return the TrainState. The model has its weights already."""
+    """Restore `parts`, gradient scaler and meter, if given; return the TrainState. The model has its weights."""
     state = read_state(checkpoint)
     if unread := sorted(state["numbers"].keys() - parts.keys()):
         warn(f"resume: {checkpoint} also holds {', '.join(unread)}, which this run neither loads nor saves")

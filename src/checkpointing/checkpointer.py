@@ -57,7 +57,7 @@ class Checkpointer:
         return self.resume_from or init_weights(self.cfg)
 
     def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter, **parts: Any) -> TrainState:
-        """Return the TrainState to train from; restore optimizer, `parts`, gradient scaler and meter if a run is resumed.
+        """Return the TrainState to train from; if a run is resumed, restore optimizer, `parts`, scaler and meter.
 
         A part (ema=ema) is saved beside the model: an object with a flat `state_dict` of tensors, numbers and strings,
         and `load_state_dict`."""
@@ -101,7 +101,7 @@ class Checkpointer:
             self.stop(error)
 
     def roll_back(self, before: int) -> int | None:
-        """Return weights, optimizer and parts to the newest intact checkpoint below step `before`; return its step or None."""
+        """Roll back to the newest intact checkpoint below step `before`; return its step, None without one."""
         with self.meter.paused():
             self._wait_on_all_ranks()
             return roll_back.roll_back(self.strategy, self.folder, self.model, self.parts, self.state, before)

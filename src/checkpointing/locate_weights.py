@@ -63,7 +63,7 @@ def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
         )
 
 
-# ---- eval.py --checkpoint ----------------------------------------------------------------------------------------------
+# ---- eval.py --checkpoint --------------------------------------------------------------------------------------------
 
 
 def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None]:

@@ -1,4 +1,4 @@
-"""Return of a running training to an earlier checkpoint: weights, optimizer, techniques and schedule; not the data.
+"""Rollback of a running training to an earlier checkpoint: weights, optimizer, techniques and schedule, not the data.
 
 Tests: tests/training/techniques/test_spike_watch.py.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def roll_back(
     strategy: Strategy, folder: Path, model_with_loss: ModelWithLoss, parts: dict, state: TrainState, before: int
 ) -> int | None:
-    """Restore the newest intact checkpoint below step `before`, on all ranks; return its step, or None if there is none.
+    """Restore the newest intact checkpoint below step `before`, on all ranks; return its step, None without one.
 
     The step counter goes on, so data, ledger and metrics stay functions of the step. `updates` returns to that of the
     checkpoint, and with it the learning rate. Checkpoints of steps that an earlier call has undone do not count."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "files", "tokenizer", "sample", "labels", "tokenizer_files")
 
-# ---- what a checkpoint records -----------------------------------------------------------------------------------------
+# ---- what a checkpoint records ---------------------------------------------------------------------------------------
 
 
 def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict:
@@ -58,7 +58,7 @@ def model_identity(cfg: RunConfig) -> dict:
     return {"model": values | hashes, "model_commit": commit}
 
 
-# ---- what has changed since --------------------------------------------------------------------------------------------
+# ---- what has changed since ------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -40,7 +40,7 @@ def file_name(part: str, rank: int, world: int) -> str:
     return f"{part}-{rank + 1:05d}-of-{world:05d}.safetensors" if world > 1 else f"{part}.safetensors"
 
 
-# ---- write -------------------------------------------------------------------------------------------------------------
+# ---- write -----------------------------------------------------------------------------------------------------------
 
 
 def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[str, str], int]:
@@ -136,7 +136,7 @@ def check_shared_folder(accelerator: "Accelerator", host_group: HostGroup, folde
         )
 
 
-# ---- read --------------------------------------------------------------------------------------------------------------
+# ---- read ------------------------------------------------------------------------------------------------------------
 
 
 class TensorReader:

@@ -57,7 +57,7 @@ def try_to_save(strategy: Strategy, writer: CheckpointWriter, model: ModelWithLo
 
 
 def _on_all_ranks(strategy: Strategy, work: Callable[[], Any]) -> Any:
-    """Return `work()`. Raise the first error of all ranks on every rank: DiskError if a disk failed, else UsageError."""
+    """Return `work()`. Raise the first error of all ranks on all: DiskError if a disk failed, else UsageError."""
     from accelerate.utils import gather_object
 
     result, failed = None, None
@@ -83,7 +83,7 @@ def _describe(error: Exception) -> str:
     return f"check_save: the trial save failed: {type(error).__name__}: {text} ({where}, line {frames[-1].lineno})"
 
 
-# ---- save --------------------------------------------------------------------------------------------------------------
+# ---- save ------------------------------------------------------------------------------------------------------------
 
 
 def _collect(strategy: Strategy, writer: CheckpointWriter, folder: Path, model: ModelWithLoss, parts: dict) -> tuple:
@@ -129,7 +129,7 @@ def _write(writer: CheckpointWriter, folder: Path, model: ModelWithLoss, host: d
     checkpoint_format.write_checkpoint(own, model, host, strict_json(state), writer.rank, writer.world)
 
 
-# ---- load --------------------------------------------------------------------------------------------------------------
+# ---- load ------------------------------------------------------------------------------------------------------------
 
 
 def _load(

@@ -1,4 +1,4 @@
-"""The first fields of the run file (YAML): task and run folder, model, and data. RunConfig in schema.py adds the others.
+"""The fields of the run file (YAML) about the run, its model and its data; RunConfig in schema.py adds the others.
 
 Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """

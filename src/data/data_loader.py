@@ -142,7 +142,7 @@ class BatchReader(torch.utils.data.Dataset):
 def read_batches(
     split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool, training: bool = True
 ) -> Iterator[Item]:
-    """Yield the batches of `order`, in order, for training or evaluation. Dataloader workers read ahead; without workers, read on demand."""
+    """Yield the batches of `order`, in order, for training or evaluation; dataloader workers read ahead."""
     workers = cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
         return map(BatchReader(split, task, training).__getitem__, order)

@@ -113,7 +113,7 @@ def _join(cfg: RunConfig, split: str, parts: dict[str, Split | Stream]) -> Split
     return Mixture(parts, None if None in weights else weights)
 
 
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -164,7 +164,7 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
 
 
 def _check_length_warmup(cfg: RunConfig, task: Task) -> None:
-    """Raise UsageError if the task cannot shorten rows, or its rows have no more tokens than those of the first step."""
+    """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step."""
     ramp = length_warmup(cfg, task)
     if ramp is None:
         return

@@ -29,7 +29,7 @@ DIFFICULTY, WEIGHT = "curriculum_column", "sample_weight_column"
 
 
 def add_numbers(cfg: RunConfig, task: Task, source: Source, split: "Split", work: SharedWork) -> None:
-    """Store the columns that the run file names beside the prepared training rows, and make them part of their identity.
+    """Store the columns that the run file names beside the prepared training rows, as part of their identity.
 
     Raise UsageError if the rows are not those of the files one by one, or for a value that is no valid number."""
     for field in (DIFFICULTY, WEIGHT):

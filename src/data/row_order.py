@@ -100,7 +100,7 @@ def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quot
     return tuple(zip(rows, draws.tolist(), strict=True))
 
 
-# ---- row weights and curricula -----------------------------------------------------------------------------------------
+# ---- row weights and curricula ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

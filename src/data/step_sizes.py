@@ -1,4 +1,4 @@
-"""Sizes of the steps: the global batch and the length of rows as functions of the step, and where a step's examples start.
+"""Global batch, length of rows and first example of each step, as functions of the step.
 
 Tests: tests/data/test_step_sizes.py.
 """

@@ -1,9 +1,9 @@
 """Streaming data: rows are read from shards during training; steps are the same on any number of processes.
 
 At the start of each pass through the data, the shards (files) are shuffled and divided into a fixed number of groups
-(`stream_lanes`). Every global batch takes the same number of rows from each group, and each rank reads some of the groups.
-So the number of processes changes which rank reads a row, not the step that it is in. Rows are shuffled within a block of
-consecutive rows; on resume, the current block is read again to rebuild its shuffle.
+(`stream_lanes`). Every global batch takes the same number of rows from each group, and each rank reads some of the
+groups. So the number of processes changes which rank reads a row, not the step that it is in. Rows are shuffled within
+a block of consecutive rows; on resume, the current block is read again to rebuild its shuffle.
 Tests: tests/data/test_streaming.py.
 """
 

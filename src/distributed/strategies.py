@@ -204,8 +204,9 @@ class Strategy:
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
-        The update is skipped if the norm is not finite, or by `skip_rules`. It is that of the reduced gradient, so all ranks
-        decide alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the host wait."""
+        The update is skipped if the norm is not finite, or by `skip_rules`. It is that of the reduced gradient, so all
+        ranks decide alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the
+        host wait."""
         self.unscale_gradients()
         clip = self.accelerator.clip_grad_norm_
         if self.accelerator.scaler is not None:

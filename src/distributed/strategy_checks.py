@@ -1,6 +1,7 @@
 """Checks of the distributed settings before training; device-mesh sizes that are not given are computed.
 
-Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_parallel.py and tests/training/test_local_sgd.py.
+Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_parallel.py and
+tests/training/test_local_sgd.py.
 """
 
 import os
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 MESH = ("dp_replicate", "dp_shard", "tp")
 
 
-# ---- before the Accelerator exists: environment variables of the launcher ----------------------------------------------
+# ---- before the Accelerator exists: environment variables of the launcher --------------------------------------------
 
 
 def check_fsdp_version() -> None:
@@ -50,7 +51,7 @@ def complete_mesh(world: int) -> None:
         )
 
 
-# ---- after the strategy is created -------------------------------------------------------------------------------------
+# ---- after the strategy is created -----------------------------------------------------------------------------------
 
 
 def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
@@ -109,7 +110,7 @@ def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
         )
 
 
-# ---- before the model is wrapped ---------------------------------------------------------------------------------------
+# ---- before the model is wrapped -------------------------------------------------------------------------------------
 
 
 def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:

@@ -85,7 +85,7 @@ class GradientCheck:
         )
 
     def after_last_backward(self, module: torch.nn.Module) -> None:
-        """Raise UsageError if DDP is still waiting for a gradient; in the first step, warn of parameters without one."""
+        """Raise UsageError if DDP is still waiting for a gradient; in step 1, warn of parameters without one."""
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             try:
                 private_apis.check_reduced(module)

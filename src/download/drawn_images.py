@@ -59,7 +59,7 @@ def _font(size: int):
 
 
 def draw_shapes(generator: np.random.Generator, number: int) -> tuple["Image", "Image"]:
-    """Return (image of one to three shapes on noise, image of the class of each pixel), 24 to 64 pixels wide and high."""
+    """Return (image of one to three shapes on noise, image of each pixel's class), 24 to 64 pixels wide and high."""
     from PIL import Image, ImageDraw
 
     width, height = (int(side) for side in generator.integers(24, 65, 2))

@@ -33,9 +33,9 @@ def random_flip(image: "Image", probability: float) -> "Image":
 def mix(pixels: np.ndarray, mixup: float, cutmix: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Mix each image with another of its micro-batch: by mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019).
 
-    `pixels` is (rows, channels, height, width). `mixup` and `cutmix` are the parameter of their Beta distribution; of
-    two that are not zero, each row draws one; with both zero, nothing is mixed or drawn. Return (mixed pixels, other row of each row, share of a row's own image).
-    """
+    `pixels` is (rows, channels, height, width). `mixup` and `cutmix` are the parameters of their Beta distributions; if
+    neither is zero, each row draws one of them; if both are zero, nothing is mixed or drawn. Return (mixed pixels,
+    other row of each row, share of a row's own image)."""
     rows, _, height, width = pixels.shape
     if not mixup and not cutmix:
         return pixels, np.arange(rows), np.ones(rows)

@@ -39,7 +39,7 @@ OPERATIONS: dict[str, Callable[["Picture", float, Fill], "Picture"]] = {
 
 
 def rand_augment(image: "Picture", operations: int, strength: float, mean: list[float]) -> "Picture":
-    """Return `image` after `operations` drawn from OPERATIONS, each with the strength + or -; 0 operations draw nothing."""
+    """Return `image` after `operations` drawn from OPERATIONS, each with strength + or -; with 0, nothing is drawn."""
     for _ in range(operations):
         name = list(OPERATIONS)[np.random.randint(len(OPERATIONS))]
         image = OPERATIONS[name](image, strength if np.random.rand() < 0.5 else -strength, _bytes(mean))

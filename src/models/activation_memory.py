@@ -70,7 +70,7 @@ def kept_per_row(forward: Forward, dtype: torch.dtype, autocast: bool) -> Kept |
     return None
 
 
-# ---- models without rows: the memory command opens no data -------------------------------------------------------------
+# ---- models without rows: the memory command opens no data -----------------------------------------------------------
 
 
 def forward_without_rows(model: torch.nn.Module, length: int) -> Forward:
@@ -100,7 +100,7 @@ def _body_and_head(model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> t
     return losses.linear_cross_entropy(hidden.flatten(0, 1), head.weight, None, hidden.new_zeros(1))
 
 
-# ---- one measured forward pass -----------------------------------------------------------------------------------------
+# ---- one measured forward pass ---------------------------------------------------------------------------------------
 
 
 class _FlashAttention(torch.autograd.Function):

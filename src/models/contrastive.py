@@ -13,9 +13,9 @@ TIE = 1e-5  # cosine similarities closer than this are equal: two rows may have 
 def info_nce(anchors: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
     """Return the sum over rows of the mean of two cross-entropies: positive given anchor, and anchor given positive.
 
-    `anchors` is (rows, features), `others` (rows, 1 or more, features): a row's positive, then its negatives. The logits
-    are dot products. An anchor's negatives are all others of all rows. Oord et al., "Representation Learning with
-    Contrastive Predictive Coding", 2018; in both directions: Radford et al., 2021 (CLIP)."""
+    `anchors` is (rows, features), `others` (rows, 1 or more, features): a row's positive, then its negatives. The
+    logits are dot products. An anchor's negatives are all others of all rows. Oord et al., "Representation Learning
+    with Contrastive Predictive Coding", 2018; in both directions: Radford et al., 2021 (CLIP)."""
     own = torch.arange(len(anchors), device=anchors.device)
     logits = anchors @ others.transpose(0, 1).flatten(0, 1).T  # all positives, then all negatives
     loss = F.cross_entropy(logits, own, reduction="sum")

@@ -1,7 +1,7 @@
-"""Options of a training loss that is a cross-entropy: label smoothing, z-loss, focal loss, class weights; their sums.
+"""Cross-entropy of training with its options: label smoothing, z-loss, focal loss, class weights.
 
-A task whose Options inherit from CrossEntropy or ClassCrossEntropy has them. Evaluation reports the plain cross-entropy.
-Tests: tests/models/test_cross_entropy.py.
+A task has these options if its Options inherit from CrossEntropy or ClassCrossEntropy. Evaluation reports the plain
+cross-entropy. Tests: tests/models/test_cross_entropy.py.
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,12 @@ TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these 
 
 @dataclass
 class CrossEntropy:
-    """The loss of a target: Σ over classes c of q_c w_c (1 − p_c)^focal_gamma (−log p_c) + w z_loss (log Σ exp logits)².
+    """Loss of a target: Σ over classes c of q_c w_c (1 − p_c)^focal_gamma (−log p_c) + w z_loss (log Σ exp logits)².
 
     p are the model's probabilities, q is 1 for the target and 0 for the others, smoothed as in torch's cross_entropy
     (Szegedy et al. 2016); the focal factor is that of Lin et al. 2017, the z-loss that of PaLM (Chowdhery et al. 2022)
-    and ST-MoE (Zoph et al. 2022). w are the class weights, and w alone that of the target: 1 without ClassCrossEntropy."""
+    and ST-MoE (Zoph et al. 2022). w are the class weights, and w alone that of the target: 1 without
+    ClassCrossEntropy."""
 
     label_smoothing_factor: float = option(
         "probability spread over all classes in the training loss; evaluation does without",
@@ -42,7 +43,7 @@ class CrossEntropy:
         **TRAINING,
     )
     focal_gamma: float = option(
-        "multiplies the training loss of a target by (1 − its probability) to this power: less of what is learned",
+        "multiplies the training loss of a target by (1 − its probability) to this power: focuses on hard targets",
         0.0,
         min=0,
         **TRAINING,
@@ -59,8 +60,8 @@ class CrossEntropy:
         """Return the `loss` of each target, (rows,), and without gradient `cross_entropy` (the plain one, times class
         weights) and `z_loss`, as far as the options make them differ.
 
-        logits (rows, classes) in float32 or better, targets (rows,), class_weights (classes,). All values are zero for a
-        target of -100."""
+        logits (rows, classes) in float32 or better, targets (rows,), class_weights (classes,). All values are zero for
+        a target of -100."""
         if self.is_plain_loss and class_weights is None:
             return {"loss": F.cross_entropy(logits, targets, reduction="none")}
         log_p = F.log_softmax(logits, -1)

@@ -111,7 +111,7 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
 
 
 def _set_vocabulary(values: dict, defaults: Any, tokenizer: "PreTrainedTokenizerBase | None") -> None:
-    """Set in `values` the vocabulary size and special ids that the file leaves open, from the tokenizer if there is one.
+    """Set in `values` the vocabulary size and special ids that the file leaves open, from the tokenizer, if any.
 
     Without a tokenizer, remove the special ids of the published model that a smaller vocabulary does not have."""
     if tokenizer is not None:

@@ -119,8 +119,8 @@ def row_losses(
 ) -> dict[str, torch.Tensor]:
     """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
 
-    targets (rows, …); hidden (number of targets, features), of which only a chunk of the logits `head(hidden)` exists at
-    a time. Without a head, `hidden` are the logits. Targets of -100 are ignored."""
+    targets (rows, …); hidden (number of targets, features), of which only a chunk of the logits `head(hidden)` exists
+    at a time. Without a head, `hidden` are the logits. Targets of -100 are ignored."""
     flat = targets.flatten()
     if head is None:
         losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]

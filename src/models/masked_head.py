@@ -28,7 +28,7 @@ def hidden_states_at(model: Any, positions: torch.Tensor) -> Iterator[None]:
 
 
 def has_positionwise_head(model: Any, vocab_size: int) -> bool:
-    """Return True if the logits of a position depend on nothing but its hidden state, so the head can skip other positions."""
+    """Return True if logits depend only on the hidden state of their position, so that the head can skip others."""
     if model.base_model is model:
         return False
     ids = torch.arange(8).remainder(vocab_size).view(2, 4)

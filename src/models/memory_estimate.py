@@ -109,7 +109,7 @@ def count_parameters(model: torch.nn.Module) -> ModelSize:
 
 
 def optimizer_moments(cfg: RunConfig) -> int:
-    """Return the number of optimizer state values per trainable parameter; of optimizers that are not listed, a guess."""
+    """Return the number of optimizer state values per trainable parameter; a guess for unlisted optimizers."""
     return {"sgd": 1, "lion": 1, "muon": 1, "adafactor": 0}.get(cfg.optim.lower(), 2)
 
 

@@ -1,6 +1,7 @@
 """Plain modules: build any nn.Module in the run's dtype, load its weights strictly, read its config.json.
 
-A task calls build_plain_model in `build` if its model has no `save_pretrained`. Tests: tests/models/test_plain_model.py.
+A task calls build_plain_model in `build` if its model has no `save_pretrained`. Tests:
+tests/models/test_plain_model.py.
 """
 
 import json
@@ -40,7 +41,7 @@ def saved_config(cfg: RunConfig) -> dict[str, Any]:
 def build_plain_model(
     cfg: RunConfig, make: Callable[[], torch.nn.Module], weights: str | Path | None = None, empty: bool = False
 ) -> torch.nn.Module:
-    """Return `make()` in `cfg.dtype`: with the weights in the folder `weights`, else of `model_name_or_path`, else random.
+    """Return `make()` in `cfg.dtype`: with the weights of `weights`, else of `model_name_or_path`, else random.
 
     Random weights depend only on the seed. With `empty`, no weights are loaded. Raise UsageError if the files and the
     module do not have the same parameters and buffers."""

@@ -12,7 +12,7 @@ from src.models.losses import at_least_float32
 def r_drop_option() -> float:
     """Declare the option `r_drop_alpha` of a task."""
     return option(
-        "run every row twice with different dropout; weight of the divergence between both predictions (R-Drop); 0: once",
+        "R-Drop: run every row twice with different dropout; weight of the divergence of both predictions; 0: once",
         0.0,
         min=0,
         from_checkpoint=False,

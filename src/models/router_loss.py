@@ -1,8 +1,8 @@
 """Load-balancing loss of a mixture of experts, as a sum over rows.
 
-transformers computes it from the mean routing of all tokens of a micro-batch, padding included, so it would depend on how
-the global batch is split. Here each row has a loss of its own (the sequence-wise balance loss of DeepSeek-V3, 2024),
-weighted by its targets: for a row alone both are equal. Tests: tests/models/test_router_loss.py.
+transformers computes it from the mean routing of all tokens of a micro-batch, padding included, so it would depend on
+how the global batch is split. Here each row has a loss of its own (the sequence-wise balance loss of DeepSeek-V3,
+2024), weighted by its targets: for a row alone both are equal. Tests: tests/models/test_router_loss.py.
 """
 
 from typing import Any

@@ -75,7 +75,7 @@ def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
 
 
 def planned_config(folder: Path, settings: dict) -> PlanConfig:
-    """Return the batch plan of a run. If its order depends on a column of the data, prepare the data of its config.yaml."""
+    """Return the batch plan of a run. If its order depends on a column, prepare the data of its config.yaml."""
     if settings["examples"] is None:
         raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
     batch = settings["global_batch_size"]

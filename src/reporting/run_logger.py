@@ -76,7 +76,7 @@ class RunLogger:
     def begin(
         self, datasets: dict, model: torch.nn.Module, lr_at, due: Intervals, resume_from: Path | None, notes: list[str]
     ) -> None:
-        """Print the plan. If steps are left, truncate the files to `due.state` and start the trackers (a collective)."""
+        """Print the plan. If steps are left, truncate the files to `due.state` and start trackers (a collective)."""
         state = due.state
         plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
         self.say(table(plan | topology(self.strategy, self.cfg)))

@@ -40,7 +40,7 @@ def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def move_all_(targets: list[torch.Tensor], sources: list[torch.Tensor], share: float | torch.Tensor) -> None:
-    """Add `share` * (source - target) to each target, in three kernels for all; this takes the memory of the targets again.
+    """Add `share` * (source - target) to each target, in three kernels; takes as much memory as the targets.
 
     Test: tests/training/techniques/test_averages.py."""
     difference = torch._foreach_sub(sources, targets)
@@ -89,7 +89,7 @@ def loader_processes(batches: Iterator) -> "list[BaseProcess]":
 
 
 def compiled_graphs() -> tuple[int, int]:
-    """Return (graphs that torch.compile has made, its limit per function): tests/models/test_compile_and_recompute.py."""
+    """Return (compiled graphs, their limit for one function). Test: tests/models/test_compile_and_recompute.py."""
     from torch._dynamo import config, utils
 
     return utils.counters["stats"]["unique_graphs"], config.recompile_limit

@@ -96,7 +96,7 @@ class Task:
         raise NotImplementedError
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the part of `model` that checkpoints and final/ hold: all of it, unless it contains a frozen teacher."""
+        """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""
         return model
 
     def model_config(self) -> dict[str, Any]:
@@ -130,8 +130,8 @@ class Task:
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `loss` and `weight` of each row in training, (rows,); for the technique hard_examples.
 
-        They add up to the `loss` that `loss` returns and to the batch's weight. `src/models/losses.py` computes them for
-        a cross-entropy. The technique refuses a task without this method."""
+        They add up to the `loss` that `loss` returns and to the batch's weight. `src/models/losses.py` computes them
+        for a cross-entropy. The technique refuses a task without this method."""
         raise NotImplementedError
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Distillation: a small language model learns from the distributions of a larger one, its teacher.
 
-loss = alpha · T² · KL(teacher ‖ student, both at temperature T) + (1 − alpha) · cross-entropy, summed over target tokens
-(Hinton et al. 2015). Rows are those of causal_lm. Tests: tests/tasks/test_distillation.py.
+loss = alpha · T² · KL(teacher ‖ student, both at temperature T) + (1 − alpha) · cross-entropy, summed over target
+tokens (Hinton et al. 2015). Rows are those of causal_lm. Tests: tests/tasks/test_distillation.py.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """Text embeddings: a contrastive loss (InfoNCE) over pairs of texts; negatives are the other texts of the global batch.
 
-A row is {"anchor": "…", "positive": "…"}; with --negative_column it has a hard negative as well. The loss does not change
-with the micro-batch or the number of processes. Tests: tests/tasks/test_embeddings.py.
+A row is {"anchor": "…", "positive": "…"}; with --negative_column it has a hard negative as well. The loss does not
+change with the micro-batch or the number of processes. Tests: tests/tasks/test_embeddings.py.
 """
 
 import math

@@ -3,9 +3,9 @@
 A row is one of
     {"prompt": "…", "chosen": "…", "rejected": "…"}      text
     {"chosen": [{"role": "user", …}, …], "rejected": […]}  chats; a `prompt` (text or turns) may stand before both
-loss = −log σ(margin), margin = beta · (log-ratio of chosen − log-ratio of rejected), where a log-ratio is the completion's
-log-probability under the model minus that under a frozen reference (Rafailov et al. 2023). The tokens that both
-completions begin with cancel in the margin, so they are no targets. Tests: tests/tasks/test_preference.py.
+loss = −log σ(margin), margin = beta · (log-ratio of chosen − log-ratio of rejected), where a log-ratio is the
+completion's log-probability under the model minus that under a frozen reference (Rafailov et al. 2023). The tokens that
+both completions begin with cancel in the margin, so they are no targets. Tests: tests/tasks/test_preference.py.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Token classification with any encoder: one tag per word, such as named entities or parts of speech.
 
-A row is {"tokens": ["EU", "rejects", …], "tags": ["B-ORG", "O", …]}; tags are names or ids (ClassLabel). The first token
-of a word carries its tag, and the weight is the number of tagged words. Shows: a weight that is not the number of rows,
-and an F1 made of sums. Tests: tests/tasks/test_token_classification.py.
+A row is {"tokens": ["EU", "rejects", …], "tags": ["B-ORG", "O", …]}; tags are names or ids (ClassLabel). The first
+token of a word carries its tag, and the weight is the number of tagged words. Shows: a weight that is not the number of
+rows, and an F1 made of sums. Tests: tests/tasks/test_token_classification.py.
 """
 
 from dataclasses import dataclass

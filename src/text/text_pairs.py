@@ -33,7 +33,7 @@ class PairEncoder:
             raise UsageError("the tokenizer needs an end-of-text and a padding token: set eos_token and pad_token")
 
     def choose(self, columns: list[str], split: str) -> tuple[list[str], "Features"]:
-        """Return (raw columns that are read, features of the prepared rows); raise UsageError if a column is missing."""
+        """Return (raw columns to read, features of the prepared rows); raise UsageError if a column is missing."""
         from datasets import Features, List, Value
 
         needed = list(dict.fromkeys([self.source_column, self.target_column]))

@@ -28,8 +28,9 @@ def choose_batch_size(
     """Return per_device_batch_size. For `auto`, return the largest power of two for which the longest rows fit in
     memory on every rank, up to a rank's share of the global batch.
 
-    One process and DDP try a forward and backward pass. If the model is sharded, each pass is a collective, in which the
-    other ranks would wait for one that is out of memory: there the size follows from an estimate and the free memory."""
+    One process and DDP try a forward and backward pass. If the model is sharded, each pass is a collective, in which
+    the other ranks would wait for one that is out of memory: there the size follows from an estimate and the free
+    memory."""
     if cfg.per_device_batch_size != "auto":
         return cfg.per_device_batch_size
     share = max(1, cfg.global_batch_size // strategy.accelerator.num_processes)

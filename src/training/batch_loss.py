@@ -1,10 +1,10 @@
 """Exact gradient and evaluation of a loss over the whole global batch, in the memory of one micro-batch.
 
-A contrastive loss couples all rows of a batch, and so does the choice of the hardest rows. Pass 1 computes the vectors of
-all micro-batches without gradients and gathers them from all ranks. Every rank then computes the loss and its gradient by the vectors. Pass 2 repeats each
-micro-batch, with the same dropout because the seed belongs to it, and backpropagates its rows of that gradient
-(GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021). The price: a
-second forward pass. Tests: tests/training/test_batch_loss.py.
+A contrastive loss couples all rows of a batch, and so does the choice of the hardest rows. Pass 1 computes the vectors
+of all micro-batches without gradients and gathers them from all ranks. Every rank then computes the loss and its
+gradient with respect to the vectors. Pass 2 repeats each micro-batch, with the same dropout because the seed belongs to
+it, and backpropagates its rows of that gradient (GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size
+under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/training/test_batch_loss.py.
 """
 
 from typing import NamedTuple, Protocol
@@ -105,7 +105,7 @@ def scalar_of_vectors(vectors: Vectors) -> torch.Tensor:
     return sum((value.float().sum() for value in vectors.values() if value.requires_grad), torch.zeros(()))
 
 
-# ---- vectors of the global batch ---------------------------------------------------------------------------------------
+# ---- vectors of the global batch -------------------------------------------------------------------------------------
 
 
 def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, batch: Batch) -> Vectors:
@@ -201,7 +201,7 @@ def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarr
     return np.concatenate(order), starts
 
 
-# ---- checks on the values ----------------------------------------------------------------------------------------------
+# ---- checks on the values --------------------------------------------------------------------------------------------
 
 
 def _check_repeated(task: Task, first: Vectors, again: Vectors) -> None:
@@ -225,7 +225,7 @@ def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:
     return torch.where(loss.isfinite(), 0.0, torch.where(spoiled(vectors).isnan(), spoiled(mine), nan))
 
 
-# ---- evaluation --------------------------------------------------------------------------------------------------------
+# ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
 def sums_by_block(

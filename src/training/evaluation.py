@@ -71,7 +71,7 @@ def evaluate(
     return _combine(strategy, host_group, task, results)
 
 
-# ---- results -----------------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 class _Results:
@@ -153,7 +153,7 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
 
 
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
-    """Warn about metrics that are not finite; with stop_on_nan_metric raise Failure. Sets without targets do not count."""
+    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count."""
     empty = {name.removesuffix("weight") for name, value in metrics.items() if name.endswith("weight") and not value}
     bad = [
         f"{name} is {value}"
@@ -183,7 +183,7 @@ def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
 
 
 def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], dict[str, tuple]]:
-    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results: with few examples, some have none."""
+    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none."""
     columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
     if strategy.accelerator.num_processes == 1:
         return results.names, columns
@@ -192,7 +192,7 @@ def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str
     return max(gather_object([(results.names, columns)]), key=lambda found: len(found[0]))
 
 
-# ---- modes -------------------------------------------------------------------------------------------------------------
+# ---- modes -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -28,7 +28,7 @@ class LocalSGD:
         self.buffers.begin()
 
     def average(self) -> None:
-        """Average weights, moments and buffers over ranks; raise Failure on all ranks if one skipped too many updates in a row.
+        """Average weights, moments and buffers over ranks; raise Failure on all if one skipped too many in a row.
 
         Collective: an all-reduce of a small vector, then of the weights and of each kind of moment as one flat copy.
         The copy is the size of the gradients, which are freed by now."""

@@ -22,10 +22,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for hidden, kind, options in ((True, torch.optim.Muon, defaults | muon), (False, torch.optim.AdamW, adamw)):
             own = [group for group in self.param_groups if group["hidden"] == hidden]
             if own:
-                self.parts[hidden] = kind([dict(group) for group in own], **options)
-                self.parts[
-                    hidden
-                ].param_groups.clear()  # `step` gives it the groups, whose parameters may be sharded by then
+                self.parts[hidden] = part = kind([dict(group) for group in own], **options)
+                part.param_groups.clear()  # `step` gives it the groups, whose parameters may be sharded by then
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -42,9 +40,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 optimizer.step()
 
     def _step_whole_matrices(self, muon: torch.optim.Optimizer) -> None:
-        """Update sharded matrices by Muon of the whole ones: each rank gathers gradient and momentum, one matrix at a time.
+        """Update sharded matrices as if they were whole: each rank gathers one after the other, with its momentum.
 
-        torch would orthogonalize shards, too, but it adds their products in bfloat16: another result than one process."""
+        torch would orthogonalize shards, too, but adds their products in bfloat16, which gives another result."""
         groups, muon.param_groups = muon.param_groups, []
         for group in groups:
             for parameter in group["params"]:

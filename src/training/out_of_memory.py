@@ -24,10 +24,10 @@ WORDS = ("can't allocate memory", "out of memory")
 
 
 def check_survivable(error: RuntimeError, strategy: Strategy, module: torch.nn.Module, window: Window) -> None:
-    """Raise `error` again if it is another error, or if other ranks already wait in a collective that this one has left.
+    """Raise `error` again if it is another one, or if other ranks wait in a collective that this rank has left.
 
-    This cannot be survived: sharded models (each forward pass is a collective), a loss over the whole batch or local SGD
-    on several processes, a reduction that has begun, streams, micro-batches of one row."""
+    These cannot repeat the step: sharded models (each forward pass is a collective), a loss over the whole batch or
+    local SGD on several processes, a reduction that has begun, streams, micro-batches of one row."""
     if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in WORDS):
         raise error
     cfg, several = strategy.cfg, strategy.accelerator.num_processes > 1
@@ -74,7 +74,7 @@ def ranks(run: "Run", due: Intervals) -> float:
 
 
 def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
-    """Return whether `ranks` is not 0; if so, undo the last step, whose update was skipped, and halve the micro-batch."""
+    """If `ranks` is not 0, undo the last step, whose update was skipped, halve the micro-batch, and return True."""
     if not ranks:
         return False
     strategy, state, cfg = run.strategy, run.state, run.cfg
@@ -95,11 +95,9 @@ def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
 
 
 def note(cfg: RunConfig, state: Any) -> list[str]:
-    """Return the message of a resumed run that has smaller micro-batches than its run file says."""
-    if cfg.per_device_batch_size == "auto" or state.batch_limits(cfg) == (
-        cfg.per_device_batch_size,
-        cfg.per_device_batch_tokens,
-    ):
+    """Return a message if a resumed run has smaller micro-batches than its run file says."""
+    given = (cfg.per_device_batch_size, cfg.per_device_batch_tokens)
+    if cfg.per_device_batch_size == "auto" or state.batch_limits(cfg) == given:
         return []
     rows, tokens = state.batch_limits(cfg)
     what = f"{tokens:,} tokens" if tokens else f"{rows:,} rows"

@@ -82,7 +82,7 @@ def _dim(parameter: torch.nn.Parameter) -> int:
 
 
 def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
-    """Return ({parameter name: depth}, number of layers n): 0 before the first layer, 1 … n in a layer, n + 1 after all.
+    """Return ({parameter name: depth}, number of layers n): 0 before the layers, 1 … n in them, n + 1 after them.
 
     Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter
     between two lists has the depth of the layer before it. Raise UsageError if the model has no such list."""
@@ -118,7 +118,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
-    """Return one line for each group: parameters, rate, weight decay; an empty string if the run has no special groups."""
+    """Return one line for each group: parameters, rate, weight decay; an empty text without special groups."""
     if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or uses_hidden(cfg)):
         return ""
     sizes: dict[Group, int] = {}

@@ -1,6 +1,7 @@
 """Learning-rate schedule as a function of completed updates, and the number of steps of a run.
 
-A schedule of your own is one function and one line in src/config/schedule_functions.py. Tests: tests/training/test_schedules.py.
+A schedule of your own is one function and one line in src/config/schedule_functions.py. Tests:
+tests/training/test_schedules.py.
 """
 
 import math
@@ -13,7 +14,7 @@ from src.config.schedule_functions import OWN_SCHEDULES, cosine_between, one_cyc
 from src.config.schema import RunConfig
 from src.data.step_sizes import sizes_of_run
 
-# ---- the schedule of a run ---------------------------------------------------------------------------------------------
+# ---- the schedule of a run -------------------------------------------------------------------------------------------
 
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:
@@ -89,7 +90,7 @@ def _transformers_schedule(cfg: RunConfig, warmup: int, total: int, kwargs: dict
     return scheduler.lr_lambdas[0]
 
 
-# ---- reduce_lr_on_plateau: the only schedule that depends on evaluations -----------------------------------------------
+# ---- reduce_lr_on_plateau: the only schedule that depends on evaluations ---------------------------------------------
 
 PLATEAU = "reduce_lr_on_plateau"
 PLATEAU_STATE = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")

@@ -114,8 +114,8 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
     non-finite. Every forward pass begins with the buffers of the step before; then they are set to the mean over the
-    micro-batches. Nothing here waits for the device. A rank that runs out of memory makes the gradient of every rank NaN.
-    """
+    micro-batches. Nothing here waits for the device. A rank that runs out of memory makes the gradient of every rank
+    NaN."""
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.batch_loss else _backward
     with strategy.step():

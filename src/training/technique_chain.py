@@ -112,7 +112,7 @@ class TechniqueChain:
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def evaluate(self, split: Any, stopping: Callable[[], float]) -> dict | None:
-        """Return the metrics of the weights, and those of each average as NAME/metric; None if a stop interrupted it."""
+        """Return the metrics of the weights, those of averages as NAME/metric; None if a stop interrupted it."""
         run = self.run
         raw = metrics = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
         for name, technique in self.techniques.items():
@@ -130,7 +130,7 @@ class TechniqueChain:
 
 
 def _is_size(key: str) -> bool:
-    """Return whether a metric, of all data or of a source, is about the data, so that it is the same for all weights."""
+    """Return whether a metric is a size of the data, which is the same for all weights."""
     return key.rpartition("/")[2] in ("weight", "examples")
 
 

@@ -80,14 +80,14 @@ class TrainState:
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
     smaller_batch: dict | None = None  # {"given", "used"} since a rank ran out of memory: micro-batches of "used"
     stream: dict | None = None  # position in each shard group of a streamed dataset
-    rollbacks: list[dict] = field(default_factory=list)  # {"step", "to", …} of each return to a checkpoint
+    rollbacks: list[dict] = field(default_factory=list)  # {"step", "to", …} of each rollback
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
         # Further values of the last step, for its train line; tensors stay on the device until then. Never saved.
         self.line_values: dict[str, torch.Tensor | float | None] = {}
         self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
-        self.events: list[dict] = []  # what the next line of a step says besides; emptied by the logger
+        self.events: list[dict] = []  # each becomes a line of metrics.jsonl; emptied by the logger
 
     @property
     def lr_factor(self) -> float:

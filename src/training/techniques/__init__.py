@@ -1,4 +1,6 @@
-"""Registry of techniques. Add one here: a file in this folder and its line in TECHNIQUES. base.py defines the interface."""
+"""Registry of techniques: add yours as a file in this folder and a line of TECHNIQUES. base.py defines the
+interface.
+"""
 
 from importlib import import_module
 

@@ -23,7 +23,7 @@ def unit_norms(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(eq=False)
 class AdaptiveClipping(Technique):
-    """Limit the gradient of each unit to `clip_factor` times the norm of its weights; before max_grad_norm, if both are on.
+    """Limit the gradient of each unit to `clip_factor` times the norm of its weights, before max_grad_norm.
 
     A unit is a slice of the first dimension: an output of a linear or convolutional layer, a row of an embedding. A
     parameter of one dimension is one unit. FSDP2 shards the first dimension, so only the latter costs a collective."""

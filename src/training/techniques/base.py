@@ -18,9 +18,8 @@ from src.distributed.strategies import Strategy
 from src.tasks import Task
 from src.training.train_state import StepLosses, TrainState, Window
 
-ComputeGradient = Callable[
-    [Window, float], StepLosses
-]  # compute_gradient of src/training/step.py without its first arguments
+# compute_gradient of src/training/step.py without its first arguments
+ComputeGradient = Callable[[Window, float], StepLosses]
 
 
 @dataclass(eq=False)
@@ -58,12 +57,12 @@ class Run:
 
 
 class Technique:
-    """One technique. Subclass it as a dataclass whose fields are declared by `option(...)`: its options in the run file.
+    """One technique. Subclass it as a dataclass; its fields, declared by `option(...)`, are its options.
 
     A method that you do not define does nothing. All ranks call the methods in the same order, so a method may use
     collectives, and none may let a rank decide alone. What it draws at random must depend on (seed, step) or on the
-    micro-batch, and what it remembers between steps belongs in `state_dict`: then results do not depend on the number of
-    processes, and a resumed run continues exactly."""
+    micro-batch, and what it remembers between steps belongs in `state_dict`: then results do not depend on the number
+    of processes, and a resumed run continues exactly."""
 
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
     copies = 0  # of the trained weights, in float32, that it keeps: for the estimates of memory and disk
@@ -80,7 +79,7 @@ class Technique:
         """Change the model, or freeze parameters, before it is wrapped and the optimizer is made; add hooks."""
 
     def begin(self) -> None:
-        """Prepare for training with `self.run`. Weights are loaded; then `load_state_dict` follows if a run is resumed."""
+        """Prepare for training with `self.run`. Weights are loaded; in a resumed run, `load_state_dict` follows."""
 
     # ---- in a step, in this order ------------------------------------------------------------------------------------
 
@@ -89,10 +88,11 @@ class Technique:
         return compute(window, total_weight)
 
     def change_gradient(self) -> None:
-        """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped by
-        its norm. It is unscaled (fp16). Keep what is not finite, so that the update is skipped.
+        """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped
+        by its norm. It has no loss scale (fp16). Keep what is not finite, so that the update is skipped.
 
-        `self.run.state` has the step and its learning rate. The weights before the update are here for the last time."""
+        `self.run.state` has the step and its learning rate. The weights before the update are here for the last
+        time."""
 
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.
@@ -100,22 +100,23 @@ class Technique:
         `skipped` is a bool on the device: do not wait for it."""
 
     def roll_back_before(self) -> int | None:
-        """Return a step if the weights and all else must return to the last checkpoint before it, after an update.
+        """Return a step if, after this update, the run must roll back to the last checkpoint before that step, else
+        None.
 
-        The same on every rank, and never by waiting for the device: judge the update before. Training goes on with the
-        data of the next step."""
+        Return the same on every rank, without waiting for the device: judge the update before this one. Weights,
+        optimizer, techniques and schedule roll back; training goes on with the data of the next step."""
         return None
 
     # ---- beside the model --------------------------------------------------------------------------------------------
 
     def average(self) -> dict[str, torch.Tensor] | None:
-        """Return weights by name, which are evaluated beside those of training (`NAME/loss`), or None; {}: the same ones.
+        """Return weights to evaluate beside those of training (`NAME/loss`), or None; {}: the weights of training.
 
         Names are those of `run.model` without the prefixes of wrappers; buffers may be among them."""
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must hold: a flat dict of tensors (sharded as the parameters are), numbers and strings."""
+        """Return what a checkpoint must hold: a flat dict of tensors (sharded like parameters), numbers and strings."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -20,9 +20,9 @@ VALUES = ("grad_norm", "weight_norm", "update_ratio")
 class GradientStatistics(Technique):
     """Add `grad_norm/LAYER`, `weight_norm/LAYER` and `update_ratio/LAYER` of the last step to each train line.
 
-    The gradient is that of the global batch, before other techniques and max_grad_norm change it; the ratio is the norm of
-    the update by the norm of the weights before it. Only steps that end in a train line compute them, on the device: one
-    pass over the weights for each value, under FSDP2 a small collective for each parameter; update_ratio copies the
+    The gradient is that of the global batch, before other techniques and max_grad_norm change it; the ratio is the norm
+    of the update by the norm of the weights before it. Only steps that end in a train line compute them, on the device:
+    one pass over the weights for each value, under FSDP2 a small collective for each parameter; update_ratio copies the
     weights for the rest of that step."""
 
     values: list[str] = option(f"which of {', '.join(VALUES)}", ["grad_norm"])

@@ -1,6 +1,7 @@
-"""Hard examples: train on the rows of the global batch with the largest losses (online hard example mining, selective backprop).
+"""Hard examples: train on the rows of the global batch with the largest losses.
 
-Shrivastava et al. 2016, arXiv 1604.03540; Jiang et al. 2019, arXiv 1910.00762. src/training/batch_loss.py does the work:
+Online hard example mining, Shrivastava et al. 2016, arXiv 1604.03540; selective backprop, Jiang et al. 2019, arXiv
+1910.00762. src/training/batch_loss.py does the work:
 a pass without gradient for the losses of all rows, one choice on all ranks, a second pass for the gradient.
 """
 
@@ -23,7 +24,7 @@ TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunk
 
 @dataclass(eq=False)
 class HardExamples(Technique):
-    """Train on the `share` of the global batch's rows with the largest loss per weight; their weights are the divisor."""
+    """Train on the `share` of the global batch's rows with the largest loss per weight, divided by their weights."""
 
     share: float = option("share of the rows of the global batch to train on, rounded up", 0.5, above=0, max=1)
     start_step: int = option("steps before this one train on all rows", 1, min=1)
@@ -87,7 +88,8 @@ class HardestRows:
     def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         """Return the mean loss of the chosen rows times `weight`; the mean loss of all rows and the chosen weight, too.
 
-        Equal losses are chosen in the order of the plan, losses that are not finite first, rows without targets last."""
+        Equal losses are chosen in the order of the plan, losses that are not finite first, rows without targets
+        last."""
         losses = vectors["loss"]
         weights = vectors["weight"].detach().to(losses.dtype)
         hardness = torch.where(weights > 0, losses.detach() / weights, -math.inf)

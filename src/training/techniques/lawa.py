@@ -13,8 +13,8 @@ from src.training.weight_copies import Tensors, TrainedTensors, assign, warn_if_
 class LAWA(Technique):
     """Average the weights of the last `k` of the steps `every`, 2 * `every`, …
 
-    Reference: Kaddour 2022, https://arxiv.org/abs/2209.14981. Keeps k copies of the trained weights on the device and in
-    each checkpoint. Until the first copy is taken, the average is the weights of training."""
+    Reference: Kaddour 2022, https://arxiv.org/abs/2209.14981. Keeps k copies of the trained weights on the device and
+    in each checkpoint. Until the first copy is taken, the average is the weights of training."""
 
     k: int = option("number of copies that are averaged", 6, min=2)
     every: int = option("steps between two copies", 100, min=1)

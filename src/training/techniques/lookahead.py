@@ -13,10 +13,10 @@ from src.training.weight_copies import TrainedTensors, assign, warn_if_unused
 class Lookahead(Technique):
     """Every `k` steps move the slow weights towards the weights by the share `alpha`, and continue from there.
 
-    Reference: Zhang et al. 2019, https://arxiv.org/abs/1907.08610. The optimizer keeps its moments. A step whose update is
-    skipped counts, too. Keeps one copy of the trained weights."""
+    Reference: Zhang et al. 2019, https://arxiv.org/abs/1907.08610. The optimizer keeps its moments. A step whose update
+    is skipped counts, too. Keeps one copy of the trained weights."""
 
-    k: int = option("steps of the optimizer between two moves of the slow weights", 10, min=1)
+    k: int = option("steps between two moves of the slow weights", 10, min=1)
     alpha: float = option("share of the way from the slow weights to the weights", 0.5, above=0, max=1)
 
     copies = 1

@@ -1,4 +1,4 @@
-"""NEFTune: uniform noise on the input embeddings in training (Jain et al. 2023, "Noisy embeddings improve finetuning")."""
+"""NEFTune: uniform noise on the input embeddings in training (Jain et al. 2023, arXiv 2310.05914)."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,8 @@ class NEFTune(Technique):
     """Add noise from ±alpha / √(tokens of the row × features) to each embedding; padding does not count as tokens.
 
     The noise is drawn in the forward pass, which the micro-batch seeds, as dropout is: passes that repeat a micro-batch
-    repeat its noise. transformers and TRL count the padded width, so their noise depends on the longest row beside it."""
+    repeat its noise. transformers and TRL count the padded width, so their noise depends on the longest row beside
+    it."""
 
     deepspeed = True  # it only changes the forward pass
 

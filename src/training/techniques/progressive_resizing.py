@@ -22,8 +22,8 @@ from src.training.train_state import StepLosses, Window
 class ProgressiveResizing(Technique):
     """Scale training images by `initial_scale`, then by a share that grows linearly to 1; evaluation sees full images.
 
-    The size is a function of the step. Images are scaled on the device, so reading them costs what it did. With `compile`,
-    each size is one more graph."""
+    The size is a function of the step. Images are scaled on the device, so reading them costs what it did. With
+    `compile`, each size is one more graph."""
 
     initial_scale: float = option("first height and width, as a share of the full ones", 0.5, above=0, max=1)
     delay_fraction: float = option("share of the steps that have the first size", 0.5, min=0, max=1)

@@ -1,7 +1,7 @@
 """Sharpness-aware minimization (SAM, ASAM) and a penalty on the gradient norm: the gradient at perturbed weights.
 
-The first pass over the window gives the gradient of the global batch, by which the weights move uphill; the second pass,
-with the same dropout, gives the gradient there. Twice the time, and the memory of one more copy of the weights.
+The first pass over the window gives the gradient of the global batch, by which the weights move uphill; the second
+pass, with the same dropout, gives the gradient there. Twice the time, and the memory of one more copy of the weights.
 """
 
 from dataclasses import dataclass
@@ -77,8 +77,9 @@ class ASAM(SAM):
 
 @dataclass(eq=False)
 class GradientNormPenalty(SAM):
-    """Train on loss + alpha · rho · ‖g‖, by (1 − alpha) g(w) + alpha g(w + rho · g / ‖g‖) (Zhao et al. 2022, arXiv 2202.03599).
+    """Train on loss + alpha · rho · ‖g‖, by (1 − alpha) g(w) + alpha g(w + rho · g / ‖g‖).
 
-    No second derivative is needed, so it works sharded, compiled and with accumulation."""
+    Reference: Zhao et al. 2022, arXiv 2202.03599. No second derivative is needed, so it works sharded, compiled and
+    with accumulation."""
 
     alpha: float = option("share of the gradient at the moved weights; 1: SAM", 0.8, above=0, max=1)

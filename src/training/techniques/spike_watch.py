@@ -1,7 +1,7 @@
-"""Spike watch: a step whose gradient norm is far above the median is skipped, or undone together with those before it.
+"""Spike watch: skip a step whose gradient norm is far above the median, or roll back to the checkpoint before it.
 
-Skipping: Takase et al., "Spike No More", 2023, and OLMo's skip-step optimizer. Going back to a checkpoint and on past
-the data: Chowdhery et al., "PaLM", 2022, section 5.1.
+Skipping: Takase et al., "Spike No More", 2023, and OLMo's skip-step optimizer. Rolling back and going on with the next
+data: Chowdhery et al., "PaLM", 2022, section 5.1. Tests: tests/training/techniques/test_spike_watch.py.
 """
 
 from dataclasses import dataclass
@@ -23,14 +23,14 @@ class SpikeWatch(Technique):
     The norm is the same on every rank and the median stays on the device, so nothing is sent and nothing waits."""
 
     action: str = option(
-        "skip: skip the update; roll_back: also return to the last checkpoint before it, and train on with the next data",
+        "skip: skip the update; roll_back: also return to the last checkpoint before it; the data goes on",
         "skip",
         choices=("skip", "roll_back"),
     )
     factor: float = option("a norm above this multiple of the median is a spike", 4.0, above=1)
     window: int = option("number of norms in the median", 100, min=2)
     warmup: int = option("norms that are needed to judge the next one", 20, min=1)
-    max_rollbacks: int = option("fail when this many returns to a checkpoint were not enough", 10, min=1)
+    max_rollbacks: int = option("fail if the gradient spikes again after this many rollbacks", 10, min=1)
 
     def errors(self) -> list[str]:
         if self.warmup > self.window:
@@ -40,11 +40,15 @@ class SpikeWatch(Technique):
     def begin(self) -> None:
         run = self.run
         if run.strategy.uses_local_sgd:
-            raise UsageError("techniques: spike_watch and local_sgd_steps are both given, but processes that update alone "
-                             "have no common gradient: remove one")  # fmt: skip
+            raise UsageError(
+                "techniques: spike_watch and local_sgd_steps are both given, but local SGD has no gradient of the global "
+                "batch: remove one of them"
+            )
         if self.action == "roll_back" and run.strategy.tp_size > 1:
-            raise UsageError(f"techniques: spike_watch: action is roll_back, which {run.strategy.name} does not support: "
-                             "use action skip, DDP or FSDP2")  # fmt: skip
+            raise UsageError(
+                f"techniques: spike_watch: action is roll_back, which {run.strategy.name} does not support: use action "
+                "skip, DDP or FSDP2"
+            )
         self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
         self.seen = 0  # norms so far
         # (whether it was a spike, its step) of the last update and of the one before it
@@ -71,7 +75,7 @@ class SpikeWatch(Technique):
         if len(self.run.state.rollbacks) >= self.max_rollbacks:
             raise Failure(
                 f"techniques: spike_watch: the gradient spiked again at step {step}, after {self.max_rollbacks} "
-                "returns to a checkpoint (max_rollbacks): lower learning_rate, or raise factor"
+                "rollbacks (max_rollbacks): lower learning_rate, or raise factor"
             )
         return step
 

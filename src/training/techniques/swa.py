@@ -14,8 +14,8 @@ from src.training.weight_copies import Tensors, TrainedTensors, assign, warn_if_
 class SWA(Technique):
     """Average the weights of every `every`-th step from `start` on, all with the same weight.
 
-    Reference: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Their constant or cyclic learning rate is the
-    affair of lr_scheduler_type. Until the first weights are taken, the average is the weights of training."""
+    Reference: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Set their constant or cyclic learning rate by
+    lr_scheduler_type. Until the first weights are taken, the average is the weights of training."""
 
     start: float = option("first step of the average; below 1: a fraction of all steps", 0.75, min=0)
     every: int = option("steps between the weights that are averaged", 1, min=1)

@@ -12,10 +12,11 @@ from src.training.techniques.base import Technique
 
 @dataclass(eq=False)
 class Unfreeze(Technique):
-    """Drop the gradient of matching parameters until their step: no update, no weight decay, no moments, not in the norm.
+    """Drop the gradient of matching parameters until their step: no update, decay or moments, and no part of the norm.
 
-    They count as trainable from the start, because neither DDP nor FSDP2 notices a later change: the backward pass costs
-    as much as without freezing. Adam's bias correction begins at their own first step; the schedule is that of the run."""
+    They count as trainable from the start, because neither DDP nor FSDP2 notices a later change: the backward pass
+    costs as much as without freezing. Adam's bias correction begins at their own first step; the schedule is that of
+    the run."""
 
     steps: dict | None = option("{PATTERN: first step that trains it, …}; the first pattern that matches decides")
 
