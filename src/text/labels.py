@@ -50,7 +50,7 @@ def require_columns(examples: "Dataset", columns: list[str], split: str, flags: 
 
 
 def labels_of_data(examples: "Dataset", column: str, split: str, names: list[str] | None, whole: bool) -> list[str]:
-    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError if there are only one."""
+    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError for fewer than two."""
     if names is None and not whole:
         raise UsageError(
             f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in `{column}`, "
