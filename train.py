@@ -82,11 +82,11 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         if due.finished():
             break
 
-        # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ------
+        # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
         totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
-        # Some rank ran out of memory: the step before again, in smaller micro-batches. Or no rank has rows left of a stream.
+        # A rank ran out of memory: repeat the step before in smaller micro-batches. Or a stream has no rows left.
         if out_of_memory.repeat_step(run, logger, totals.out_of_memory) or not totals.examples:
             train_set.next_pass()
             continue

@@ -26,9 +26,8 @@ class Split:
     def __post_init__(self):
         self._pieces: dict[str, list[pa.RecordBatch]] = {}
         self._readers: dict[int, list] = {}
-        self.numbers: dict[
-            str, Path
-        ] = {}  # field of the run file -> array of a number per row (src/data/row_numbers.py)
+        # Field of the run file -> file with a number for each row (src/data/row_numbers.py).
+        self.numbers: dict[str, Path] = {}
 
     quotas = None  # one source: every row is drawn once per epoch
 

@@ -28,9 +28,8 @@ class FSDP2(Strategy):
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
         self.is_sharded = True
-        self.can_fuse_optimizer = (
-            self.can_fuse_optimizer and normalized(cfg.optim) != "sgd"
-        )  # torch has no fused SGD for DTensors
+        if normalized(cfg.optim) == "sgd":
+            self.can_fuse_optimizer = False  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         self.allows_tensor_parallel = not self.main_process_builds

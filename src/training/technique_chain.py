@@ -123,9 +123,8 @@ class TechniqueChain:
             if average:
                 with exchanged(run.strategy, run.model, average):
                     found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
-            metrics = (
-                None if found is None else metrics | {f"{name}/{k}": v for k, v in found.items() if not _is_size(k)}
-            )
+            own = {f"{name}/{key}": value for key, value in (found or {}).items() if not _is_size(key)}
+            metrics = None if found is None else metrics | own
         return metrics
 
 

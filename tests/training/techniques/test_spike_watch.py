@@ -1,4 +1,4 @@
-"""A spike of the gradient is skipped, or undone by a return to a checkpoint; the step counter and the data go on."""
+"""A spike of the gradient is skipped, or undone by a rollback; the step counter and the data go on."""
 
 import copy
 import json
