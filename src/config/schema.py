@@ -75,10 +75,13 @@ class RunConfig(ModelAndDataFields):
     lr_layer_decay: float | None = option(
         "multiply the rate by this for each layer further from the head (default: off)", above=0, max=1
     )
-    freeze: list[str] = option("name patterns of parameters that are not trained", [])
+    freeze: list[str] = option("name patterns of parameters that are not trained; * stands for any text", [])
     max_grad_norm: float = option("clip the gradient to this norm; 0: no clipping", 1.0, min=0)
     max_skipped_steps: int = option(
-        "fail after this many skipped (non-finite) updates in a row", 20, min=1, may_change_on_resume=True
+        "fail after this many updates in a row were skipped (not finite, or a spike)",
+        20,
+        min=1,
+        may_change_on_resume=True,
     )
     local_sgd_steps: int | None = option(
         "local SGD: average the weights and moments of all processes every this many steps (default: off)", min=1

@@ -51,13 +51,15 @@ class Options(ClassCrossEntropy):
     horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
     rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0, **TRAINING)
     rand_augment_strength: float = option(
-        "strength of each, 0 to 1; the paper's 9 is 0.3", 0.3, min=0, max=1, **TRAINING
+        "strength of each RandAugment operation, 0 to 1; the paper's 9 of 30 is 0.3", 0.3, min=0, max=1, **TRAINING
     )
     cutout: float = option(
         "CutOut: side of an erased square, as a share of the image's; 0: none", 0.0, min=0, max=1, **TRAINING
     )
     mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
-    cutmix: float = option("paste parts of other images; like mixup", 0.0, min=0, **TRAINING)
+    cutmix: float = option(
+        "paste parts of other images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING
+    )
     r_drop_alpha: float = r_drop_option()
     metrics: list[str] = option(
         "metrics besides accuracy: files of src/metrics/, such as f1; Hub names or script paths (code: needs "

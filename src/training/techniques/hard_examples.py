@@ -27,7 +27,7 @@ class HardExamples(Technique):
     """Train on the `share` of the global batch's rows with the largest loss per weight, divided by their weights."""
 
     share: float = option("share of the rows of the global batch to train on, rounded up", 0.5, above=0, max=1)
-    start_step: int = option("steps before this one train on all rows", 1, min=1)
+    start_step: int = option("first step that chooses; those before train on all rows", 1, min=1)
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         self.hardest = model.batch_loss = HardestRows(model.task, self.share)

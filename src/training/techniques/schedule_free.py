@@ -20,7 +20,7 @@ class ScheduleFree(Technique):
     Reference: https://arxiv.org/abs/2405.15682. Between steps the model has the weights x: evaluations, checkpoints and
     final/ need no other mode. Weight decay acts on z. Keeps z, and in a step a copy of x."""
 
-    beta: float = option("share of x in the weights at which gradients are computed", 0.9, min=0, below=1)
+    beta: float = option("share of the average in the weights at which gradients are computed", 0.9, min=0, below=1)
     power: float = option("weight of update t in the average: t ** power × (highest rate so far) ** 2", 0.0, min=0)
 
     copies = 2

@@ -29,7 +29,7 @@ class SpikeWatch(Technique):
     )
     factor: float = option("a norm above this multiple of the median is a spike", 4.0, above=1)
     window: int = option("number of norms in the median", 100, min=2)
-    warmup: int = option("norms that are needed to judge the next one", 20, min=1)
+    warmup: int = option("norms to collect before the first decision", 20, min=1)
     max_rollbacks: int = option("fail if the gradient spikes again after this many rollbacks", 10, min=1)
 
     def errors(self) -> list[str]:
