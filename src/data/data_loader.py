@@ -49,15 +49,15 @@ def _planned_windows(
     cfg: RunConfig, strategy: Strategy, task: Task, train_set, state, num_steps: int
 ) -> Iterator[tuple[Window, float]]:
     """Yield the windows of the batch plan; start again at `state.step` if the limits of a micro-batch have changed."""
-    rows, tokens = limits = state.batch_limits(cfg)
-    plan = replace(plan_config(cfg, task, train_set), micro_batch=rows, max_tokens=tokens)
-    order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
-    pin_memory = strategy.accelerator.device.type == "cuda"
-    for window in group_into_windows(read_batches(train_set, task, order, cfg, pin_memory)):
-        yield window
-        if state.batch_limits(cfg) != limits:  # a rank ran out of memory
-            yield from _planned_windows(cfg, strategy, task, train_set, state, num_steps)
-            return
+    pin_memory, limits = strategy.accelerator.device.type == "cuda", None
+    while limits != state.batch_limits(cfg):  # at the start, and when a rank has run out of memory
+        rows, tokens = limits = state.batch_limits(cfg)
+        plan = replace(plan_config(cfg, task, train_set), micro_batch=rows, max_tokens=tokens)
+        order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
+        for window in group_into_windows(read_batches(train_set, task, order, cfg, pin_memory)):
+            yield window
+            if state.batch_limits(cfg) != limits:
+                break  # which ends the dataloader workers, too
 
 
 def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
