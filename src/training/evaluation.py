@@ -153,12 +153,15 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
 
 
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
-    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count."""
+    """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count, with whatever
+    weights they were evaluated (ema/SOURCE/loss)."""
     empty = {name.removesuffix("weight") for name, value in metrics.items() if name.endswith("weight") and not value}
     bad = [
         f"{name} is {value}"
         for name, value in metrics.items()
-        if isinstance(value, float) and not np.isfinite(value) and not any(name == f"{p}loss" for p in empty)
+        if isinstance(value, float)
+        and not np.isfinite(value)
+        and not any(f"/{name}".endswith(f"/{p}loss") for p in empty)
     ]
     if not bad:
         return

@@ -518,6 +518,7 @@ def test_metric_that_is_not_finite(tiny, tmp_path, monkeypatch, stops):
 def test_sets_without_targets_are_no_reason_to_stop():
     empty = {"loss": 1.0, "weight": 3.0, "part/loss": float("nan"), "part/weight": 0.0}
     evaluation.check_finite(empty, RunConfig(stop_on_nan_metric=True), 1)
-    for bad in ({"ema/perplexity": float("inf")}, {"part/weight": 1.0}):
+    evaluation.check_finite(empty | {"ema/part/loss": float("nan")}, RunConfig(stop_on_nan_metric=True), 1)
+    for bad in ({"ema/perplexity": float("inf")}, {"ema/loss": float("nan")}, {"part/weight": 1.0}):
         with pytest.raises(Failure, match="step 1"):
             evaluation.check_finite(empty | bad, RunConfig(stop_on_nan_metric=True), 1)
