@@ -39,13 +39,18 @@ def main(argv: list[str]) -> None:
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))
     accelerator = init_accelerator(cfg)
+    find(test, cfg, task, datasets, accelerator)
+    shutdown(accelerator)  # now nothing may refer to the model
+
+
+def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
+    """Run the test on all ranks, and print its result on one."""
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)
     strategy.repeats_steps = False  # out of memory ends the test, and names the smaller micro-batch
     found = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
         report(test, cfg, strategy, found)
-    shutdown(accelerator)
 
 
 def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
@@ -71,7 +76,6 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
     model = build_model(cfg, strategy, task, train_set, init_weights(cfg), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
-    strategy.repeats_steps = False
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     techniques.begin(Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, state))
     cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)

@@ -1,12 +1,16 @@
 """find_lr.py: the suggestion for known curvature, the same on any number of processes, and nothing left behind."""
 
+import gc
 import json
 import math
 
 import matplotlib.figure  # noqa: F401 (before ranks are forked: it takes a second)
 import numpy as np
 import pytest
+from torch.nn.parallel import DistributedDataParallel
 
+import find_lr
+import train
 from src.training.lr_range_test import RangeTest, Result, result
 from tests.helpers import kit, technique_runs
 
@@ -117,6 +121,39 @@ def test_same_suggestion_of_shards_and_first_losses_of_the_run(tmp_path, fields)
     del fields["updates"], fields["start_lr"], fields["end_lr"], fields["output_dir"]
     run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields | {"learning_rate": 1e-9, "max_steps": 3}))
     assert np.allclose(run.losses(), one["loss"][:3], rtol=1e-5)
+
+
+def _wrappers_at_shutdown(module, argv) -> int:
+    found, shutdown = [], module.shutdown
+
+    def counting(accelerator):
+        accelerator.free_memory()
+        gc.collect()
+        found.append(sum(isinstance(value, DistributedDataParallel) for value in gc.get_objects()))
+        shutdown(accelerator)
+
+    module.shutdown = counting
+    module.main([str(word) for word in argv])
+    return found[0]
+
+
+@pytest.mark.parametrize("module", [find_lr, train], ids=["find_lr", "train"])
+def test_nothing_holds_the_wrapper_at_the_end(tmp_path, fields, module):
+    """Otherwise DDP is freed after its process group, and may wait forever."""
+    techniques = {
+        "sam": {},
+        "neftune": {},
+        "spike_watch": {},
+        "ema": {},
+        "gradient_statistics": {},
+    }
+    fields |= {"techniques": json.dumps(techniques)}
+    if module is train:
+        fields = {name: value for name, value in fields.items() if name not in ("updates", "start_lr")} | {
+            "max_steps": 2
+        }
+    argv = kit.flags(**fields)
+    assert kit.spawn(2, _wrappers_at_shutdown, module, argv, out=tmp_path / "out") == [0, 0]
 
 
 def test_nothing_is_left_behind(tmp_path, fields):

@@ -24,6 +24,7 @@ class ScheduleFree(Technique):
     power: float = option("weight of update t in the average: t ** power × (highest rate so far) ** 2", 0.0, min=0)
 
     copies = 2
+    counts_skipped = False
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if cfg.dtype == "bfloat16":
@@ -42,6 +43,7 @@ class ScheduleFree(Technique):
         self.highest_rate = 0.0
 
     def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+        self.run.strategy.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)
