@@ -216,13 +216,15 @@ class Strategy:
         norm = clip(module.parameters(), max_norm or float("inf"))
         norm = norm.full_tensor() if is_partial(norm) else norm
         skipped = ~torch.isfinite(norm)
-        by_rule = sum((rule(norm) for rule in self.skip_rules), torch.zeros_like(skipped))
-        skipped = skipped | by_rule
+        by_rule = [rule(norm) for rule in self.skip_rules]
+        for skips in by_rule:
+            skipped = skipped | skips
         # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
         first_momentum = bool(optimizer.defaults.get("momentum")) and optimizer_state.has_new_gradient(optimizer)
         if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
-            (self.accelerator.scaler.update if by_rule else optimizer.step)()
-            skipped = by_rule.cpu() | self.accelerator.optimizer_step_was_skipped
+            is_left_out = any(map(bool, by_rule))
+            (self.accelerator.scaler.update if is_left_out else optimizer.step)()
+            skipped = torch.tensor(is_left_out or self.accelerator.optimizer_step_was_skipped)
             self.is_unscaled = False
         elif optimizer.defaults.get("fused") and not first_momentum:
             private_apis.skip_update_on_device(optimizer, skipped)
