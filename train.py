@@ -65,7 +65,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
-        out_of_memory.repeat_step(run, logger, out_of_memory.ranks(run, due))  # only asks if something is due
+        out_of_memory.repeat_step(run, logger, out_of_memory.ranks(run, save_requested or due.anything()))  # if due
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
         if due.log():
             logger.train_line(state)

@@ -35,6 +35,7 @@ class StepBuffers:
         owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
+        self.before_step: list[torch.Tensor] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -51,6 +52,15 @@ class StepBuffers:
             yield
         finally:
             self._write(before)
+
+    def begin_step(self) -> None:
+        """Keep the values of now for `undo_step`; needed if a step runs several passes, each of which may change them."""
+        self.before_step = self._by_dtype()
+
+    def undo_step(self) -> None:
+        """Return to the values of `begin_step`, if it was called: the step is repeated."""
+        if self.before_step:
+            self._write(self.before_step)
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -15,7 +15,7 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
 from src.runtime import private_apis
-from src.training.train_state import Intervals, Window
+from src.training.train_state import TrainState, Window
 
 if TYPE_CHECKING:
     from src.training.techniques.base import Run
@@ -23,11 +23,20 @@ if TYPE_CHECKING:
 WORDS = ("can't allocate memory", "out of memory")
 
 
+def can_repeat(strategy: Strategy) -> bool:
+    """Return whether this run can repeat a step; the same on every rank.
+
+    Not with sharded models (each forward pass is a collective), local SGD or PowerSGD on several processes, streams."""
+    several, hook = strategy.accelerator.num_processes > 1, strategy.cfg.ddp_comm_hook
+    alone = several and (strategy.uses_local_sgd or "power_sgd" in hook)
+    return strategy.repeats_steps and not (strategy.is_sharded or alone or strategy.cfg.streaming)
+
+
 def check_survivable(error: RuntimeError, strategy: Strategy, module: torch.nn.Module, window: Window) -> None:
     """Raise `error` again if it is another one, or if other ranks wait in a collective that this rank has left.
 
-    These cannot repeat the step: sharded models (each forward pass is a collective), a loss over the whole batch or
-    local SGD on several processes, a reduction that has begun, streams, micro-batches of one row."""
+    This cannot be survived: where no step can be repeated, a loss over the whole batch on several processes, a reduction
+    that has begun, micro-batches of one row."""
     if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in WORDS):
         raise error
     cfg, several = strategy.cfg, strategy.accelerator.num_processes > 1
@@ -36,8 +45,7 @@ def check_survivable(error: RuntimeError, strategy: Strategy, module: torch.nn.M
     smaller = f"--{field} {given // 2}" if given > 1 else "--gradient_checkpointing true, or shorter rows"
     vars(error)["smaller_batch"] = smaller  # for the last line that this rank prints
     has_batch_loss = bool(getattr(module, "module", module).batch_loss)
-    alone = several and (has_batch_loss or strategy.uses_local_sgd or "power_sgd" in cfg.ddp_comm_hook)
-    if strategy.is_sharded or alone or cfg.streaming or not strategy.repeats_steps:
+    if not can_repeat(strategy) or (several and has_batch_loss):
         raise error
     if max(len(micro.ids) for micro, _ in window) == 1:
         raise error
@@ -64,11 +72,9 @@ def give_up_gradient(
     return [torch.zeros_like(loss)] * len(window), {}
 
 
-def ranks(run: "Run", due: Intervals) -> float:
-    """Return the number of ranks that ran out of memory in the last step, if anything is due at it; then a collective.
-
-    Otherwise return 0, because the totals of the next step tell."""
-    if run.strategy.is_sharded or not due.anything():
+def ranks(run: "Run", asked: bool | float = True) -> float:
+    """Return the number of ranks that ran out of memory in the last step, a collective on the host; 0 if not `asked`."""
+    if not asked or not can_repeat(run.strategy):
         return 0.0
     return run.hosts.sum([run.strategy.out_of_memory])[0].item()
 
@@ -79,6 +85,7 @@ def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
         return False
     strategy, state, cfg = run.strategy, run.state, run.cfg
     strategy.out_of_memory = 0.0
+    strategy.buffers.undo_step()
     rows, tokens = state.batch_limits(cfg)
     given, used = cfg.per_device_batch_tokens or int(cfg.per_device_batch_size), max(1, (tokens or rows) // 2)
     state.smaller_batch = {"given": given, "used": used}
@@ -94,7 +101,7 @@ def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
     return True
 
 
-def note(cfg: RunConfig, state: Any) -> list[str]:
+def note(cfg: RunConfig, state: TrainState) -> list[str]:
     """Return a message if a resumed run has smaller micro-batches than its run file says."""
     given = (cfg.per_device_batch_size, cfg.per_device_batch_tokens)
     if cfg.per_device_batch_size == "auto" or state.batch_limits(cfg) == given:

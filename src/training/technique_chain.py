@@ -15,6 +15,7 @@ from src.config.fields import declared_options, field_types, range_errors, read_
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
+from src.training import out_of_memory
 from src.training.evaluation import evaluate
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
@@ -83,12 +84,13 @@ class TechniqueChain:
         """Return `compute_gradient` of step.py as the techniques call it, the first one outermost; same arguments."""
 
         def compute(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
+            strategy.buffers.begin_step()  # if the second of two passes runs out of memory, the first is undone, too
             inner = partial(compute_gradient, strategy, module)
             for technique in reversed(self.techniques.values()):
                 inner = partial(technique.compute_gradient, inner)
             return inner(window, total_weight)
 
-        return compute
+        return compute if self.techniques else compute_gradient
 
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""
@@ -99,9 +101,16 @@ class TechniqueChain:
             technique.change_gradient()
 
     def after_update(self, skipped: DeviceFlag) -> None:
-        """Let the techniques follow an update of the weights, which the device may have skipped."""
+        """Let the techniques follow an update of the weights, which the device may have skipped.
+
+        If one of them counts skipped updates, the ranks first ask each other whether the step will be repeated."""
+        counting = [technique for technique in self.techniques.values() if _counts_skipped(technique)]
+        repeats = bool(counting) and out_of_memory.ranks(self.run) > 0
         for technique in self.techniques.values():
-            technique.after_update(skipped.tensor)
+            if not repeats or technique not in counting:
+                technique.after_update(skipped.tensor)
+        if repeats:
+            return
         for name, technique in self.techniques.items():
             before = technique.roll_back_before()
             if before is not None and self.run.roll_back(before) is None:
@@ -126,6 +135,12 @@ class TechniqueChain:
             own = {f"{name}/{key}": value for key, value in (found or {}).items() if not _is_size(key)}
             metrics = None if found is None else metrics | own
         return metrics
+
+
+def _counts_skipped(technique: Technique) -> bool:
+    methods = ("after_update", "roll_back_before")
+    defined = any(getattr(type(technique), name) is not getattr(Technique, name) for name in methods)
+    return technique.counts_skipped and defined
 
 
 def _is_size(key: str) -> bool:

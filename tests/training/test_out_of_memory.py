@@ -1,16 +1,19 @@
 """A rank that runs out of memory: all ranks repeat the step in smaller micro-batches, or all end with one message."""
 
+import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from src.checkpointing.checkpoint_list import read_state
 from src.distributed.step_buffers import StepBuffers
 from src.reporting import ledger
-from src.tasks import causal_lm
+from src.tasks import causal_lm, text_classification
 from src.training import out_of_memory
-from tests.helpers import kit, technique_runs
+from tests.helpers import batch_norm, kit, technique_runs
 
 LIMIT = 4  # rows of a micro-batch for which the last rank has memory
 
@@ -47,6 +50,23 @@ def limit_memory(monkeypatch, how=in_forward, error=None) -> None:
     monkeypatch.setattr(causal_lm.Task, "loss", limited)
 
 
+def limit_memory_in_pass(monkeypatch, number: int, task=causal_lm) -> None:
+    """Let the last rank run out of memory in the pass over a window with this number, in more than LIMIT rows."""
+    compute, loss, count = train.compute_gradient, task.Task.loss, [0]
+
+    def counted(*args):
+        count[0] += 1
+        return compute(*args)
+
+    def limited(self, model, inputs):
+        if count[0] == number and model.training and len(inputs["input_ids"]) > LIMIT and is_last_rank():
+            allocate()
+        return loss(self, model, inputs)
+
+    monkeypatch.setattr(train, "compute_gradient", counted)
+    monkeypatch.setattr(task.Task, "loss", limited)
+
+
 def is_last_rank() -> bool:
     return int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
 
@@ -78,6 +98,87 @@ def test_step_is_repeated_with_the_same_examples(tmp_path, monkeypatch, world, m
     assert ledger.compare(run.folder, straight.folder) is None
     progress = read_state(run.folder / "checkpoints/step_00000005")["progress"]
     assert progress["smaller_batch"] == {"given": micro, "used": sizes[-1]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_techniques_count_a_repeated_step_once(tmp_path, monkeypatch, world):
+    """Averages of weights, and the median of the gradient's norms, are those of a run with enough memory."""
+    techniques = {
+        "sam": {"rho": 0.1},
+        "spike_watch": {"warmup": 2, "window": 4},
+        "lookahead": {"k": 3},
+        "ema": {"decay": 0.6},
+        "swa": {"start": 2},
+        "lawa": {"k": 3, "every": 1},
+    }
+    fields = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques), "logging_steps": 2}
+    straight = technique_runs.train(tmp_path / "straight", fields, world, 8)
+    limit_memory_in_pass(monkeypatch, 6)  # the second pass of step 3
+    run = technique_runs.train(tmp_path / "run", fields, world, 8)
+    assert [line["step"] for line in run.kind("out_of_memory")] == [3]
+    for checkpoint in ("step_00000004", "step_00000005"):
+        folders = [found.folder / "checkpoints" / checkpoint for found in (run, straight)]
+        parts = [path.stem for path in sorted(folders[0].glob("*.safetensors"))]
+        assert {"lookahead", "lawa", "swa", "ema", "spike_watch"} <= {*parts}
+        for part in parts:
+            found, expected = (kit.load_weights(folder, part) for folder in folders)
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=1e-7, atol=1e-10, equal_nan=True), (part, name)
+        numbers = [read_state(folder)["numbers"] for folder in folders]
+        assert numbers[0] == numbers[1]
+
+
+def test_schedule_free_repeats_a_step(tmp_path, monkeypatch):
+    """Its weights are in the model while the gradient is computed."""
+    more = {"techniques": '{"schedule_free": null}', "adam_beta1": 0.0}
+    fields = technique_runs.files(tmp_path) | more
+    straight = technique_runs.train(tmp_path / "straight", fields, 1, 8)
+    limit_memory_in_pass(monkeypatch, 3)
+    run = technique_runs.train(tmp_path / "run", fields, 1, 8)
+    assert run.kind("out_of_memory")
+    assert kit.distance(run.weights, straight.weights) <= 1e-10
+
+
+def test_running_statistics_count_a_repeated_step_once(tmp_path, monkeypatch):
+    """The first pass of SAM has counted its micro-batches when the second one runs out of memory."""
+    monkeypatch.setattr(text_classification.Task, "build", batch_norm.build)
+    limit_memory_in_pass(monkeypatch, 4, text_classification)
+    flags = batch_norm.recipe(
+        tmp_path, max_steps=3, per_device_batch_size=8, techniques='{"sam": null}', check_save=False
+    )
+    run = kit.run_training(1, tmp_path / "run", *flags)
+    assert [line["step"] for line in run.kind("out_of_memory")] == [2]
+    assert run.weights["blocks.0.norm.num_batches_tracked"].item() == 3
+
+
+def test_neftune_survives(tmp_path, monkeypatch):
+    fields = technique_runs.files(tmp_path) | {"techniques": '{"neftune": null}', "max_steps": 2}
+    limit_memory(monkeypatch)
+    run = technique_runs.train(tmp_path / "run", fields, 2, 8)
+    assert [line["step"] for line in run.kind("out_of_memory")] == [1]
+
+
+def test_requested_save_waits_for_the_repeated_step(tmp_path, monkeypatch):
+    """Nothing else is due at step 3, for which a save is requested and in which a rank runs out of memory."""
+    update, folder, count = train.optimizer_step, tmp_path / "run", [0]
+
+    def requesting(*args):
+        count[0] += 1
+        if count[0] == 2:
+            (folder / "save").touch()
+            kit.until(lambda: not (folder / "save").exists())
+        return update(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", requesting)
+    limit_memory_in_pass(monkeypatch, 3)
+    more = {"logging_steps": 100, "save_steps": 100}
+    run = technique_runs.train(folder, technique_runs.files(tmp_path) | more, 1, 16)
+    assert run.kind("out_of_memory")
+    saved = sorted(Path(run.folder, "checkpoints").iterdir())
+    assert len(saved) == 2
+    for checkpoint in saved:
+        progress = read_state(checkpoint)["progress"]
+        assert progress["updates"] == progress["step"]
 
 
 def test_token_limit_is_halved(tmp_path, monkeypatch):

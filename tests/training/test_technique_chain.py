@@ -12,6 +12,7 @@ import torch
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.schema import RunConfig
+from src.distributed.step_buffers import StepBuffers
 from src.training.technique_chain import TechniqueChain, exchanged
 from src.training.techniques import TECHNIQUES
 from src.training.techniques.base import Technique
@@ -115,8 +116,9 @@ def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path, given):
 @pytest.mark.parametrize("given", [{"outer": None, "inner": None}, {"inner": None, "outer": None}])
 def test_the_registry_decides_the_order(given):
     compute = chain(given).around(lambda strategy, module, window, weight: [strategy, module, window, weight])
-    pass_of_inner = ["inner", ["s", "m", "w", 2.0]]
-    assert compute("s", "m", "w", 2.0) == ["outer", pass_of_inner, pass_of_inner]
+    strategy = SimpleNamespace(buffers=StepBuffers(torch.nn.Linear(1, 1), torch.device("cpu"), all_ranks=False))
+    pass_of_inner = ["inner", [strategy, "m", "w", 2.0]]
+    assert compute(strategy, "m", "w", 2.0) == ["outer", pass_of_inner, pass_of_inner]
 
 
 def test_order_in_the_run_file_changes_no_bit(tmp_path):

@@ -67,6 +67,9 @@ class Technique:
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
     copies = 0  # of the trained weights, in float32, that it keeps: for the estimates of memory and disk
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
+    # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will
+    # be repeated because a rank ran out of memory; to know costs those that define them an all-reduce of one number.
+    counts_skipped = True
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -97,7 +100,8 @@ class Technique:
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.
 
-        `skipped` is a bool on the device: do not wait for it."""
+        `skipped` is a bool on the device: do not wait for it. With `counts_skipped = False`, a skipped update must change
+        nothing that lasts."""
 
     def roll_back_before(self) -> int | None:
         """Return a step if, after this update, the run must roll back to the last checkpoint before that step, else

@@ -22,6 +22,7 @@ class EMA(Technique):
     final: bool = option("final/ holds the average instead of the weights of training", False)
 
     copies = 1
+    counts_skipped = False
 
     def begin(self) -> None:
         self.trained = TrainedTensors(self.run)

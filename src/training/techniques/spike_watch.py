@@ -56,16 +56,20 @@ class SpikeWatch(Technique):
         run.strategy.skip_rules.append(self.is_spike)
 
     def is_spike(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return whether `norm`, of the step's gradient, is a spike, and remember it; a bool on its device."""
+        """Return whether `norm`, of the step's gradient, is a spike; a bool on its device."""
         ordered = self.norms.sort().values  # NaN last: a norm that was not finite, or not yet seen
         count = self.norms.isfinite().sum()
         median = ordered[((count - 1).clamp(min=0) // 2).unsqueeze(0)].squeeze(0)
         norm = norm.detach().to(self.norms)
         is_spike = (count >= self.warmup) & (norm > self.factor * median)
+        self.found = norm, is_spike
+        return is_spike
+
+    def after_update(self, skipped: torch.Tensor) -> None:
+        norm, is_spike = self.found
         self.norms[self.seen % self.window] = torch.where(norm.isfinite(), norm, torch.nan)
         self.seen += 1
         self.before_last, self.last = self.last, (DeviceFlag(is_spike), self.run.state.step)
-        return is_spike
 
     def roll_back_before(self) -> int | None:
         """Return the step of the last spike, one step later: by then the host knows it without waiting."""
