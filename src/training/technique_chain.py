@@ -92,6 +92,7 @@ class TechniqueChain:
 
         return compute if self.techniques else compute_gradient
 
+    @torch.no_grad()
     def change_gradient(self) -> None:
         """Change the gradient of the global batch before it is clipped by its norm."""
         changing = [t for t in self.techniques.values() if type(t).change_gradient is not Technique.change_gradient]
@@ -100,6 +101,7 @@ class TechniqueChain:
         for technique in changing:
             technique.change_gradient()
 
+    @torch.no_grad()
     def after_update(self, skipped: DeviceFlag) -> None:
         """Let the techniques follow an update of the weights, which the device may have skipped.
 

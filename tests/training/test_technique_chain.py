@@ -15,7 +15,8 @@ from src.config.schema import RunConfig
 from src.distributed.step_buffers import StepBuffers
 from src.training.technique_chain import TechniqueChain, exchanged
 from src.training.techniques import TECHNIQUES
-from src.training.techniques.base import Technique
+from src.training.techniques.base import Run, Technique
+from src.training.train_state import DeviceFlag, TrainState
 from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs
 
@@ -186,6 +187,26 @@ def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
 
 
 # ---- weights in place of others ------------------------------------------------------------------------------------------
+
+
+class Halve(Technique):
+    """A technique whose author has not thought of autograd."""
+
+    def after_update(self, skipped):
+        for parameter in self.run.parameters().values():
+            parameter.mul_(0.5)
+
+
+def test_techniques_change_weights_outside_of_the_graph():
+    model = torch.nn.Linear(2, 2)
+    before = model.weight.detach().clone()
+    halving = chain(None)
+    halving.techniques["halve"] = Halve()
+    halving.run = halving.techniques["halve"].run = Run(
+        None, SimpleNamespace(is_sharded=True), None, None, model, model, None, 1, TrainState()
+    )
+    halving.after_update(DeviceFlag(torch.tensor(False)))
+    assert torch.equal(model.weight.detach(), before / 2)
 
 
 def test_exchanged_weights_are_bitwise_restored():

@@ -100,7 +100,8 @@ class Technique:
     def after_update(self, skipped: torch.Tensor) -> None:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.
 
-        `skipped` is a bool on the device: do not wait for it. With `counts_skipped = False`, a skipped update must change
+        `skipped` is a bool on the device: do not wait for it. The gradient of a skipped update may hold NaN, so commit
+        what is remembered of gradients here (`torch.where`). A step without targets calls no technique. With `counts_skipped = False`, a skipped update must change
         nothing that lasts."""
 
     def roll_back_before(self) -> int | None:
