@@ -19,6 +19,7 @@ from src.config.yaml_files import read_yaml
 from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
 from src.training.schedules import make_schedule, total_steps
+from src.training.technique_options import differences
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -95,9 +96,12 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
 def _compare_fields(changes: Changes, state: dict, new: dict, options, known: dict) -> None:
     old, defaults = state["config"], dataclasses.asdict(RunConfig()) | dataclasses.asdict(type(options)())
     may_change = changeable_fields(type(options)) | _checked_by_content(state, new, known)
+    refused, remarks = differences(old.get("techniques"), new.get("techniques"))
+    changes.refused += refused
+    changes.remarks += remarks
     for name, default in defaults.items():
         before, after = old.get(name, default), new.get(name, default)
-        if before == after:
+        if before == after or name == "techniques":
             continue
         if name not in may_change:
             changes.refused.append(f"{name}: {before} → {after}")

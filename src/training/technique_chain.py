@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, did_you_mean, list_errors, warn
-from src.config.fields import declared_options, field_types, range_errors, read_value
+from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training import out_of_memory
 from src.training.evaluation import evaluate
+from src.training.technique_options import options_of, read_options
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
@@ -27,14 +28,16 @@ class TechniqueChain:
     """The techniques that the run file asks for; most runs have none."""
 
     def __init__(self, cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES):
-        """Read `techniques` of the run file. Raise one UsageError that lists all unknown names and invalid options."""
+        """Read `techniques` of the run file, and write all options with their values there, in the registry's order.
+
+        Raise one UsageError that lists all unknown names and invalid options."""
         self.techniques: dict[str, Technique] = {}
         given, errors = dict(cfg.techniques or {}), []
         for name in given.keys() - known.keys():
             errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
         for name in (name for name in known if name in given):
             try:
-                self.techniques[name] = _read(known[name](), given[name])
+                self.techniques[name] = read_options(known[name](), given[name])
             except ValueError as error:
                 errors.append(f"techniques: {name}: {error}")
         for name, technique in self.techniques.items():
@@ -42,6 +45,8 @@ class TechniqueChain:
         errors += _averages_errors(self.techniques, cfg)
         if errors:
             raise UsageError(list_errors(errors))
+        if self.techniques:  # so that config.yaml and checkpoints record defaults, which another version may change
+            cfg.techniques = {name: options_of(technique) for name, technique in self.techniques.items()}
 
     @property
     def copies(self) -> int:
@@ -180,22 +185,3 @@ def _averages_errors(techniques: Mapping[str, Technique], cfg: RunConfig) -> Ite
         yield f"techniques: {' and '.join(final)} have final: true, but final/ can hold one average: keep it for one of them"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
-
-
-def _read(kind: type[Technique], given: Any) -> Technique:
-    """Return a technique with the options `given` (null or true: all defaults); raise ValueError for an invalid one."""
-    given = {} if given is None or given is True else given
-    if not isinstance(given, dict):
-        raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
-    types, rules = field_types(kind), declared_options(kind)
-    if unknown := [name for name in given if name not in rules]:
-        raise ValueError(
-            f"{unknown[0]}: unknown option{did_you_mean(str(unknown[0]), rules)}; it has {', '.join(rules) or 'none'}"
-        )
-    found = {}
-    for name, value in given.items():
-        try:
-            found[name] = read_value(types[name], rules[name], value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error} ({rules[name].help})") from None
-    return kind(**found)

@@ -65,6 +65,7 @@ class Technique:
     of processes, and a resumed run continues exactly."""
 
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
+    changes_training = True  # False: it changes no number, so a resumed run may add, remove or change it; has no state
     copies = 0  # of the trained weights, in float32, that it keeps: for the estimates of memory and disk
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
     # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will

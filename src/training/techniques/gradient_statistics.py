@@ -30,6 +30,8 @@ class GradientStatistics(Technique):
     values: list[str] = option(f"what to log, of {', '.join(VALUES)}", ["grad_norm"])
     groups: dict | None = option("groups of parameters as {NAME: PATTERN, …} (default: one for each layer)")
 
+    changes_training = False
+
     def errors(self) -> list[str]:
         unknown = [f"values: {name!r} is not one of {', '.join(VALUES)}" for name in self.values if name not in VALUES]
         bad = [

@@ -1,0 +1,79 @@
+"""Options of techniques: reading the field `techniques`, all values in words, and what a resumed run has changed.
+
+Tests: tests/training/test_technique_chain.py.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from src.config.errors import did_you_mean
+from src.config.fields import declared_options, field_types, read_value
+from src.training.techniques import TECHNIQUES, Technique
+
+
+def read_options(kind: type[Technique], given: Any) -> Technique:
+    """Return a technique with the options `given` (null or true: all defaults); raise ValueError for an invalid one.
+
+    An option that is null has its default."""
+    given = {} if given is None or given is True else given
+    if not isinstance(given, dict):
+        raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
+    types, rules = field_types(kind), declared_options(kind)
+    if unknown := [name for name in given if name not in rules]:
+        raise ValueError(
+            f"{unknown[0]}: unknown option{did_you_mean(str(unknown[0]), rules)}; it has {', '.join(rules) or 'none'}"
+        )
+    found = {}
+    for name, value in given.items():
+        try:
+            if value is not None:
+                found[name] = read_value(types[name], rules[name], value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error} ({rules[name].help})") from None
+    return kind(**found)
+
+
+def options_of(technique: Technique) -> dict[str, Any]:
+    """Return the values of all options of a technique, defaults, too."""
+    return {name: getattr(technique, name) for name in declared_options(type(technique))}
+
+
+def in_words(options: Mapping[str, Any]) -> str:
+    """Return "decay 0.999, final": each option with its value, without those that are off."""
+    return ", ".join(
+        name if value is True else f"{name} {_text(value)}"
+        for name, value in options.items()
+        if value is not None and value is not False
+    )
+
+
+def _text(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def differences(old: dict | None, new: dict | None) -> tuple[list[str], list[str]]:
+    """Return (changes that would change a run's numbers, others) of `techniques`, each as "techniques: NAME: …".
+
+    An option that a checkpoint of an older version lacks had today's default."""
+    before, after = _with_defaults(old), _with_defaults(new)
+    refused, remarks = [], []
+    for name in [*before, *(name for name in after if name not in before)]:
+        found = refused if name not in TECHNIQUES or TECHNIQUES[name]().changes_training else remarks
+        if name not in before or name not in after:
+            texts = [in_words(side[name]) or "on" if name in side else "none" for side in (before, after)]
+            found.append(f"techniques: {name}: {texts[0]} → {texts[1]}")
+            continue
+        was, now = before[name], after[name]
+        changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        found += [f"techniques: {name}: {key} {was.get(key)} → {now.get(key)}" for key in changed]
+    return refused, remarks
+
+
+def _with_defaults(given: dict | None) -> dict[str, dict]:
+    """Return all options of each technique of the field `techniques`; of one that this version lacks, those given."""
+    found = {}
+    for name, options in (given or {}).items():
+        known = dataclasses.asdict(TECHNIQUES[name]()()) if name in TECHNIQUES else {}
+        found[name] = known | (options if isinstance(options, dict) else {})
+    return found
