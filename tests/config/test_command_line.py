@@ -14,7 +14,7 @@ from tests.helpers import kit
 
 def command(*words, folder: Path) -> subprocess.CompletedProcess:
     words = [str(word) for word in words]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_train_and_eval_from_other_folders_report_the_same_loss(files, tmp_path):
