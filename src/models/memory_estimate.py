@@ -116,7 +116,7 @@ def optimizer_moments(cfg: RunConfig) -> int:
 def resting_bytes(size: ModelSize, cfg: RunConfig, strategy: StrategySettings, copies: int = 0) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer state that a process keeps between steps.
 
-    `copies`: copies of the trained weights, in float32, that techniques keep; they count as weights."""
+    `copies`: copies of the trained weights, in float32, that techniques have; they count as weights."""
     width, shards = getattr(torch, cfg.dtype).itemsize, strategy.shards
     weights, gradients = width * size.parameters, width * size.trained
     if strategy.kind.startswith("ZERO"):
@@ -179,7 +179,7 @@ def describe_memory(
 ) -> str:
     """Return one line: the memory per device under this launch's strategy. Activations need a `forward` pass.
 
-    `copies`: copies of the trained weights that techniques keep."""
+    `copies`: copies of the trained weights that techniques have."""
     size, strategy = count_parameters(model), strategy_of_launch(cfg)
     resting = format_size(sum(resting_bytes(size, cfg, strategy, copies).values()))
     where = f"rest in host memory ({strategy.name}, offload)" if strategy.offload else f"per device ({strategy.name})"

@@ -41,12 +41,15 @@ def plan_table(
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     if groups := describe_groups(model, cfg):
         rows["parameter groups"] = groups
+    techniques = TechniqueChain(cfg)
+    if techniques.techniques:
+        rows["techniques"] = techniques.describe()
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
     forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
-    copies, longest = TechniqueChain(cfg).copies, train.stats.get("longest", 1)
-    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, longest, copies)
+    longest = train.stats.get("longest", 1)
+    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, longest, techniques.copies_in_step)
     saved = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
-    disk = _disk_bytes(cfg, saved.parameters, trainable, total, copies)
+    disk = _disk_bytes(cfg, saved.parameters, trainable, total, techniques.copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 

@@ -17,7 +17,7 @@ from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training import out_of_memory
 from src.training.evaluation import evaluate
-from src.training.technique_options import options_of, read_options
+from src.training.technique_options import in_words, options_of, read_options
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
@@ -52,6 +52,16 @@ class TechniqueChain:
     def copies(self) -> int:
         """Return the number of copies of the trained weights, in float32, that the techniques keep."""
         return sum(technique.copies for technique in self.techniques.values())
+
+    @property
+    def copies_in_step(self) -> int:
+        """Return the number of such copies in memory within a step, those that are kept included."""
+        return self.copies + sum(technique.copies_in_step for technique in self.techniques.values())
+
+    def describe(self) -> str:
+        """Return "sam (rho 0.05), ema (decay 0.999, final)": the techniques with their options, outermost first."""
+        words = {name: in_words(options_of(technique)) for name, technique in self.techniques.items()}
+        return ", ".join(f"{name} ({text})" if text else name for name, text in words.items())
 
     def notes(self, cfg: RunConfig) -> list[str]:
         """Return a warning if the best step is chosen by an average that final/ will not hold."""

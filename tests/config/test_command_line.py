@@ -135,6 +135,15 @@ def test_dry_run_prints_the_plan(files, plan):
     assert row(output, "disk").endswith("in run")
 
 
+def test_dry_run_lists_techniques_and_counts_their_copies(plan):
+    output = plan(max_steps=4, techniques="{ema: {final: true}, sam: null, clip_by_value: {limit: 2}}")
+    assert row(output, "techniques") == "sam (rho 0.05), clip_by_value (limit 2.0), ema (decay 0.999, final)"
+    assert "(2 extra copies for techniques)" in row(output, "memory")
+    plain, with_sam = plan(max_steps=4), plan(max_steps=4, techniques="{sam: null}")
+    assert "techniques" not in plain
+    assert row(with_sam, "disk") == row(plain, "disk")  # nothing of SAM is saved
+
+
 def test_dry_run_of_a_million_million_steps(plan):
     output = plan(max_steps=10**12)
     assert row(output, "steps").startswith("1,000,000,000,000 of 32 examples")

@@ -66,7 +66,10 @@ class Technique:
 
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
     changes_training = True  # False: it changes no number, so a resumed run may add, remove or change it; has no state
-    copies = 0  # of the trained weights, in float32, that it keeps: for the estimates of memory and disk
+    copies = (
+        0  # of the trained weights, in float32, that it keeps, also in checkpoints: for estimates of memory and disk
+    )
+    copies_in_step = 0  # more of them within a step: for the estimate of memory
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
     # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will
     # be repeated because a rank ran out of memory; to know costs those that define them an all-reduce of one number.

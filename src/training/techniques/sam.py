@@ -22,6 +22,7 @@ class SAM(Technique):
 
     rho: float = option("length of the move of the weights along the gradient", 0.05, above=0)
     alpha = 1.0  # share of the gradient at the moved weights
+    copies_in_step = 1  # the weights before the move
 
     def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
         losses = compute(window, total_weight)
@@ -83,3 +84,4 @@ class GradientNormPenalty(SAM):
     with accumulation."""
 
     alpha: float = option("share of the gradient at the moved weights; 1: SAM", 0.8, above=0, max=1)
+    copies_in_step = 2  # and the first gradient

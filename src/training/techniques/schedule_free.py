@@ -23,7 +23,7 @@ class ScheduleFree(Technique):
     beta: float = option("share of the average in the weights at which gradients are computed", 0.9, min=0, below=1)
     power: float = option("weight of update t in the average: t ** power × (highest rate so far) ** 2", 0.0, min=0)
 
-    copies = 2
+    copies = copies_in_step = 1  # z; x within a step
     counts_skipped = False
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
