@@ -13,9 +13,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from src.config.errors import did_you_mean
+from src.config.yaml_files import Loader
 
 ASK = "ask"
 Auto = Literal["auto"]
+MAPPING = "{NAME: VALUE, …}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,21 +86,42 @@ def _bool(value) -> bool:
 
 
 def _json_object(value) -> dict:
-    text = json.dumps(value, default=str) if isinstance(value, dict) else _text(value)  # from YAML: dates become text
+    found = value if isinstance(value, dict) else _mapping(_text(value))
+    _check_keys(found)
+    return _with_numbers(json.loads(json.dumps(found, default=str)))  # dates become text
+
+
+def _mapping(text: str) -> dict:
+    """Return a mapping in YAML or JSON; raise ValueError for anything else, and for a key that is given twice."""
+    reason = ""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=_without_repeated_keys)
     except ValueError:
-        found = _yaml_or_none(text)
+        try:
+            found = yaml.load(text, Loader)
+        except (ValueError, yaml.YAMLError) as error:
+            found, reason = None, getattr(error, "problem", None) or ""
     if not isinstance(found, dict):
-        raise ValueError(f"expected {{NAME: VALUE, …}} in YAML or JSON, found {text}")
-    return _with_numbers(found)
+        raise ValueError(f"expected {MAPPING} in YAML or JSON, found {text}{reason and f': {reason}'}")
+    return found
 
 
-def _yaml_or_none(text: str) -> Any:
-    try:
-        return yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
-        return None
+def _without_repeated_keys(pairs: list[tuple]) -> dict:
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a key is given twice")  # the YAML reader says which
+    return found
+
+
+def _check_keys(value: Any) -> None:
+    """Raise ValueError for a key that is not text, at any depth."""
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                word = yaml.safe_dump(key).split("\n")[0]
+                raise ValueError(f'the key {word} is not text: give a name, or write "{word}" if it is one')
+    if isinstance(value, dict | list):
+        for inside in value.values() if isinstance(value, dict) else value:
+            _check_keys(inside)
 
 
 def _with_numbers(value: Any) -> Any:
@@ -147,6 +170,8 @@ def read_value(type_: Any, rules: Option, value: Any) -> Any:
         return _read_list(get_args(type_)[0], values)
     if not values and TYPES[type_][0] is _bool:
         return True  # a flag without a value
+    if len(values) > 1 and TYPES[type_][0] is _json_object:
+        raise ValueError(f"expected {MAPPING}, found [{', '.join(map(str, values))}]")
     if len(values) != 1:
         raise ValueError(f"expected one value, found {' '.join(map(str, values)) or 'none'}")
     found = TYPES[type_][0](values[0])

@@ -6,6 +6,7 @@ Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py
 
 import importlib
 import inspect
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,10 @@ BETAS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 ARGUMENTS_OF_FIELDS = {"AdamW": BETAS, "Adam": BETAS, "NAdam": BETAS, "RAdam": BETAS, "Adamax": BETAS}
 ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}, "Muon": {}}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the strategy"}
+UNSUPPORTED = {
+    "differentiable": "no gradient passes through an update",
+    "capturable": "no update is part of a CUDA graph",
+}
 MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # these treat matrices of hidden layers in another way
 ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -111,11 +116,15 @@ def optimizer_arguments(cfg: RunConfig, kind: type) -> dict[str, Any]:
         if field := (FOR_ALL | from_fields).get(name):
             raise UsageError(f"optim_args: {name} is set by {field}: remove it")
         if name not in known:
-            settable = known.keys() - FOR_ALL.keys() - from_fields.keys()
+            settable = known.keys() - FOR_ALL.keys() - from_fields.keys() - UNSUPPORTED.keys()
             raise UsageError(
                 f"optim_args: {kind.__name__} has no argument {name}{did_you_mean(name, settable)}; it has "
                 + ", ".join(sorted(settable))
             )
+        if name in UNSUPPORTED:
+            raise UsageError(f"optim_args: {name} is not supported: {UNSUPPORTED[name]}; remove it")
+        if expected := _expected(known[name], given[name]):
+            raise UsageError(f"optim_args: {name} is {given[name]!r}: {kind.__name__} expects {expected}")
     if missing := [n for n, p in known.items() if p.default is p.empty and n not in FOR_ALL and n not in given]:
         raise UsageError(f"optim is {cfg.optim}, which needs {', '.join(missing)}: give optim_args {{{missing[0]}: …}}")
     if cfg.weight_decay and "weight_decay" not in known:
@@ -129,6 +138,26 @@ def optimizer_arguments(cfg: RunConfig, kind: type) -> dict[str, Any]:
     values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples
     return {name: values[name] for name in from_fields} | given | lists
+
+
+def _expected(argument: inspect.Parameter, value: Any) -> str | None:
+    """Return what the argument's default shows to be expected instead of `value`, or None if that is of its kind."""
+    default, is_right, expected = argument.default, True, ""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if value is None and any(word in str(argument.annotation) for word in ("None", "Optional")):
+        pass
+    elif isinstance(default, bool) or argument.name == "foreach":
+        is_right, expected = isinstance(value, bool), "true or false"
+    elif argument.annotation in (int, "int"):
+        is_right, expected = is_number and isinstance(value, int), "a whole number"
+    elif isinstance(default, int | float):
+        is_right, expected = is_number, "a number"
+    elif isinstance(default, str):
+        is_right, expected = isinstance(value, str), "a text"
+    elif isinstance(default, tuple):
+        is_right = isinstance(value, list) and len(value) == len(default)
+        expected = f"a list of {len(default)} values, such as {list(default)}"
+    return None if is_right else expected
 
 
 def _is_torch(kind: type) -> bool:

@@ -1,4 +1,4 @@
-"""Field names of other trainers, each with the field to give here, for errors about unknown fields.
+"""Names of other trainers, each with the field to give here, for errors about unknown fields and techniques.
 
 Tests: tests/config/test_config.py.
 """
@@ -73,4 +73,20 @@ NAMES_ELSEWHERE = {
     "mixed_precision": "give it before train.py: accelerate launch --mixed_precision bf16 train.py",
     "num_processes": "give it before train.py: accelerate launch --num_processes 2 train.py, or make train NPROC=2",
     "config_file": "give the accelerate file before train.py (accelerate launch --config_file FILE)",
+}
+
+# What one might look for in `techniques`, by other names than the fields and options that have the effect.
+NOT_TECHNIQUES = {
+    "label_smoothing": "give label_smoothing_factor, an option of the tasks with a cross-entropy",
+    "focal_loss": "give focal_gamma, an option of the tasks with a cross-entropy",
+    "r_drop": "give r_drop_alpha, an option of text_classification and image_classification",
+    "curriculum": "give curriculum_column and curriculum_steps, fields of the run file",
+    "sequence_length_warmup": "give sequence_length_warmup_steps, a field of the run file",
+    "batch_size_warmup": "give batch_size_warmup_steps, a field of the run file",
+    "local_sgd": "give local_sgd_steps, a field of the run file",
+    "early_stopping": "give early_stopping_patience, a field of the run file",
+    "one_cycle": "give lr_scheduler_type one_cycle, a field of the run file",
+    "muon": "give optim muon, a field of the run file",
+    "gradient_clipping": "give max_grad_norm (a field of the run file), or the technique clip_by_value",
+    "gradient_accumulation": _ACCUMULATION,
 }

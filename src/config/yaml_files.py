@@ -11,7 +11,7 @@ from src.config.errors import UsageError, did_you_mean
 from src.config.paths import REPOSITORY, locate
 
 
-class _Loader(yaml.SafeLoader):
+class Loader(yaml.SafeLoader):
     """Safe YAML loader that raises an error if a key is given twice."""
 
     def construct_mapping(self, node, deep=False):
@@ -27,7 +27,7 @@ def read_yaml(path: str | Path) -> dict:
     found = locate(str(path))
     try:
         with open(found, encoding="utf-8") as file:
-            value = yaml.load(file, _Loader)
+            value = yaml.load(file, Loader)
     except FileNotFoundError:
         near = [str(file) for file in Path(path).parent.glob("*.yaml")]
         known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]

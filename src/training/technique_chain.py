@@ -10,18 +10,20 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean, list_errors, warn
+from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training import out_of_memory
 from src.training.evaluation import evaluate
-from src.training.technique_options import in_words, options_of, read_options
+from src.training.technique_options import explain_unknown, in_words, options_of, read_options
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
 from src.training.weight_copies import assign
+
+MOVING = ("sam", "asam", "gradient_norm_penalty")
 
 
 class TechniqueChain:
@@ -34,7 +36,7 @@ class TechniqueChain:
         self.techniques: dict[str, Technique] = {}
         given, errors = dict(cfg.techniques or {}), []
         for name in given.keys() - known.keys():
-            errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
+            errors.append(f"techniques: {name}: {explain_unknown(name, known)}")
         for name in (name for name in known if name in given):
             try:
                 self.techniques[name] = read_options(known[name](), given[name])
@@ -42,7 +44,7 @@ class TechniqueChain:
                 errors.append(f"techniques: {name}: {error}")
         for name, technique in self.techniques.items():
             errors += [f"techniques: {name}: {error}" for error in range_errors(technique) + technique.errors()]
-        errors += _averages_errors(self.techniques, cfg)
+        errors += _errors_between(self.techniques, cfg)
         if errors:
             raise UsageError(list_errors(errors))
         if self.techniques:  # so that config.yaml and checkpoints record defaults, which another version may change
@@ -188,10 +190,13 @@ def named_tensors(strategy: Strategy, model: torch.nn.Module) -> dict[str, torch
     return {plain_name(name): value for name, value in (*model.named_parameters(), *model.named_buffers())}
 
 
-def _averages_errors(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iterator[str]:
+def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iterator[str]:
     """Yield a sentence for each rule between the techniques, or between them and the data, that is violated."""
     final = [name for name, technique in techniques.items() if technique.final]
     if len(final) > 1:
         yield f"techniques: {' and '.join(final)} have final: true, but final/ can hold one average: keep it for one of them"
+    moving = [name for name in MOVING if name in techniques]
+    if len(moving) > 1:
+        yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"

@@ -5,10 +5,13 @@ Tests: tests/training/test_technique_chain.py.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_origin
 
 from src.config.errors import did_you_mean
 from src.config.fields import declared_options, field_types, read_value
+from src.config.other_trainers_names import NOT_TECHNIQUES
+from src.config.schema import RunConfig
+from src.tasks import OPTIONS
 from src.training.techniques import TECHNIQUES, Technique
 
 
@@ -17,6 +20,8 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
 
     An option that is null has its default."""
     given = {} if given is None or given is True else given
+    if given is False:
+        raise ValueError("false: to train without it, remove the entry")
     if not isinstance(given, dict):
         raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
     types, rules = field_types(kind), declared_options(kind)
@@ -27,6 +32,8 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
     found = {}
     for name, value in given.items():
         try:
+            if isinstance(value, list) and get_origin(types[name]) is not list:
+                raise ValueError(f"expected one value, found {value}")
             if value is not None:
                 found[name] = read_value(types[name], rules[name], value)
         except ValueError as error:
@@ -77,3 +84,18 @@ def _with_defaults(given: dict | None) -> dict[str, dict]:
         known = dataclasses.asdict(TECHNIQUES[name]()()) if name in TECHNIQUES else {}
         found[name] = known | (options if isinstance(options, dict) else {})
     return found
+
+
+def explain_unknown(name: str, known: Mapping[str, Any]) -> str:
+    """Return where the effect of `name` is to be had if it is no technique, else the nearest technique."""
+    lower = name.lower()
+    if lower in known:
+        return f"unknown; did you mean {lower}?"
+    if lower in NOT_TECHNIQUES:
+        return f"not a technique: {NOT_TECHNIQUES[lower]}"
+    if lower in declared_options(RunConfig):
+        return f"is a field of the run file, not a technique: give {lower} outside techniques"
+    for task, options in OPTIONS.items():
+        if lower in declared_options(options()):
+            return f"is an option of a task ({task}, …), not a technique: give {lower} outside techniques"
+    return f"unknown{did_you_mean(lower, known)}; choose from {', '.join(known)}"

@@ -124,6 +124,30 @@ def test_all_errors_of_names_types_and_ranges_at_once(here):
     assert "max_length is 1" in message
 
 
+@pytest.mark.parametrize(
+    "argv, part",
+    [
+        (["--techniques", "{1: {}}"], "the key 1 is not text"),
+        (["--techniques", "{null: {}}"], "the key null is not text"),
+        (["--techniques", "{unfreeze: {steps: {5: 1}}}"], "the key 5 is not text"),
+        (["--optim_args", "{5: 5}"], "the key 5 is not text"),
+        (["--parameter_groups", "{5: {lr_factor: 2}}"], "the key 5 is not text"),
+        (["--techniques", "{sam: {}, sam: {rho: 1}}"], "the key 'sam' is given twice"),
+        (["--techniques", '{"sam": {}, "sam": {"rho": 1}}'], "the key 'sam' is given twice"),
+        (["--techniques", "ema", "sam"], "expected {NAME: VALUE, …}, found [ema, sam]"),
+    ],
+)
+def test_mappings_need_names_each_given_once(here, argv, part):
+    message = errors(*argv, **MODEL)
+    assert part in message
+    assert "\n" not in message
+
+
+def test_mappings_of_the_file_need_names(here):
+    assert "the key 1 is not text" in errors(techniques={1: {}})
+    assert "found [ema, sam]" in errors(techniques=["ema", "sam"])
+
+
 def test_all_errors_of_ranges_and_rules_at_once(here):
     message = errors(**MODEL, model_name_or_path="gpt2", seed=-1, warmup_steps=1.5, local_sgd_steps=3, save_steps=4)
     assert message.startswith("4 errors")

@@ -83,12 +83,19 @@ def test_values_are_read_as_the_types_of_the_options():
         ({"oter": {}}, ["oter", "did you mean outer", "outer, inner"]),
         ({"outer": {"rat": 1}}, ["outer: rat", "did you mean rate", "rate, low, high"]),
         ({"outer": {"rate": "fast"}}, ["outer: rate", "'fast'", "a rate"]),
-        ({"outer": {"rate": [1, 2]}}, ["outer: rate", "1 2"]),
+        ({"outer": {"rate": [1, 2]}}, ["outer: rate", "[1, 2]"]),
+        ({"outer": {"rate": [1]}}, ["outer: rate", "expected one value, found [1]"]),
+        ({"OUTER": {}}, ["OUTER: unknown; did you mean outer?"]),
+        ({"freeze": {}}, ["freeze: is a field of the run file"]),
+        ({"stochastic_depth": {}}, ["is a field of the run file"]),
+        ({"mixup": {}, "z_loss": {}}, ["mixup: is an option of a task", "z_loss: is an option of a task"]),
+        ({"label_smoothing": {}, "r_drop": None}, ["give label_smoothing_factor", "give r_drop_alpha"]),
+        ({"curriculum": {}, "muon": None}, ["give curriculum_column", "give optim muon"]),
         ({"outer": {"rate": 0}}, ["outer: rate is 0", "above 0"]),
         ({"outer": {"rate": float("nan")}}, ["outer: rate is nan", "finite"]),
         ({"outer": {"low": 2}}, ["outer: low is 2", "high, which is 2"]),
         ({"outer": 0.5}, ["outer", "0.5", "{NAME: VALUE}"]),
-        ({"outer": False}, ["outer", "False"]),
+        ({"outer": False}, ["outer: false", "remove the entry"]),
         ({"outer": ["rate"]}, ["outer", "['rate']"]),
         ({"inner": {"name": "z"}}, ["inner: name", "'z'", "'x', 'y'"]),
         ({"outer": {"rate": -1}, "inner": {"nam": 1}, "sma": None}, ["3 errors", "rate is -1", "nam", "sma"]),
@@ -109,6 +116,12 @@ def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path, given):
     assert "techniques" in texts[0]
     assert texts[0].count("error") == 1
     assert not list((tmp_path / "here").iterdir())
+
+
+@pytest.mark.parametrize("names", [["sam", "asam"], ["gradient_norm_penalty", "sam"]])
+def test_one_technique_moves_the_weights_for_a_second_gradient(names):
+    with pytest.raises(UsageError, match=r"sam and .*: keep one"):
+        TechniqueChain(RunConfig(techniques=dict.fromkeys(names)))
 
 
 # ---- the order of techniques, and their states ---------------------------------------------------------------------------
