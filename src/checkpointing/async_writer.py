@@ -191,7 +191,7 @@ class CheckpointWriter:
             self.failures = 0
             if self.is_main:
                 self.saved = (step, train_state["evaluated"])
-                self._delete_old(train_state["best_step"])
+                self._delete_old(train_state["best_step"], train_state["rollbacks"])
                 self._report_saved(folder, tensors, copying, time.perf_counter() - began)
         except Failure as error:  # another rank's error: that rank ends the run with its traceback
             log.error("the checkpoint of step %s is not saved: %s", step, error)
@@ -241,10 +241,10 @@ class CheckpointWriter:
         if not run_status.failed_rank(self.folder, -1):  # keep a failed rank's traceback the last thing printed
             console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")
 
-    def _delete_old(self, best_step: int) -> None:
+    def _delete_old(self, best_step: int, rollbacks: list[dict]) -> None:
         try:
             lost_run_folder.check_held(self.folder)
             atomic_folder.remove_leftovers(self.folder / "checkpoints")
-            checkpoint_list.prune(self.cfg, best_step)
+            checkpoint_list.prune(self.cfg, best_step, rollbacks)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")

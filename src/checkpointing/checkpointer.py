@@ -101,10 +101,10 @@ class Checkpointer:
             self.stop(error)
 
     def roll_back(self, before: int) -> int | None:
-        """Roll back to the newest intact checkpoint below step `before`; return its step, None without one."""
+        """Roll back to the newest scheduled, intact checkpoint below step `before`; return its step, None without one."""
         with self.meter.paused():
             self._wait_on_all_ranks()
-            return roll_back.roll_back(self.strategy, self.folder, self.model, self.parts, self.state, before)
+            return roll_back.roll_back(self.strategy, self.cfg, self.model, self.parts, self.state, before)
 
     def save(self) -> None:
         """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""

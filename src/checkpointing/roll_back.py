@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from src.checkpointing.checkpoint_format import load_checkpoint
-from src.checkpointing.checkpoint_list import list_checkpoints, step_of
+from src.checkpointing.checkpoint_list import list_checkpoints, may_return_to, step_of
 from src.config.errors import Failure
+from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.distributed.strategies import Strategy
@@ -23,13 +24,15 @@ if TYPE_CHECKING:
 
 
 def roll_back(
-    strategy: Strategy, folder: Path, model_with_loss: ModelWithLoss, parts: dict, state: TrainState, before: int
+    strategy: Strategy, cfg: RunConfig, model_with_loss: ModelWithLoss, parts: dict, state: TrainState, before: int
 ) -> int | None:
-    """Restore the newest intact checkpoint below step `before`, on all ranks; return its step, None without one.
+    """Restore the newest intact checkpoint below step `before` whose step is a multiple of save_steps, on all ranks.
+
+    Return its step, None without one.
 
     The step counter goes on, so data, ledger and metrics stay functions of the step. `updates` returns to that of the
     checkpoint, and with it the learning rate. Checkpoints of steps that an earlier call has undone do not count."""
-    checkpoint = _choose_on_all_ranks(strategy.accelerator, folder, state, before)
+    checkpoint = _choose_on_all_ranks(strategy.accelerator, cfg, state, before)
     if checkpoint is None:
         return None
     restore_weights(strategy, model_with_loss, checkpoint)
@@ -41,15 +44,14 @@ def roll_back(
     return then.step
 
 
-def _choose_on_all_ranks(accelerator: "Accelerator", folder: Path, state: TrainState, before: int) -> Path | None:
+def _choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, state: TrainState, before: int) -> Path | None:
     from accelerate.utils import broadcast_object_list
 
     found: list[Any] = [None]
     if accelerator.is_main_process:
-        undone = [range(past["to"] + 1, past["step"]) for past in state.rollbacks]
-        for path in list_checkpoints(folder):
+        for path in list_checkpoints(cfg.output_dir):
             step = step_of(path)
-            if step is not None and step < before and not any(step in steps for steps in undone):
+            if step is not None and step < before and may_return_to(step, cfg, state.rollbacks):
                 found[0] = path if not atomic_folder.verify(path) else found[0]
     broadcast_object_list(found)
     return found[0]

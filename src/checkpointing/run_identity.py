@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from src.checkpointing.checkpoint_list import read_state
+from src.checkpointing.checkpoint_list import read_state, rolls_back
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
@@ -80,7 +80,7 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
             f"resume: {checkpoint} does not record {', '.join(sorted(missing))}: another version of this code saved it; start "
             f"a new run from its weights with --init_from {checkpoint}"
         )
-    _compare_fields(changes, state, yaml.safe_load(to_yaml(cfg, options)), options, known)
+    _compare_fields(changes, state, yaml.safe_load(to_yaml(cfg, options)), cfg, options, known)
     _compare_contents(changes, state["identity"], known)
     _compare_schedules(changes, cfg, state, known["data"]["examples"])
     if changes.refused:
@@ -93,20 +93,29 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
     return [f"changed since {checkpoint.name}: {text}" for text in changes.remarks]
 
 
-def _compare_fields(changes: Changes, state: dict, new: dict, options, known: dict) -> None:
+def _compare_fields(changes: Changes, state: dict, new: dict, cfg: RunConfig, options, known: dict) -> None:
     old, defaults = state["config"], dataclasses.asdict(RunConfig()) | dataclasses.asdict(type(options)())
     may_change = changeable_fields(type(options)) | _checked_by_content(state, new, known)
     refused, remarks = differences(old.get("techniques"), new.get("techniques"))
     changes.refused += refused
     changes.remarks += remarks
+    fixed = _fixed_fields(cfg)
     for name, default in defaults.items():
         before, after = old.get(name, default), new.get(name, default)
         if before == after or name == "techniques":
             continue
-        if name not in may_change:
+        if name in fixed:
+            changes.refused.append(f"{name}: {before} → {after}, which {fixed[name]} depends on")
+        elif name not in may_change:
             changes.refused.append(f"{name}: {before} → {after}")
         elif name not in ("output_dir", "resume", "dry_run") and after != "auto":
             changes.remarks.append(f"{name}: {before} → {after}")
+
+
+def _fixed_fields(cfg: RunConfig) -> dict[str, str]:
+    """Return {field: what depends on it} for fields that usually may change, but not in this run."""
+    fixed = {"save_steps": "action: roll_back"} if rolls_back(cfg) else {}
+    return fixed
 
 
 def _checked_by_content(state: dict, new: dict, known: dict) -> set[str]:

@@ -134,7 +134,8 @@ class TechniqueChain:
             before = technique.roll_back_before()
             if before is not None and self.run.roll_back(before) is None:
                 warn(
-                    f"techniques: {name}: there is no checkpoint before step {before} to return to; its update was skipped"
+                    f"techniques: {name}: there is no checkpoint at a multiple of save_steps before step {before} to return "
+                    "to; its update was skipped"
                 )
 
     # ---- evaluation --------------------------------------------------------------------------------------------------

@@ -105,6 +105,17 @@ def test_essential_fields_are_declared_as_fixed():
     assert not changeable_fields(OPTIONS["causal_lm"]()) & {"seed", "learning_rate", "global_batch_size", "max_length"}
 
 
+def test_save_steps_may_not_change_with_rollbacks(tmp_path):
+    cfg = RunConfig(task="causal_lm", output_dir="run", max_steps=12, dataset_name="data")
+    for action in ("skip", "roll_back"):
+        was = dataclasses.replace(cfg, techniques={"spike_watch": {"action": action}})
+        now = dataclasses.replace(was, save_steps=7)
+        if action == "skip":
+            assert check(tmp_path, now, was=was) == ["changed since step_00000008: save_steps: 500 → 7"]
+        else:
+            assert "save_steps: 500 → 7, which action: roll_back depends on" in refusal(tmp_path, now, was=was)
+
+
 # ---- length ------------------------------------------------------------------------------------------------------------
 
 

@@ -110,7 +110,7 @@ class Technique:
 
     def roll_back_before(self) -> int | None:
         """Return a step if, after this update, the run must roll back to the last checkpoint before that step, else
-        None.
+        None; only at multiples of save_steps. A technique that does so has an option `action` with the value roll_back.
 
         Return the same on every rank, without waiting for the device: judge the update before this one. Weights,
         optimizer, techniques and schedule roll back; training goes on with the data of the next step."""

@@ -23,12 +23,12 @@ class SpikeWatch(Technique):
     The norm is the same on every rank and the median stays on the device, so nothing is sent and nothing waits."""
 
     action: str = option(
-        "skip: skip the update; roll_back: also return to the last checkpoint before it; the data goes on",
+        "skip: skip the update; roll_back: also return to the last checkpoint (of save_steps) before it; the data goes on",
         "skip",
         choices=("skip", "roll_back"),
     )
     factor: float = option("a norm above this multiple of the median is a spike", 4.0, above=1)
-    window: int = option("number of norms in the median", 100, min=2)
+    window: int = option("number of norms in the median", 100, min=2, max=100_000)
     warmup: int = option("norms to collect before the first decision", 20, min=1)
     max_rollbacks: int = option("fail if the gradient spikes again after this many rollbacks", 10, min=1)
 

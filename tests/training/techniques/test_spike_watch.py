@@ -9,8 +9,13 @@ import pytest
 import torch
 
 import train
+from src.checkpointing import roll_back
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
+from src.training.technique_chain import TechniqueChain
 from src.training.techniques.spike_watch import SpikeWatch
+from src.training.train_state import Intervals
 from tests.helpers import kit, technique_runs
 from tests.training.test_step import _count_syncs
 
@@ -135,7 +140,28 @@ def test_roll_backs_are_limited(tmp_path, spikes):
 def test_no_checkpoint_before_the_spike(tmp_path, spikes):
     run = technique_runs.train(tmp_path / "run", rolled(tmp_path) | {"save_steps": 7}, 1, 4)
     assert not run.kind("roll_back")
-    assert "no checkpoint before step 5" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert "no checkpoint at a multiple of save_steps before step 5" in (tmp_path / "run.out" / "rank0.txt").read_text()
+
+
+@pytest.mark.parametrize("save_steps, at, to", [(3, {5, 8}, [3, 6]), (2, {6, 8}, [4, 4])])
+def test_other_checkpoints_do_not_change_a_rollback(tmp_path, spikes, monkeypatch, save_steps, at, to):
+    """One run saves when save_steps says so, the other after every step, of which it keeps two."""
+    spikes.clear()
+    spikes |= at
+    values = rolled(tmp_path) | {"save_steps": save_steps}
+    straight = technique_runs.train(tmp_path / "straight", values, 1, 4)
+    monkeypatch.setattr(Intervals, "save", lambda self: (self.state.step, self.state.evaluated) != self.last_save)
+    often = technique_runs.train(tmp_path / "often", values | {"save_total_limit": 2}, 1, 4)
+    assert [line["to"] for line in straight.kind("roll_back")] == to
+    assert kit.same(often.weights, straight.weights)
+    monkeypatch.setattr(roll_back, "may_return_to", lambda *args: True)  # the mutant: any checkpoint
+    mutant = technique_runs.train(tmp_path / "mutant", values | {"save_total_limit": 2}, 1, 4)
+    assert kit.distance(mutant.weights, straight.weights) > 1e-4
+
+
+def test_endless_window_is_refused():
+    with pytest.raises(UsageError, match="window"):
+        TechniqueChain(RunConfig(techniques={"spike_watch": {"window": 10**9}}))
 
 
 def test_nothing_waits_for_the_device(tmp_path):
