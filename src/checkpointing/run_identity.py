@@ -18,7 +18,7 @@ from src.config.schema import RunConfig, changeable_fields
 from src.config.yaml_files import read_yaml
 from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
-from src.training.schedules import make_schedule, total_steps
+from src.training.schedules import PLATEAU, make_schedule, total_steps
 from src.training.technique_options import differences
 
 if TYPE_CHECKING:
@@ -115,6 +115,8 @@ def _compare_fields(changes: Changes, state: dict, new: dict, cfg: RunConfig, op
 def _fixed_fields(cfg: RunConfig) -> dict[str, str]:
     """Return {field: what depends on it} for fields that usually may change, but not in this run."""
     fixed = {"save_steps": "action: roll_back"} if rolls_back(cfg) else {}
+    if cfg.lr_scheduler_type == PLATEAU:
+        fixed |= dict.fromkeys(("eval_steps", "metric_for_best_model", "greater_is_better"), PLATEAU)
     return fixed
 
 
@@ -199,6 +201,12 @@ def _compare_schedules(changes: Changes, cfg: RunConfig, state: dict, examples: 
     old_length, new_length = total_steps(before, examples), total_steps(cfg, examples)
     if old_length == new_length:
         return
+    evaluated = state["progress"].get("evaluated", 0)
+    if cfg.lr_scheduler_type == PLATEAU and cfg.eval_steps and evaluated % cfg.eval_steps:
+        changes.refused.append(
+            f"length: {old_length} → {new_length} steps: {PLATEAU} has counted the evaluation at the end, step {evaluated}, "
+            f"which is not a multiple of eval_steps ({cfg.eval_steps}): the longer run would not have had it"
+        )
     old_rate, new_rate = make_schedule(before, old_length), make_schedule(cfg, new_length)
     done = state["progress"]["updates"]
     sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}  # of a long run, the first and last 1,000

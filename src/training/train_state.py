@@ -143,7 +143,6 @@ class TrainState:
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
             self.best, self.best_step, self.evals_without_improvement = None, 0, 0
-            self.plateau = self.plateau and self.plateau | {"best": None, "num_bad_epochs": 0}
         self.best_metric, self.best_greater = name, greater
 
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:

@@ -28,13 +28,15 @@ KNOWN = {"data": DATA, "validation": None, "mixed_precision": "no", "processes":
 KNOWN |= {"model": {"n_embd": 16}, "model_commit": None}
 
 
-def check(folder: Path, cfg: RunConfig, options=None, was=None, was_options=None, known=KNOWN, then=KNOWN) -> list[str]:
+def check(
+    folder: Path, cfg: RunConfig, options=None, was=None, was_options=None, known=KNOWN, then=KNOWN, evaluated=0
+) -> list[str]:
     """Return the remarks on a run that resumes from step 8 of one with the configuration `was` and the identity `then`."""
     options = options or OPTIONS[cfg.task]()()
     config = yaml.safe_load(to_yaml(was or cfg, was_options or options))
     checkpoint = folder / "run" / "checkpoints" / "step_00000008"
     checkpoint.mkdir(parents=True, exist_ok=True)
-    state = {"config": config, "identity": then, "progress": {"updates": 8}}
+    state = {"config": config, "identity": then, "progress": {"updates": 8, "evaluated": evaluated}}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return run_identity.check_same_run(checkpoint, cfg, options, known)
 
@@ -131,6 +133,25 @@ def test_length_may_change_if_past_rates_stay_the_same(tmp_path, schedule, steps
         assert f"length: 12 → {steps} steps: with it, {schedule} " in refusal(tmp_path, now, was=was)
     else:
         assert check(tmp_path, now, was=was) == [f"changed since step_00000008: max_steps: 12 → {steps}"]
+
+
+def test_plateau_may_be_extended_unless_its_last_evaluation_was_an_extra_one(tmp_path):
+    was, now = (run_of("reduce_lr_on_plateau", max_steps=steps, eval_steps=5) for steps in (12, 30))
+    for evaluated in (0, 10):  # resumed before the end
+        assert check(tmp_path, now, was=was, evaluated=evaluated) == ["changed since step_00000008: max_steps: 12 → 30"]
+    assert "evaluation at the end, step 12, which is not a multiple" in refusal(tmp_path, now, was=was, evaluated=12)
+
+
+@pytest.mark.parametrize(
+    "field, value", [("eval_steps", 3), ("metric_for_best_model", "accuracy"), ("greater_is_better", True)]
+)
+def test_what_decides_the_rate_of_plateau_may_not_change(tmp_path, field, value):
+    was = run_of("reduce_lr_on_plateau", max_steps=12, eval_steps=5)
+    assert f"{field}: {getattr(was, field)} → {value}, which reduce_lr" in refusal(
+        tmp_path, dataclasses.replace(was, **{field: value}), was=was
+    )
+    was = dataclasses.replace(was, lr_scheduler_type="constant")
+    assert check(tmp_path, dataclasses.replace(was, **{field: value}), was=was)
 
 
 def test_length_in_epochs_counts_as_its_steps(tmp_path):
