@@ -29,7 +29,10 @@ def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> 
     holds = f"final/ holds its average ({average})" if average else "final/ holds it"
     if held != progress.best_step:
         holds = f"its checkpoint is gone or damaged, so final/ holds {what}step {held:,}"
-    return f"best: step {progress.best_step:,}, {progress.best_metric} {progress.best}; {holds}"
+    metric = f"{progress.best_metric} {progress.best}"
+    if average and str(progress.best_metric).partition("/")[0] not in (cfg.techniques or {}):
+        metric += " (weights of training)"
+    return f"best: step {progress.best_step:,}, {metric}; {holds}"
 
 
 def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, list_errors, warn
+from src.config.errors import UsageError, did_you_mean, list_errors, warn
 from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
@@ -44,7 +44,7 @@ class TechniqueChain:
                 errors.append(f"techniques: {name}: {error}")
         for name, technique in self.techniques.items():
             errors += [f"techniques: {name}: {error}" for error in range_errors(technique) + technique.errors()]
-        errors += _errors_between(self.techniques, cfg)
+        errors += [*_errors_between(self.techniques, cfg), *_metric_errors(given, cfg, known)]
         if errors:
             raise UsageError(list_errors(errors))
         if self.techniques:  # so that config.yaml and checkpoints record defaults, which another version may change
@@ -66,13 +66,18 @@ class TechniqueChain:
         return ", ".join(f"{name} ({text})" if text else name for name, text in words.items())
 
     def notes(self, cfg: RunConfig) -> list[str]:
-        """Return a warning if the best step is chosen by an average that final/ will not hold."""
-        name = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")[0]
-        if name not in self.techniques or self.techniques[name].final:
+        """Return a warning if metric_for_best_model judges other weights than those that final/ will hold."""
+        metric = (cfg.metric_for_best_model or "").removeprefix("eval_")
+        judged = metric.partition("/")[0] if metric.partition("/")[0] in self.techniques else ""
+        final = next((name for name, technique in self.techniques.items() if technique.final), "")
+        if not metric or judged == final:
             return []
+        weights = {name: f"the average ({name})" for name in self.techniques} | {"": "the weights of training"}
+        best = metric.removeprefix(f"{judged}/") if judged else metric
+        fix = f"give metric_for_best_model {final}/{best}" if final else f"give {judged} the option final: true"
         return [
-            f"warning: metric_for_best_model is {cfg.metric_for_best_model}, but final/ will hold the weights of training of "
-            f"that step: for the average give {name} the option final: true"
+            f"warning: metric_for_best_model is {cfg.metric_for_best_model}, of {weights[judged]}, but final/ will hold "
+            f"{weights[final]} of that step: to choose by what final/ holds, {fix}"
         ]
 
     # ---- before training ---------------------------------------------------------------------------------------------
@@ -201,3 +206,19 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
+
+
+def _metric_errors(given: Mapping[str, Any], cfg: RunConfig, known: Mapping[str, Callable]) -> Iterator[str]:
+    """Yield a sentence if metric_for_best_model is NAME/… and no evaluation has metrics of that name."""
+    name, slash, metric = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")
+    averages = [each for each in known if known[each]().average is not Technique.average] if slash else []
+    if not slash or name in (cfg.mixture or ()) or (name in given and name in averages):
+        return
+    but = f"metric_for_best_model is {cfg.metric_for_best_model}, but"
+    if name in averages:
+        yield f"{but} techniques has no {name}: add techniques: {{{name}: {{}}}}, or give metric_for_best_model {metric}"
+    else:
+        yield (
+            f"{but} {name} is neither a technique with an average of weights ({', '.join(averages)}) nor a source of "
+            f"mixture{did_you_mean(name, [*averages, *(cfg.mixture or ())])}: give metric_for_best_model {metric}"
+        )

@@ -1,6 +1,6 @@
 """Options of techniques: reading the field `techniques`, all values in words, and what a resumed run has changed.
 
-Tests: tests/training/test_technique_chain.py.
+Tests: tests/training/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
 """
 
 import dataclasses

@@ -1,18 +1,20 @@
 """The average of weights in final/: what eval.py finds there, which step it is of, what says so."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_list, final_model
 from src.config.errors import UsageError
 from src.config.parsing import RunConfig
 from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
 from src.training.technique_chain import TechniqueChain
+from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
 from tests.conformance import recipes
@@ -134,6 +136,61 @@ def test_final_can_hold_one_average():
         TechniqueChain(cfg)
     assert "ema and swa have final: true" in str(refused.value)
     assert "mixture: ema is also the name of a technique" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "metric, techniques, mixture, text",
+    [
+        ("ema/loss", None, None, "techniques has no ema: add techniques: {ema: {}}"),
+        ("eval_ema/loss", {"sam": None}, None, "techniques has no ema: add techniques: {ema: {}}"),
+        ("sam/loss", {"sam": None}, None, "sam is neither a technique with an average of weights (ema, swa, lawa) nor"),
+        ("emma/loss", EMA, None, "did you mean ema?"),
+        ("cod/loss", None, {"code": {}, "prose": {}}, "nor a source of mixture; did you mean code?"),
+        ("ema/loss", EMA, None, None),
+        ("code/loss", None, {"code": {}, "prose": {}}, None),
+        ("loss", {"sam": None}, None, None),
+        (None, None, None, None),
+    ],
+)
+def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, mixture, text):
+    cfg = RunConfig(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
+    if text is None:
+        TechniqueChain(cfg)
+        return
+    with pytest.raises(UsageError) as refused:
+        TechniqueChain(cfg)
+    assert f"metric_for_best_model is {metric}, but" in str(refused.value)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "metric, final, fix",
+    [
+        (None, "ema", None),
+        ("loss", "", None),
+        ("ema/loss", "ema", None),
+        ("loss", "ema", "of the weights of training, but final/ will hold the average (ema) .* metric_for_best_model ema/loss"),
+        ("eval_code/loss", "ema", "metric_for_best_model ema/code/loss"),
+        ("swa/loss", "ema", "of the average .swa., but final/ will hold the average .ema. .* metric_for_best_model ema/loss"),
+        ("swa/loss", "", "but final/ will hold the weights of training .* give swa the option final: true"),
+    ],
+)  # fmt: skip
+def test_metric_of_other_weights_than_final_is_warned_about(metric, final, fix):
+    techniques = {name: {"final": name == final} for name in ("ema", "swa")}
+    cfg = RunConfig(metric_for_best_model=metric, techniques=techniques, mixture={"code": {}, "prose": {}})
+    notes = TechniqueChain(cfg).notes(cfg)
+    assert len(notes) == (fix is not None)
+    if fix:
+        assert re.search(fix.replace("(ema)", ".ema."), notes[0])
+
+
+@pytest.mark.parametrize("metric, weights", [("loss", " (weights of training)"), ("ema/loss", "")])
+def test_closing_line_says_of_which_weights_the_number_is(metric, weights):
+    cfg = RunConfig(metric_for_best_model=metric, techniques=EMA)
+    state = TrainState(best=3.78, best_step=24, best_metric=metric)
+    expected = f"best: step 24, {metric} 3.78{weights}; final/ holds its average (ema)"
+    assert final_model.best(cfg, state, 24, "ema") == expected
+    assert final_model.best(cfg, state, 24) == f"best: step 24, {metric} 3.78; final/ holds it"
 
 
 def test_best_by_an_average_that_final_does_not_hold_is_warned_about(tiny, tmp_path):
