@@ -19,7 +19,9 @@ def best_by(cfg: RunConfig) -> tuple[str, bool]:
 
 
 def metric_warnings(cfg: RunConfig) -> list[str]:
-    """Return a warning if greater_is_better should probably be false, or if it has no effect."""
+    """Return a warning if greater_is_better should probably be false, or if it or early stopping has no effect."""
+    if cfg.early_stopping_patience and not cfg.eval_steps:
+        return ["early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"]
     name, _ = best_by(cfg)
     last = name.split("/")[-1].lower()
     looks_like_error = last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))

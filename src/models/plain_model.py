@@ -18,6 +18,7 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
 from src.models.model_files import model_folder, reason
+from src.models.stochastic_depth import refuse_stochastic_depth
 
 
 def saved_config(cfg: RunConfig) -> dict[str, Any]:
@@ -47,6 +48,7 @@ def build_plain_model(
     module do not have the same parameters and buffers."""
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
+    refuse_stochastic_depth(cfg, f"{type(model).__name__} is not a model of transformers, whose config sets it")
     if lazy := [name for name, value in model.named_parameters() if is_lazy(value)]:
         raise UsageError(
             f"{type(model).__name__}: {lazy[0]} has no shape before the first forward pass: give lazy modules their sizes, or "

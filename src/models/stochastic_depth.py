@@ -27,8 +27,14 @@ def set_stochastic_depth(cfg: RunConfig, config: "PreTrainedConfig") -> None:
     if cfg.stochastic_depth is None:
         return
     if getattr(config, BY_ROW, None) is None:
-        raise UsageError(
-            f"stochastic_depth is {cfg.stochastic_depth}, but the config of {config.model_type} has no field {BY_ROW}: "
-            "remove it, or use a model that has it (convnext, swin, dinov2, beit, segformer, …)"
-        )
+        refuse_stochastic_depth(cfg, f"the config of {config.model_type} has no field {BY_ROW}")
     setattr(config, BY_ROW, cfg.stochastic_depth)
+
+
+def refuse_stochastic_depth(cfg: RunConfig, reason: str) -> None:
+    """Raise UsageError if `stochastic_depth` is given, because of `reason`."""
+    if cfg.stochastic_depth is not None:
+        raise UsageError(
+            f"stochastic_depth is {cfg.stochastic_depth}, but {reason}: remove it, or use a model that has it "
+            "(convnext, swin, dinov2, beit, segformer, …)"
+        )

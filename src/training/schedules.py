@@ -27,6 +27,8 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     warmup = warmup_updates(cfg, total)
     kwargs = dict(cfg.lr_scheduler_kwargs or {})
     try:
+        if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):
+            raise TypeError("it takes no arguments")  # transformers would ignore them
         if cfg.lr_scheduler_type == PLATEAU:
             _plateau(cfg, greater=False)  # raises TypeError for unknown arguments
             after_warmup = _own_schedule(warmup, total, lambda x: 1.0, {})

@@ -5,7 +5,7 @@ Tests: tests/training/techniques/test_averages.py.
 
 import torch
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.distributed.sharded_tensors import local_part, plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
@@ -65,14 +65,6 @@ def _can_move(value: torch.Tensor) -> bool:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def warn_if_unused(run: Run, name: str, first_step: int) -> None:
-    """Warn if the run ends before `first_step`, at which the technique `name` first does something."""
-    if first_step > run.num_steps:
-        warn(
-            f"techniques: {name} has no effect: it begins at step {first_step:,}, but the run has {run.num_steps:,} steps"
-        )
 
 
 @torch.no_grad()

@@ -1,10 +1,12 @@
 """Stochastic depth: the field of each kind of model, the same draws on any number of processes, refusals."""
 
 import pytest
+import torch
 
 from src.config import parsing
 from src.config.errors import UsageError
 from src.models.load_config import load_config
+from src.models.plain_model import build_plain_model
 from src.tasks import OPTIONS
 from tests.helpers import images, kit
 
@@ -44,6 +46,9 @@ def test_fields_of_the_model_and_a_model_without_one(tmp_path, capsys):
     assert load(CONVNEXT, stochastic_depth=0.25).drop_path_rate == 0.25
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.25.*gpt2.*drop_path_rate"):
         load(kit.TINY, stochastic_depth=0.25)
+    cfg = parsing.parse(kit.flags(task="segmentation", stochastic_depth=0.5), OPTIONS)[0]
+    with pytest.raises(UsageError, match=r"stochastic_depth is 0.5, but Linear is not a model of transformers"):
+        build_plain_model(cfg, lambda: torch.nn.Linear(2, 2))
     bart = load({"model_type": "bart", "encoder_layerdrop": 0.5})  # ranks would wait for each other's layers
     assert bart.encoder_layerdrop == 0
     assert "encoder_layerdrop is 0.5" in capsys.readouterr().err

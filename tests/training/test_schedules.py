@@ -56,6 +56,12 @@ def test_wrong_arguments_of_a_schedule_are_refused():
         make_schedule(RunConfig(lr_scheduler_kwargs={"nonsense": 1}), 10)
 
 
+@pytest.mark.parametrize("name", ["constant", "constant_with_warmup"])
+def test_a_constant_schedule_takes_no_arguments(name):
+    with pytest.raises(UsageError, match=f"lr_scheduler_kwargs: .*not valid for {name}: it takes no arguments"):
+        make_schedule(RunConfig(lr_scheduler_type=name, lr_scheduler_kwargs={"min_lr": 1}), 10)
+
+
 # ---- schedules of src/training/schedules.py ----------------------------------------------------------------------------
 
 

@@ -408,7 +408,10 @@ def test_lower_is_better_names_are_warned_about(name):
 
 def test_ignored_direction_is_warned_about():
     assert "greater_is_better is ignored" in best_metric.metric_warnings(RunConfig(greater_is_better=True))[0]
-    assert not best_metric.metric_warnings(RunConfig(greater_is_better=True, early_stopping_patience=1))
+    assert not best_metric.metric_warnings(RunConfig(greater_is_better=True, early_stopping_patience=1, eval_steps=1))
+    assert (
+        "early_stopping_patience has no effect" in best_metric.metric_warnings(RunConfig(early_stopping_patience=1))[0]
+    )
     assert not best_metric.metric_warnings(RunConfig(metric_for_best_model="f1"))
 
 

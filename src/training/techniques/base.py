@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.data.batch_plan import derive_seed
 from src.distributed.host_group import HostGroup
@@ -54,6 +55,14 @@ class Run:
         if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
             return distribute_tensor(noise, like.device_mesh, like.placements, src_data_rank=None)
         return noise
+
+
+def warn_if_unused(run: Run, name: str, first_step: int) -> None:
+    """Warn if the run ends before `first_step`, at which the technique `name` first does something."""
+    if first_step > run.num_steps:
+        warn(
+            f"techniques: {name} has no effect: it begins at step {first_step:,}, but the run has {run.num_steps:,} steps"
+        )
 
 
 class Technique:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from src.config.errors import warn
 from src.config.fields import option
 from src.training.techniques.base import Technique
 from src.training.weight_copies import Tensors, TrainedTensors, assign
@@ -25,6 +26,12 @@ class EMA(Technique):
     counts_skipped = False
 
     def begin(self) -> None:
+        share = self.decay**self.run.num_steps
+        if share > 0.5 and not self.warmup:
+            warn(
+                f"techniques: ema has little effect: after {self.run.num_steps:,} steps with decay {self.decay:g}, {share:.0%} of "
+                "the average are still the initial weights: give warmup: true or a smaller decay"
+            )
         self.trained = TrainedTensors(self.run)
         self.weights = self.trained.copy()
         self.updates = torch.zeros((), dtype=self.run.strategy.buffers.wide, device=self.trained.device)

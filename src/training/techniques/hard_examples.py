@@ -16,7 +16,7 @@ from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.tasks import Task
 from src.training.batch_loss import Vectors
-from src.training.techniques.base import ComputeGradient, Technique
+from src.training.techniques.base import ComputeGradient, Technique, warn_if_unused
 from src.training.train_state import StepLosses, Window
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
@@ -30,6 +30,11 @@ class HardExamples(Technique):
     start_step: int = option("first step that chooses; those before train on all rows", 1, min=1)
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        if alpha := getattr(model.task.options, "r_drop_alpha", 0):
+            raise UsageError(
+                f"techniques: hard_examples needs the losses of single rows, but r_drop_alpha is {alpha:g}, whose loss is that "
+                "of two passes: remove one of them"
+            )
         self.hardest = model.batch_loss = HardestRows(model.task, self.share)
         if cfg.local_sgd_steps:
             raise UsageError(
@@ -38,6 +43,7 @@ class HardExamples(Technique):
             )
 
     def begin(self) -> None:
+        warn_if_unused(self.run, "hard_examples", self.start_step)
         self.is_checked = False
 
     def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from src.config.fields import option
-from src.training.techniques.base import Technique
-from src.training.weight_copies import TrainedTensors, assign, warn_if_unused
+from src.training.techniques.base import Technique, warn_if_unused
+from src.training.weight_copies import TrainedTensors, assign
 
 
 @dataclass(eq=False)

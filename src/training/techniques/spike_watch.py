@@ -11,7 +11,7 @@ import torch
 
 from src.config.errors import Failure, UsageError
 from src.config.fields import option
-from src.training.techniques.base import Technique
+from src.training.techniques.base import Technique, warn_if_unused
 from src.training.train_state import DeviceFlag
 
 
@@ -49,6 +49,7 @@ class SpikeWatch(Technique):
                 f"techniques: spike_watch: action is roll_back, which {run.strategy.name} does not support: use action "
                 "skip, DDP or FSDP2"
             )
+        warn_if_unused(run, "spike_watch", self.warmup + 1)
         self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
         self.seen = 0  # norms so far
         # (whether it was a spike, its step) of the last update and of the one before it

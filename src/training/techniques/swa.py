@@ -6,8 +6,8 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.training.techniques.base import Technique
-from src.training.weight_copies import Tensors, TrainedTensors, assign, warn_if_unused
+from src.training.techniques.base import Technique, warn_if_unused
+from src.training.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)

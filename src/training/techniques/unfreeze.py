@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.parameter_names import first_match, named_parameters
@@ -33,6 +34,20 @@ class Unfreeze(Technique):
         steps = self.steps or {}
         patterns = first_match(steps, named_parameters(model), "techniques: unfreeze: steps")
         self.first_step = {name: steps[pattern] for name, pattern in patterns.items()}
+
+    def begin(self) -> None:
+        """Warn about parameters that stay frozen to the end; raise UsageError if all of them do."""
+        run, field = self.run, "techniques: unfreeze: steps"
+        trainable = {name: p.requires_grad for name, p in named_parameters(run.model).items()}
+        if frozen := [name for name in self.first_step if not trainable[name]]:
+            warn(f"{field} has no effect on {frozen[0]}, which freeze matches, too ({len(frozen)} such parameters)")
+        late = [n for n, first in self.first_step.items() if trainable[n] and first > run.num_steps]
+        if not late:
+            return
+        text = f"{field}: step {self.first_step[late[0]]:,} of {late[0]} is after the end of the run, at step {run.num_steps:,}"
+        if len(late) == sum(trainable.values()):
+            raise UsageError(f"{text}: no parameter would be trained: give smaller steps")
+        warn(f"{text}: it is never trained ({len(late)} such parameters)")
 
     def change_gradient(self) -> None:
         parameters = named_parameters(self.run.model)

@@ -305,8 +305,14 @@ def test_what_cannot_work_is_refused_on_all_ranks(tmp_path, techniques, more, sa
     assert said in texts[0]
 
 
-def test_an_average_that_never_begins_is_warned_about(tmp_path):
-    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"lawa": {"final": True}})}
+def test_what_never_begins_is_warned_about(tmp_path):
+    late = {"spike_watch": None, "hard_examples": {"start_step": 99}, "unfreeze": {"steps": {"*.wpe.*": 99}}}
+    techniques = {"lawa": {"final": True}, "ema": {"decay": 0.999}} | late
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques)}
     run = technique_runs.train(tmp_path / "run", values)
-    assert "warning: techniques: lawa has no effect" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    said = (tmp_path / "run.out" / "rank0.txt").read_text()
+    for name in ("lawa", "spike_watch", "hard_examples"):
+        assert f"warning: techniques: {name} has no effect" in said
+    assert "ema has little effect: after 5 steps with decay 0.999, 100% of the average are still the initial" in said
+    assert "unfreeze: steps: step 99 of" in said
     assert kit.same(run.weights, kit.load_weights(tmp_path / "run" / "checkpoints" / "step_00000005"))
