@@ -72,9 +72,14 @@ def differences(old: dict | None, new: dict | None) -> tuple[list[str], list[str
             found.append(f"techniques: {name}: {texts[0]} → {texts[1]}")
             continue
         was, now = before[name], after[name]
-        changed = [key for key in {**was, **now} if was.get(key) != now.get(key)]
+        changed = [key for key in {**was, **now} if _in_order(was.get(key)) != _in_order(now.get(key))]
         found += [f"techniques: {name}: {key} {was.get(key)} → {now.get(key)}" for key in changed]
     return refused, remarks
+
+
+def _in_order(value: Any) -> Any:
+    """Return a value that differs for another order of patterns, of which the first that matches decides."""
+    return list(value.items()) if isinstance(value, dict) else value
 
 
 def _with_defaults(given: dict | None) -> dict[str, dict]:

@@ -224,6 +224,11 @@ def test_the_same_techniques_in_other_words_are_the_same_run(tmp_path, was, now)
             "(techniques: ema: decay 0.999 → 0.99; techniques: ema: final F",
         ),
         (None, EMA | STATISTICS, "(techniques: ema: none → decay 0.999)"),
+        (
+            {"unfreeze": {"steps": {"*.h.*": 5, "*": 9}}},
+            {"unfreeze": {"steps": {"*": 9, "*.h.*": 5}}},  # the first pattern that matches decides
+            "(techniques: unfreeze: steps {'*.h.*': 5, '*': 9} → {'*': 9, '*.h.*': 5})",
+        ),
         ({"sam": None} | EMA, EMA, "(techniques: sam: rho 0.05 → none)"),
     ],
 )
