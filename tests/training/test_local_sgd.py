@@ -98,7 +98,7 @@ def test_no_gradient_is_reduced_and_a_step_costs_one_small_vector(tiny, tmp_path
         assert sent[:6] == [size] * 6
         assert sent[6] < 100  # the number of updates of each parameter
         # One number before the first step; an average sums one per rank, and the save at step 3 the losses and a count of new names.
-        assert vectors[:9] == [1, 9, 9, 9, 2, 4, 9, 9, 2]
+        assert vectors[:9] == [1, 10, 10, 10, 2, 4, 10, 10, 2]
     size, _, mutant = kit.spawn(2, _sent, [*argv, "--resume", "never"], True, out=tmp_path / "mutant")[0]
     assert sum(mutant) - sum(sent) >= 5 * size
 
