@@ -209,7 +209,9 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
 
 
 def _metric_errors(given: Mapping[str, Any], cfg: RunConfig, known: Mapping[str, Callable]) -> Iterator[str]:
-    """Yield a sentence if metric_for_best_model is NAME/… and no evaluation has metrics of that name."""
+    """Yield a sentence if metric_for_best_model is NAME/…, for a NAME or a misspelled one that no evaluation has.
+
+    Any other NAME/… may be a metric of the task."""
     name, slash, metric = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")
     averages = [each for each in known if known[each]().average is not Technique.average] if slash else []
     if not slash or name in (cfg.mixture or ()) or (name in given and name in averages):
@@ -217,8 +219,8 @@ def _metric_errors(given: Mapping[str, Any], cfg: RunConfig, known: Mapping[str,
     but = f"metric_for_best_model is {cfg.metric_for_best_model}, but"
     if name in averages:
         yield f"{but} techniques has no {name}: add techniques: {{{name}: {{}}}}, or give metric_for_best_model {metric}"
-    else:
+    elif (similar := did_you_mean(name, [*averages, *(cfg.mixture or ())])) or name in known:
         yield (
             f"{but} {name} is neither a technique with an average of weights ({', '.join(averages)}) nor a source of "
-            f"mixture{did_you_mean(name, [*averages, *(cfg.mixture or ())])}: give metric_for_best_model {metric}"
+            f"mixture{similar}: give metric_for_best_model {metric}"
         )

@@ -147,6 +147,7 @@ def test_final_can_hold_one_average():
         ("emma/loss", EMA, None, "did you mean ema?"),
         ("cod/loss", None, {"code": {}, "prose": {}}, "nor a source of mixture; did you mean code?"),
         ("ema/loss", EMA, None, None),
+        ("f1/macro", EMA, None, None),  # a metric of the task
         ("code/loss", None, {"code": {}, "prose": {}}, None),
         ("loss", {"sam": None}, None, None),
         (None, None, None, None),
