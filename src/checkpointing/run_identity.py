@@ -102,7 +102,9 @@ def _compare_fields(changes: Changes, state: dict, new: dict, cfg: RunConfig, op
     fixed = _fixed_fields(cfg)
     for name, default in defaults.items():
         before, after = old.get(name, default), new.get(name, default)
-        if before == after or name == "techniques":
+        # The first pattern that matches a parameter decides.
+        same_order = name != "parameter_groups" or list(before or ()) == list(after or ())
+        if (before == after and same_order) or name == "techniques":
             continue
         if name in fixed:
             changes.refused.append(f"{name}: {before} → {after}, which {fixed[name]} depends on")

@@ -118,6 +118,15 @@ def test_save_steps_may_not_change_with_rollbacks(tmp_path):
             assert "save_steps: 500 → 7, which action: roll_back depends on" in refusal(tmp_path, now, was=was)
 
 
+def test_another_order_of_patterns_is_another_run(tmp_path):
+    """The first pattern that matches a parameter decides."""
+    groups = {"*.bias": {"lr_factor": 2.0}, "*": {"lr_factor": 3.0}}
+    was = RunConfig(output_dir="run", max_steps=12, dataset_name="data", parameter_groups=groups)
+    now = dataclasses.replace(was, parameter_groups=dict(reversed(groups.items())))
+    assert check(tmp_path, was, was=was) == []
+    assert "parameter_groups" in refusal(tmp_path, now, was=was)
+
+
 # ---- length ------------------------------------------------------------------------------------------------------------
 
 
