@@ -14,6 +14,7 @@ from src.config.fields import declared_options, option
 from src.config.schema import RunConfig
 from src.distributed.step_buffers import StepBuffers
 from src.training.technique_chain import TechniqueChain, exchanged
+from src.training.technique_options import options_of
 from src.training.techniques import TECHNIQUES
 from src.training.techniques.base import Run, Technique
 from src.training.train_state import DeviceFlag, TrainState
@@ -301,6 +302,14 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
     for file in tests:
         assert (kit.REPOSITORY / file).exists(), file
     assert (kind.__doc__ or "").strip()
+
+
+def test_the_page_shows_all_defaults():
+    rows = []
+    for name, kind in TECHNIQUES.items():
+        options = [f"`{option}: {json.dumps(value)}`" for option, value in options_of(kind()()).items()]
+        rows.append(f"* `{name}`: {', '.join(options) or 'no options'}")
+    assert "\n".join(rows) + "\n\n" in PAGE
 
 
 def test_no_other_file_imports_a_technique():
