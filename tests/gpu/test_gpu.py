@@ -119,7 +119,7 @@ def test_attention_without_a_mask_uses_a_fast_kernel():
 def test_a_non_finite_update_is_skipped_on_the_device():
     """The fused kernel reads the flag itself: weights and moments stay, and the host has not waited."""
     weight = torch.nn.Parameter(torch.ones(8, device="cuda"))
-    optimizer = torch.optim.AdamW([weight], lr=0.1, fused=True)
+    optimizer = torch.optim.AdamW([{"params": [weight], "lr_factor": 1.0}], lr=0.1, fused=True)
     accelerator = SimpleNamespace(
         scaler=None,
         mixed_precision="no",
