@@ -106,6 +106,27 @@ def test_checkpointed_activations_compute_the_same(recipe, float32, tmp_path):
     assert losses_agree(run, float32, 1e-5)
 
 
+TECHNIQUES = {
+    "sam": None,
+    "hard_examples": {"share": 0.75},
+    "adaptive_clipping": None,
+    "spike_watch": {"warmup": 2},
+    "lookahead": {"k": 3},
+    "ema": {"decay": 0.9},
+    "swa": {"start": 5},
+    "lawa": {"k": 2, "every": 2},
+}
+
+
+def test_techniques_compute_the_numbers_of_a_cpu(recipe, tmp_path):
+    flags = recipe(techniques=json.dumps(TECHNIQUES))
+    run = launched(tmp_path / "run", flags)
+    on_cpu = kit.run_training(1, tmp_path / "cpu", *flags)
+    assert losses_agree(run, on_cpu, 1e-3)
+    for name in ("ema/loss", "swa/loss", "lawa/loss"):
+        assert run.kind("eval")[-1][name] == pytest.approx(on_cpu.kind("eval")[-1][name], rel=1e-3)
+
+
 def test_attention_without_a_mask_uses_a_fast_kernel():
     """Rows are padded on the right without a mask, so that flash or cuDNN attention can be chosen."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
