@@ -29,8 +29,10 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
         raise ValueError(
             f"{unknown[0]}: unknown option{did_you_mean(str(unknown[0]), rules)}; it has {', '.join(rules) or 'none'}"
         )
-    found = {}
+    found, defaults = {}, kind()
     for name, value in given.items():
+        if value == getattr(defaults, name):  # also an empty list, as config.yaml records it
+            continue
         try:
             if isinstance(value, list) and get_origin(types[name]) is not list:
                 raise ValueError(f"expected one value, found {value}")

@@ -60,6 +60,9 @@ def chain(techniques: dict | None) -> TechniqueChain:
     return TechniqueChain(RunConfig(techniques=techniques), KNOWN)
 
 
+REQUIRED = {"unfreeze": {"steps": {"*": 2}}}
+
+
 # ---- reading the field -------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +305,15 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
     for file in tests:
         assert (kit.REPOSITORY / file).exists(), file
     assert (kind.__doc__ or "").strip()
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_recorded_defaults_are_read_again(name):
+    cfg = RunConfig(techniques={name: options_of(TECHNIQUES[name]()()) | REQUIRED.get(name, {})})
+    TechniqueChain(cfg)
+    recorded = json.loads(json.dumps(cfg.techniques))
+    TechniqueChain(cfg)
+    assert cfg.techniques == recorded
 
 
 def test_the_page_shows_all_defaults():
