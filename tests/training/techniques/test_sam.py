@@ -179,9 +179,10 @@ def _watched(argv):
     train.main([str(word) for word in argv])
 
 
-def test_nothing_waits_for_the_device(tmp_path):
-    """Of all techniques with two passes at once: sixteen passes in a step."""
-    techniques = json.dumps(OPTIONS | {"hard_examples": {"share": 0.5}})
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_waits_for_the_device(tmp_path, name):
+    """With hard_examples inside: four passes in a step."""
+    techniques = json.dumps({name: OPTIONS[name], "hard_examples": {"share": 0.5}})
     values = technique_runs.files(tmp_path) | {"techniques": techniques, "logging_steps": 100, "max_steps": 3}
     argv = kit.flags(**values | {"per_device_batch_size": 4, "output_dir": tmp_path / "run"})
     kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
