@@ -23,8 +23,6 @@ from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
 from src.training.weight_copies import assign
 
-MOVING = ("sam", "asam", "gradient_norm_penalty")
-
 
 class TechniqueChain:
     """The techniques that the run file asks for; most runs have none."""
@@ -201,7 +199,7 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
     final = [name for name, technique in techniques.items() if technique.final]
     if len(final) > 1:
         yield f"techniques: {' and '.join(final)} have final: true, but final/ can hold one average: keep it for one of them"
-    moving = [name for name in MOVING if name in techniques]
+    moving = [name for name, technique in techniques.items() if technique.moves_weights]
     if len(moving) > 1:
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):

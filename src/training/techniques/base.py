@@ -79,6 +79,7 @@ class Technique:
         0  # of the trained weights, in float32, that it keeps, also in checkpoints: for estimates of memory and disk
     )
     copies_in_step = 0  # more of them within a step: for the estimate of memory
+    moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
     # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will
     # be repeated because a rank ran out of memory; to know costs those that define them an all-reduce of one number.

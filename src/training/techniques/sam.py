@@ -23,6 +23,7 @@ class SAM(Technique):
     rho: float = option("length of the move of the weights along the gradient", 0.05, above=0)
     alpha = 1.0  # share of the gradient at the moved weights
     copies_in_step = 1  # the weights before the move
+    moves_weights = True
 
     def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
         losses = compute(window, total_weight)

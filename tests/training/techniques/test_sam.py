@@ -189,7 +189,7 @@ def test_nothing_waits_for_the_device(tmp_path, name):
 
 
 def test_loss_over_the_global_batch(tmp_path):
-    """SAM around the two passes of another loss: hard examples, chosen anew by the losses at the moved weights."""
+    """SAM around the two passes of another loss: hard examples, chosen again by the losses at the moved weights."""
     techniques = json.dumps({"sam": OPTIONS["sam"], "hard_examples": {"share": 0.3}})
     values = technique_runs.files(tmp_path) | {"techniques": techniques}
     runs = [technique_runs.train(tmp_path / f"{world}", values, world, micro) for world, micro in [(1, 16), (2, 2)]]
