@@ -70,7 +70,7 @@ find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.png'
 eval: .venv/done ## evaluate the newest run, or RUN=folder
 	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
 
-test-fast: .venv/done ## test while you edit: one minute, few processes
+test-fast: .venv/done ## test while you edit: two minutes, few processes
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --fast -q -r fE $(ARGS)
 
 test: .venv/done ## test every guarantee (ARGS='-m conformance' after editing a task)
