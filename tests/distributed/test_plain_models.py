@@ -6,6 +6,7 @@ import pytest
 
 from src.checkpointing import trial_save
 from src.distributed.fsdp2 import layers_that_share
+from src.tasks.base import Task
 from src.training.step import ModelWithLoss
 from tests.helpers import kit, plain_task
 from tests.helpers.plain_task import flags
@@ -38,7 +39,7 @@ def test_fsdp2_trains_resumes_and_evaluates_a_plain_module(plain, tmp_path, fiel
 
 def test_layers_that_share_a_parameter_are_found():
     for tied in (False, True):
-        model = ModelWithLoss(plain_task.Net(tied=tied), None)
+        model = ModelWithLoss(plain_task.Net(tied=tied), Task(None, None))
         assert layers_that_share(model) == ({"Block"} if tied else set())
         assert model.tied == ([["blocks.0.linear.weight", "blocks.3.linear.weight"]] if tied else [])
 
