@@ -65,8 +65,8 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
 
     while True:
-        out_of_memory.repeat_step(run, logger, out_of_memory.ranks(run, save_requested or due.anything()))  # if due
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
+        out_of_memory.repeat_if_due(run, logger, save_requested or due.anything())  # if a rank ran out in the last step
         if due.log():
             logger.train_line(state)
         if due.evaluate():

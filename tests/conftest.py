@@ -19,7 +19,11 @@ for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STE
 for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of `make test`: tests run make, too
     os.environ.pop(name, None)
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup make test` ignores it, and children would inherit that
+# `nohup make test` ignores SIGHUP, `make test &` in a script SIGINT and SIGQUIT, and children would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import shutil
 import subprocess

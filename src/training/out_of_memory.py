@@ -72,11 +72,15 @@ def give_up_gradient(
     return [torch.zeros_like(loss)] * len(window), {}
 
 
-def ranks(run: "Run", asked: bool | float = True) -> float:
-    """Return the number of ranks that ran out of memory in the last step, a collective on the host; 0 if not `asked`."""
-    if not asked or not can_repeat(run.strategy):
-        return 0.0
-    return run.hosts.sum([run.strategy.out_of_memory])[0].item()
+def ranks(run: "Run") -> float:
+    """Return the number of ranks that ran out of memory in the last step; a collective on the host."""
+    return run.hosts.sum([run.strategy.out_of_memory])[0].item() if can_repeat(run.strategy) else 0.0
+
+
+def repeat_if_due(run: "Run", logger: Any, due: bool) -> None:
+    """Before something of the last step is logged, evaluated or saved: ask the ranks now whether it must be repeated."""
+    if due:
+        repeat_step(run, logger, ranks(run))
 
 
 def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:

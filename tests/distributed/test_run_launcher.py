@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -27,8 +28,11 @@ CTRL_C = b"\x03"
 class Terminal:
     """A command on a terminal of its own."""
 
+    started: list[int] = []
+
     def __init__(self, *words, env=None):
         self.pid, self.file = pty.fork()
+        self.started.append(self.pid)
         if self.pid == 0:
             os.chdir(kit.REPOSITORY)
             os.execvpe(str(words[0]), [str(word) for word in words], PLAIN_ENVIRONMENT | (env or {}))
@@ -65,8 +69,20 @@ class Terminal:
         while self.read(0.2):
             assert time.monotonic() < end, self.text
         self.code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        self.started.remove(self.pid)
         lines = [line.strip() for line in self.text.splitlines()]
         return [line for line in lines if line and not line.startswith("make") and line != "^C"]
+
+
+@pytest.fixture(autouse=True)
+def kill_what_a_failed_test_leaves():
+    """Ranks have sessions of their own, which outlive the terminal."""
+    yield
+    while Terminal.started:
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(Terminal.started.pop())
+            for each in [*process.children(recursive=True), process]:
+                each.kill()
 
 
 def run(words: list) -> subprocess.CompletedProcess:
@@ -242,6 +258,7 @@ def test_closed_terminal_sends_sigterm(script, tmp_path):
     assert received.read_text() == "SIGTERM"
     os.kill(worker, signal.SIGKILL)
     os.waitpid(terminal.pid, 0)
+    terminal.started.remove(terminal.pid)
 
 
 def test_ctrl_z_pauses_and_fg_continues(script):
