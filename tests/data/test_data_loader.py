@@ -27,11 +27,6 @@ from tests.helpers import kit
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
-
-
-@pytest.fixture(scope="module")
 def data(tiny, tmp_path_factory):
     """(task, split of 83 rows)"""
     task, splits = kit.open_data(**tiny, cache_dir=tmp_path_factory.mktemp("cache"))

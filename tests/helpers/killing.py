@@ -1,19 +1,11 @@
 """Runs that are killed at a chosen step: every rank ends as by SIGKILL, without cleanup."""
 
 import os
-import threading
 
 import pytest
 
 import train
 from tests.helpers import kit
-
-
-def wait_for_saves() -> None:
-    """Return when this process is writing no checkpoint any more."""
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint writer":
-            thread.join()
 
 
 def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
@@ -23,7 +15,7 @@ def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
     def gradient(*args):
         [window] = [arg for arg in args if isinstance(arg, list)]
         if window[0][0].step == step - 1:
-            wait_for_saves()
+            kit.finish_saves()
             os._exit(9)
         return original(*args)
 

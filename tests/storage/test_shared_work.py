@@ -261,11 +261,6 @@ def small(monkeypatch):
     monkeypatch.setattr(preprocessing, "BLOCK", 1000)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
-
-
 def command(tiny, folder: Path, world: int = 3, **fields) -> tuple[list, list[str]]:
     folder.mkdir(exist_ok=True)
     values = {"output_dir": "run", "max_steps": 2, "global_batch_size": 8, "cache_dir": folder / "cache"}

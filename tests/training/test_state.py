@@ -27,11 +27,6 @@ from tests.helpers import kit
 STEPS = 12  # of 8 examples; the first epoch ends after 11
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> dict:
-    return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
-
-
 def recipe(tiny, **fields) -> list[str]:
     values = {"global_batch_size": 8, "per_device_batch_size": 2, "per_device_eval_batch_size": 4, "max_steps": STEPS}
     values |= {"learning_rate": 3e-3, "logging_steps": 1, "save_steps": 1, "save_total_limit": 99, "dtype": "float64"}

@@ -1,0 +1,154 @@
+"""train.py and eval.py on forked ranks: as commands, as runs, and beside the test."""
+
+import json
+import os
+import sys
+import threading
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from tests.helpers.ranks import RankFailed, fork, spawn
+from tests.helpers.runs import Run
+
+
+def _command(script, argv, folder):
+    from src.runtime.exit_codes import run_main
+
+    os.chdir(folder)
+    sys.argv = [script, *(str(word) for word in argv)]
+    run_main(import_module(Path(script).stem).main)
+
+
+def _lead(script, argv, folder):
+    os.setpgrp()
+    _command(script, argv, folder)
+
+
+class Ranks:
+    """A command in `world` forked ranks that run beside the test; each rank and its loaders are one process group."""
+
+    def __init__(self, script: str, *argv, folder, world: int = 1, env=None):
+        self.out = Path(folder).with_suffix(".out")
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.processes = fork(world, _lead, script, argv, folder, out=self.out, env=env)
+
+    def signal(self, number: int, *ranks: int, group: bool = False) -> None:
+        """Send a signal to these ranks (default: all); with `group`, also to their loaders."""
+        chosen = [self.processes[rank].pid for rank in ranks] or [process.pid for process in self.processes]
+        for pid in chosen:
+            (os.killpg if group else os.kill)(pid, number)
+
+    def wait(self, timeout: float = 60) -> list[int | None]:
+        """Wait for all ranks; return their exit codes, None for a rank that did not end in time."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
+            time.sleep(0.01)  # `join` would wait for their loaders as well
+        codes = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return codes
+
+    def text(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.txt")))
+
+
+def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
+    """Run train.py or eval.py in `folder` like the command line; return exit codes and outputs by rank."""
+    out = Path(folder).with_suffix(".out")
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        spawn(world, _command, script, argv, folder, out=out, env=env, timeout=timeout)
+    except RankFailed as failed:
+        return failed.codes, failed.texts
+    return [0] * world, [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
+
+
+def finish_saves() -> None:
+    """Wait in this process for the checkpoint that is being written: a failing run would interrupt it."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint writer":
+            thread.join()
+
+
+def after_prepare(look) -> None:
+    """Call `look(strategy, module, optimizer)` in this process after train.py's strategy has prepared them."""
+    import train
+
+    make = train.strategies.make_strategy
+
+    def made(accelerator, cfg):
+        strategy = make(accelerator, cfg)
+        prepare = strategy.prepare
+
+        def prepared(*args):
+            module, optimizer = prepare(*args)
+            look(strategy, module, optimizer)
+            return module, optimizer
+
+        strategy.prepare = prepared
+        return strategy
+
+    train.strategies.make_strategy = made
+
+
+def _train(argv):
+    import torch.distributed as dist
+
+    import train
+
+    seen = {}
+    original = train.train
+
+    def spy(*args):
+        accelerator = args[-1]
+        seen["world"] = accelerator.num_processes
+        seen["initialised"] = dist.is_initialized()
+        original(*args)
+
+    def look(strategy, module, optimizer):
+        mesh = getattr(next(module.parameters()), "device_mesh", None)
+        seen["mesh"] = mesh and tuple(mesh.shape)
+        seen["units"] = mesh and sum(isinstance(part, torch.distributed.fsdp.FSDPModule) for part in module.modules())
+
+    train.train = spy
+    after_prepare(look)
+    train.main([str(word) for word in argv])
+    return seen
+
+
+def run_training(world: int, folder, *argv, env=None, timeout: float = 180, units: int = 2) -> "Run":
+    """Train in `folder` on `world` processes through train.py's main; return the run.
+
+    Assert that the group had that size and that FSDP2, if chosen, sharded at least so many units over its mesh."""
+    argv = [*argv, "--output_dir", folder]
+    seen = spawn(world, _train, argv, out=Path(folder).with_suffix(".out"), env=env, timeout=timeout)
+    assert [s["world"] for s in seen] == [world] * world
+    copies = int((env or {}).get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1))
+    mesh = (copies, world // copies) if copies > 1 else (world,)
+    for s in seen:
+        assert s["mesh"] == (mesh if "ACCELERATE_USE_FSDP" in (env or {}) else None)
+        assert s["mesh"] is None or s["units"] >= units
+    return Run(folder)
+
+
+def _evaluate(argv):
+    import eval as evaluation
+
+    evaluation.main([str(word) for word in argv])
+
+
+def run_evaluation(world: int, folder, *argv, env=None) -> dict:
+    """Evaluate through eval.py's main on `world` processes; return eval.json."""
+    spawn(world, _evaluate, [*argv, "--output_dir", folder], out=Path(folder).with_suffix(".out"), env=env)
+    return json.loads((Path(folder) / "eval.json").read_text())
+
+
+def evaluate_here(argv) -> dict:
+    """Evaluate in this process, a child of `spawn`; return eval.json."""
+    argv = [str(word) for word in argv]
+    _evaluate(argv)
+    return json.loads((Path(argv[argv.index("--output_dir") + 1]) / "eval.json").read_text())

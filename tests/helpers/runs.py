@@ -1,0 +1,62 @@
+"""Runs read back from their folders, and comparisons of weights and lines."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+
+def last_step(folder) -> int:
+    """Return the step of the last metrics line of a run, also while it trains."""
+    file = Path(folder) / "metrics.jsonl"
+    lines = [line for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+class Run:
+    """A finished run, read back from its folder."""
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+        self.lines = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        self.weights = load_weights(self.folder / "final")
+
+    def kind(self, kind: str) -> list[dict]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def losses(self) -> list[float]:
+        return [line["loss"] for line in self.kind("train")]
+
+
+def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
+    """Return the tensors of a part of a checkpoint or final model, from one file or several shards."""
+    paths = [*Path(folder).glob(f"{part}.safetensors"), *Path(folder).glob(f"{part}-*-of-*.safetensors")]
+    found = [item for path in paths for item in load_file(path).items()]
+    assert len(found) == len(dict(found)) > 0
+    return dict(found)
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two sets of weights, relative to the largest weight of each tensor.
+
+    Tensors that are zero except for rounding are measured against 0.001."""
+    assert one.keys() == other.keys()
+    assert one
+    return max(((one[k] - other[k]).abs().max() / one[k].abs().max().clamp(min=1e-3)).item() for k in one)
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Return whether two sets of weights are equal to the last bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+def timeless(folder) -> list[dict]:
+    """Return the lines of metrics.jsonl without times and rates."""
+    lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+
+
+def ledger_text(folder) -> str:
+    """Return the text of ledger.jsonl."""
+    return (Path(folder) / "ledger.jsonl").read_text()
