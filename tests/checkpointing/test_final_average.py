@@ -75,6 +75,7 @@ def test_final_of_a_finished_run_is_written_again(tiny, last, tmp_path):
     assert kit.same(again.weights, last.weights)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("reshard", [True, False])
 def test_shards_are_averaged_evaluated_and_written(tiny, tmp_path, reshard):
     """Without resharding FSDP2 keeps the weights of the evaluation before; accelerate does not reshard the last layers."""

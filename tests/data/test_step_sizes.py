@@ -164,6 +164,7 @@ def test_warmups_are_exact_for_every_split(fields, tmp_path):
     assert kit.distance(two.weights, runs[2].weights) == 0
 
 
+@pytest.mark.cluster
 def test_warmups_under_fsdp2(fields, tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields)
 

@@ -80,6 +80,7 @@ def test_mutant_gradients_of_the_last_micro_batch_only_are_caught(folder, one, t
     assert kit.distance(one.weights, run.weights) > 1e-3
 
 
+@pytest.mark.cluster
 def test_fsdp2_with_experts_of_some_rows(folder, tmp_path):
     env = kit.where("fsdp2", 2, mixed_precision="no")
     alone = kit.run_training(1, tmp_path / "one", *routed_model.recipe(folder), *SGD)
@@ -87,6 +88,7 @@ def test_fsdp2_with_experts_of_some_rows(folder, tmp_path):
     assert kit.distance(alone.weights, run.weights) <= 1e-10
 
 
+@pytest.mark.cluster
 def test_fsdp2_with_experts_that_differ_after_the_first_step(folder, tmp_path, monkeypatch):
     """Only the first step is checked, so ranks that use different experts later must still reduce all of them."""
     monkeypatch.setattr(GradientCheck, "before_backward", lambda *_: None)

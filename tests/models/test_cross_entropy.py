@@ -184,6 +184,7 @@ def test_language_model_equals_a_plain_loop_for_every_split(tmp_path):
     assert "z_loss" not in run.kind("eval")[-1]
 
 
+@pytest.mark.cluster
 def test_language_model_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, technique_runs.files(tmp_path) | OPTIONS)
 

@@ -165,6 +165,7 @@ def trained(flags, tmp_path_factory):
     return kit.run_training(1, folder / "run", *flags, *kit.flags(**STEPS, random_crop=1, horizontal_flip=0))
 
 
+@pytest.mark.cluster
 def test_fsdp2_with_other_micro_batches_trains_the_same_model(flags, trained, tmp_path):
     more = kit.flags(**STEPS, random_crop=1, horizontal_flip=0, per_device_batch_size=5)
     env = kit.where("fsdp2", 2, mixed_precision="no")

@@ -166,6 +166,7 @@ def test_unknown_classes_and_models_without_a_mask_are_refused(flags, tmp_path):
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.cluster
 def test_fsdp2_trains_the_same_model_with_random_views(flags, tmp_path):
     more = kit.flags(**STEPS, per_device_batch_size=5)
     one = kit.run_training(1, tmp_path / "one", *flags, *more)

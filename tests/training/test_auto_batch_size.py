@@ -74,6 +74,7 @@ def test_at_most_the_share_of_a_rank():
         assert auto_batch_size.choose_batch_size(strategy, None, run, None, None, np.zeros(0)) == size
 
 
+@pytest.mark.cluster
 def test_auto_of_a_sharded_model(files, tmp_path):
     """On a CPU; on a GPU the same vote follows from the estimate of the test below."""
     argv = flags(files, per_device_batch_size="auto", global_batch_size=8)

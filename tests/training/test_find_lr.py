@@ -112,6 +112,7 @@ def test_same_suggestion_on_any_number_of_processes(tmp_path, fields):
         assert np.allclose(found["loss"], one["loss"], rtol=1e-9, atol=0)
 
 
+@pytest.mark.cluster
 def test_same_suggestion_of_shards_and_first_losses_of_the_run(tmp_path, fields):
     """The first losses are those of train.py with the same data, because the first rates change nothing yet."""
     fields |= {"dtype": "float32", "start_lr": 1e-9, "end_lr": 1.0}

@@ -50,10 +50,12 @@ def test_optimizers_of_torch_resume(tmp_path, name):
     technique_runs.check_resume(tmp_path, fields(tmp_path, name))
 
 
+@pytest.mark.cluster
 def test_radam_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path, "radam", adam_epsilon=1e-4))
 
 
+@pytest.mark.cluster
 def test_adafactor_is_refused_under_fsdp2(tmp_path):
     """torch's Adafactor changes means over a sharded dimension in place, which DTensor refuses."""
     with pytest.raises(kit.RankFailed, match="optim is adafactor, which cannot train here"):
@@ -164,6 +166,7 @@ def _train_own(kind, argv):
     train.main([str(word) for word in argv])
 
 
+@pytest.mark.cluster
 def test_a_norm_of_the_shard_is_refused_under_fsdp2(tmp_path):
     argv = kit.flags(**technique_runs.files(tmp_path) | {"dtype": "float32", "output_dir": tmp_path / "run"})
     with pytest.raises(kit.RankFailed, match="a sharded matrix is updated in another way"):
@@ -219,6 +222,7 @@ def test_lion_is_that_of_its_paper(tmp_path):
     assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
 
 
+@pytest.mark.cluster
 def test_lion_under_fsdp2_and_soap_refused(tmp_path):
     pytest.importorskip("pytorch_optimizer")
     values = fields(tmp_path, "lion", learning_rate=1e-3)  # in float64, because a sign may follow the last bit

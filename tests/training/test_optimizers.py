@@ -199,6 +199,7 @@ def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypat
         technique_runs.check_resume(tmp_path, muon_fields(tmp_path), world=1, micro=16)
 
 
+@pytest.mark.cluster
 def test_muon_under_fsdp2(tmp_path):
     """In float64: Muon multiplies in bfloat16, and another last bit of a float32 gradient may be rounded the other way."""
     values, env = muon_fields(tmp_path), kit.where("fsdp2", 2, mixed_precision="no")

@@ -63,6 +63,7 @@ def test_groups_layer_decay_and_freeze_resume(tmp_path):
     technique_runs.check_resume(tmp_path, fields(tmp_path))
 
 
+@pytest.mark.cluster
 def test_groups_layer_decay_and_freeze_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
 

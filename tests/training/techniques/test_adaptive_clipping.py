@@ -1,5 +1,6 @@
 import json
 
+import pytest
 import torch
 
 from src.training.techniques import adaptive_clipping
@@ -55,6 +56,7 @@ def test_adaptive_clipping_resumes(tmp_path):
     technique_runs.check_resume(tmp_path, fields(tmp_path))
 
 
+@pytest.mark.cluster
 def test_adaptive_clipping_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "sgd"})
 

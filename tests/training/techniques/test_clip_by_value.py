@@ -1,5 +1,6 @@
 import json
 
+import pytest
 import torch
 
 from tests.helpers import technique_runs
@@ -34,5 +35,6 @@ def test_clip_by_value_resumes(tmp_path):
     technique_runs.check_resume(tmp_path, fields(tmp_path))
 
 
+@pytest.mark.cluster
 def test_clip_by_value_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))

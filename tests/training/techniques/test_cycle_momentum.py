@@ -61,6 +61,7 @@ def test_cycle_momentum_is_exact_and_resumes(tmp_path):
     assert kit.distance(run.weights, {name: mutant[name] for name in run.weights}) > 1e-6
 
 
+@pytest.mark.cluster
 def test_cycle_momentum_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "adamw", "learning_rate": 1e-2})
 

@@ -55,5 +55,6 @@ def test_gradient_noise_resumes(tmp_path):
     technique_runs.check_resume(tmp_path, fields(tmp_path))
 
 
+@pytest.mark.cluster
 def test_gradient_noise_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))

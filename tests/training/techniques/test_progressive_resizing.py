@@ -57,6 +57,7 @@ def test_progressive_resizing_resumes(tmp_path):
     technique_runs.check_resume(tmp_path, values_of(tmp_path))
 
 
+@pytest.mark.cluster
 def test_progressive_resizing_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, values_of(tmp_path))
 

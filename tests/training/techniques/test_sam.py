@@ -88,6 +88,7 @@ def test_two_passes_resume(tmp_path, name):
     technique_runs.check_resume(tmp_path, fields(tmp_path, name))
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_passes_under_fsdp2(tmp_path, name):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path, name))

@@ -124,6 +124,7 @@ def test_roll_back_trains_past_the_data_and_resumes(tmp_path, spikes):
         assert kit.ledger_text(resumed) == kit.ledger_text(straight.folder), last
 
 
+@pytest.mark.cluster
 def test_roll_back_under_fsdp2(tmp_path, spikes):
     technique_runs.check_fsdp2(tmp_path, rolled(tmp_path))
 

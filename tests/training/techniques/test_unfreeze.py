@@ -50,6 +50,7 @@ def test_unfreeze_resumes_before_the_first_moments_exist(tmp_path):
     technique_runs.check_resume(tmp_path, fields(tmp_path))
 
 
+@pytest.mark.cluster
 def test_unfreeze_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
 
