@@ -126,11 +126,7 @@ class Stream:
             items = read_ahead(_Pass(self, positions, self.epoch, step), self.cfg, pin_memory)
             while not self.pass_ended:
                 started = time.perf_counter()
-                try:
-                    window, positions = next(items, ([], positions))
-                except UsageError as error:
-                    vars(error)["alone"] = True  # only this rank has the error: the others read other rows
-                    raise
+                window, positions = next(items, ([], positions))
                 self.positions = {step: self.positions[step], step + 1: (self.epoch, positions)}
                 yield window or [self._dummy_batch(step)], time.perf_counter() - started
                 step += not self.pass_ended

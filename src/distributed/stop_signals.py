@@ -133,7 +133,7 @@ class StopSignals:
         if other := run_status.failed_rank(self.folder, self.rank):
             log.info("rank %s failed", other)
             time.sleep(2)  # so that the launcher sees the failed rank end first, and reports it
-            exit_process(1)
+            exit_process(run_status.failed_code(self.folder))
         if self.is_main:
             self._poll_requests()
 

@@ -19,11 +19,13 @@ from src.config.errors import Failure, Stopped, UsageError, warn
 from src.config.redact import redact, redact_all, remember_credentials, remember_environment
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
+from src.storage import peer_failures
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
 CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
 MEMORY_WORDS = ("out of memory", "can't allocate memory")
 ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
+COMMON_ERROR_WAIT = 5.0  # seconds that a rank waits for rank 0 to report an error that all ranks may have
 LAUNCHER_WAIT = 2.0  # seconds until the launcher has noticed the rank that ended first, so that it quotes its error
 
 log = logging.getLogger("run")
@@ -85,8 +87,6 @@ def run_main(work: Callable[[list[str]], None]) -> None:
             raise
         _fail(error)  # a library called sys.exit during the run
     except UsageError as error:
-        if getattr(error, "alone", False):
-            _fail(error)
         _end(EXIT_USAGE, str(error), "error: ", error)
     except Stopped as error:
         _end(EXIT_STOPPED, str(error))
@@ -134,40 +134,50 @@ def _redact_stream(stream: Any) -> None:
 
 
 def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> NoReturn:
-    """End this rank with an outcome that all ranks share. Only one rank prints the message.
-
-    The attributes `already_reported` and `reported_elsewhere` of an error, if set, decide whether this rank prints."""
+    """End this rank with an outcome that all ranks share, or with an error that it alone has. Only one rank prints."""
     _log(message)
-    # Only rank 0 prints a stop, because only it knows the step. An error is printed once per node.
-    rank = os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0")
-    prints = getattr(error, "already_reported", rank == "0") and not getattr(error, "reported_elsewhere", False)
-    if prints:
+    if _prints(code, message, error):
         _record(code, message)
         _print_error(prefix + message)
-    else:
-        time.sleep(1)  # let the rank that prints end first, because the launcher quotes the first
+    else:  # let the rank that prints end first, because the launcher quotes the first
+        time.sleep(1)
     exit_process(code)
+
+
+def _prints(code: int, message: str, error: Exception | None) -> bool:
+    """Return True if this rank prints the outcome: rank 0 a stop, because only it knows the step; an error one rank.
+
+    The attributes `already_reported` and `reported_elsewhere` of an error, if set, have decided it."""
+    if hasattr(error, "reported_elsewhere"):
+        return not error.reported_elsewhere
+    if error is None or (_run_folder is None and peer_failures.current is None):
+        return os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0") == "0"
+    if _rank() > 0 and _code_of_failed_rank(COMMON_ERROR_WAIT):  # rank 0 prints an error of all ranks
+        return False
+    return _report(error, message, code)
 
 
 def _fail(error: BaseException) -> NoReturn:
     """End this rank because of its own error. Print the error unless another rank failed before."""
-    rank = int(os.environ.get("RANK", 0))
-    text = console.unwritten() + _describe(error, rank)
+    text = console.unwritten() + _describe(error, _rank())
     _log(text)
     connection_lost = isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS)
-    if _run_folder is not None:
-        wait = ROOT_CAUSE_WAIT if connection_lost else 0.0
-        if _other_rank_failed(_run_folder, rank, wait) or not run_status.report_failure(_run_folder, rank, text):
-            time.sleep(LAUNCHER_WAIT)
-            exit_process(EXIT_FAILED)
-        if connection_lost:
-            text += f"\nrank {rank} lost the connection to another rank, which ended without a report (was it killed?)"
-    elif connection_lost:  # there is no run folder yet, so ranks cannot report to each other
+    is_first = getattr(error, "already_reported", False)  # during data preparation
+    code = None if is_first else _code_of_failed_rank(ROOT_CAUSE_WAIT if connection_lost else 0.0)
+    if code or not _report(error, text, EXIT_FAILED):
         time.sleep(LAUNCHER_WAIT)
+        exit_process(code or EXIT_FAILED)
+    if connection_lost and _run_folder is None:
         text = f"the connection to another rank was lost before the first step; see the error of that rank ({error})"
+    elif connection_lost:
+        text += f"\nrank {_rank()} lost the connection to another rank, which ended without a report (was it killed?)"
     _record(EXIT_FAILED, text)
-    _print_error(f"rank {rank} failed:\n{text}")
+    _print_error(f"rank {_rank()} failed:\n{text}")
     exit_process(EXIT_FAILED)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
 
 
 def _describe(error: BaseException, rank: int) -> str:
@@ -187,12 +197,26 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
     return any(word in message for word in words)
 
 
-def _other_rank_failed(folder: Path, rank: int, seconds: float) -> bool:
-    """Return True if another rank has reported a failure; wait up to `seconds` for its report."""
+def _report(error: BaseException, text: str, code: int) -> bool:
+    """Report this rank's error to the other ranks; return True if this is the first report of the launch."""
+    if peer_failures.current:
+        peer_failures.current.report_failure(error)
+    if _run_folder is not None:
+        return run_status.report_failure(_run_folder, _rank(), text, code)
+    return getattr(error, "already_reported", True)
+
+
+def _code_of_failed_rank(seconds: float) -> int | None:
+    """Return the exit code of another rank that has reported a failure; wait up to `seconds` for its report."""
     deadline = time.monotonic() + seconds
-    while not (found := run_status.failed_rank(folder, rank)) and time.monotonic() < deadline:
+    while True:
+        if _run_folder is not None and run_status.failed_rank(_run_folder, _rank()):
+            return run_status.failed_code(_run_folder)
+        if peer_failures.current and (error := peer_failures.current.other_error()):
+            return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
+        if time.monotonic() >= deadline:
+            return None
         time.sleep(0.1)
-    return bool(found)
 
 
 def _record(code: int, message: str) -> None:

@@ -55,13 +55,14 @@ def newest_run(parent: Path, weights: bool = True) -> Path | None:
     return max(times, key=lambda folder: times[folder], default=None)
 
 
-def report_failure(folder: Path, rank: int, message: str) -> bool:
-    """Return True if this rank is the first of its run to fail, after writing its message to logs/failed.json."""
+def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool:
+    """Return True if this rank is the first of its run to fail, after writing logs/failed.json: message and exit code."""
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
+    report = {"rank": rank, "code": code, "message": redact(message)}
     try:
         lost_run_folder.check_held(file)
-        temporary.write_text(json.dumps({"rank": rank, "time": time.time(), "message": redact(message)}))
+        temporary.write_text(json.dumps(report | {"time": time.time()}))
         os.link(temporary, file)  # fails if the file exists; no reader sees it half-written
     except FileExistsError:
         return False
@@ -80,6 +81,14 @@ def failed_rank(folder: Path, rank: int) -> str | None:
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return str(first) if first != rank else None
+
+
+def failed_code(folder: Path) -> int:
+    """Return the exit code of the rank that failed first, with which the other ranks end, too."""
+    try:
+        return json.loads((folder / FAILED).read_text())["code"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return 1
 
 
 def clear_failure(folder: Path) -> None:

@@ -24,6 +24,7 @@ from src.storage.disk_errors import is_unwritable
 STARTED = time.time()
 START_SPREAD = 20.0  # seconds within which all processes of a launch start on one host
 DAY = 24 * 3600
+current: "LaunchPeers | None" = None  # of the launch of this process, since it has prepared its data
 
 
 class LaunchPeers:
@@ -46,6 +47,8 @@ class LaunchPeers:
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Stop the other processes of the launch, with the reason, if this one fails or dies in this context."""
+        global current
+        current = None if self.alone else self
         self.folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(self._own_file(".lock"))
         with suppress(Timeout):  # the launcher starts independent replicas: another process has this rank
@@ -82,6 +85,14 @@ class LaunchPeers:
             temporary = self._own_file(f".{os.getpid()}.tmp")
             temporary.write_text(json.dumps(report))
             temporary.replace(self._own_file(".failed"))
+
+    def other_error(self) -> Exception | None:
+        """Return the error that another process of this launch reported, or None."""
+        try:
+            self.raise_if_failed()
+        except (UsageError, Failure, OSError) as error:
+            return error
+        return None
 
     def raise_if_failed(self) -> None:
         """Raise the error that another process of this launch reported, or Failure if a process of this host died."""

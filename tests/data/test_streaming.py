@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from itertools import chain, pairwise
 
 import datasets
@@ -338,8 +337,6 @@ def test_bad_row_of_a_stream_ends_all_ranks(tmp_path):
     files = shards(tmp_path / "data", [9, 9, 9])
     files[1].write_text(files[1].read_text() + '{"input_ids": [1, 99]}\n')
     argv = recipe(tmp_path, files, max_steps=9, stream_lanes=3)
-    began = time.monotonic()
     codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=2)
-    assert 0 not in codes
-    assert time.monotonic() - began < 40
+    assert codes == [2, 2], texts
     assert "shard1.jsonl, row 9: train data: `input_ids` holds 99" in "".join(texts)

@@ -12,7 +12,9 @@ import torch
 
 import train
 from src.checkpointing import checkpoint_format, checkpoint_list
-from src.runtime import run_status
+from src.config.errors import UsageError
+from src.runtime import exit_codes, run_status
+from src.storage.peer_failures import LaunchPeers
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
@@ -61,7 +63,7 @@ def run_two_ranks(folder: Path, flags: list[str]) -> tuple[list, str, float]:
     """Return (exit codes, output of both ranks, seconds)."""
     start, codes = time.monotonic(), [0, 0]
     try:
-        kit.spawn(2, _with_one_output, "train.py", flags, folder, out=folder / "out", timeout=40)
+        kit.spawn(2, _with_one_output, "train.py", flags, folder, out=folder / "out", timeout=120)
     except kit.RankFailed as failed:
         codes = failed.codes
     return codes, (folder / "output.txt").read_text(), time.monotonic() - start
@@ -71,7 +73,7 @@ def check_failed(folder: Path, flags: list[str], rank: int, message: str) -> str
     """Assert that both ranks ended with 1, and that only the traceback of `rank` was printed, last; return it."""
     codes, text, seconds = run_two_ranks(folder, flags)
     assert codes == [1, 1], text
-    assert seconds < 20
+    assert seconds < 100  # ddp_timeout is 600
     assert re.findall(r"rank (\d+) failed:", text) == [str(rank)]
     last = text[text.index(f"rank {rank} failed:\nTraceback") :].rstrip()
     assert message in last.splitlines()[-1]
@@ -130,10 +132,25 @@ def test_exception_before_the_first_step(tiny, tmp_path, monkeypatch, rank):
     raise_in(monkeypatch, "build", rank, ValueError("a cosmic ray"))
     codes, text, seconds = run_two_ranks(tmp_path, recipe(tiny))
     assert codes == [1, 1], text
-    assert seconds < 20
+    assert seconds < 100  # ddp_timeout is 600
     assert "ValueError: a cosmic ray" in text
     assert re.findall(r"rank (\d+) failed:\nTraceback", text) == [str(rank)]
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("place, rank", [("build", 1), ("collator", 1), ("update", 0)])
+def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
+    """A row or a file that only one rank reads, before the first step and in one: all ranks end with 2."""
+    monkeypatch.setattr(exit_codes, "COMMON_ERROR_WAIT", 1.0)
+    raise_in(monkeypatch, place, rank, UsageError("train_file: row 7 is bad"))
+    codes, text, seconds = run_two_ranks(tmp_path, recipe(tiny))
+    assert codes == [2, 2], text
+    assert seconds < 100  # ddp_timeout is 600
+    assert text.rstrip().endswith("error: train_file: row 7 is bad")
+    assert text.count("error: ") == 1
+    assert "failed:" not in text
+    if place != "build":
+        assert run_status.read_status(tmp_path / "run")["exit_code"] == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -161,6 +178,7 @@ def test_resume_after_a_failure(tiny, tmp_path, monkeypatch):
 def test_mutant_ranks_that_do_not_report_to_each_other(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(run_status, "report_failure", lambda *args: True)
     monkeypatch.setattr(run_status, "failed_rank", lambda *args: None)
+    monkeypatch.setattr(LaunchPeers, "other_error", lambda self: None)
     raise_in(monkeypatch, "forward", 1, ValueError("a cosmic ray"))
     with pytest.raises(AssertionError):
         check_failed(tmp_path, recipe(tiny), 1, "ValueError: a cosmic ray")
