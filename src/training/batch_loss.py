@@ -48,8 +48,8 @@ def backward_in_two_passes(
 
     The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0, as are the
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
-    micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors. The host waits
-    for other hosts, not for the device, except in the first step."""
+    micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
+    differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = strategy.gradients.is_first_step
@@ -57,7 +57,7 @@ def backward_in_two_passes(
     loss, gradients, sums = _gradient_of_vectors(task, model_with_loss.batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
-    losses = []
+    losses, unequal = [], set()
     for (micro, batch), rows in zip(window, places, strict=True):
         with strategy.gradient_sync(module, micro.last):
             again = _represent(strategy, module, micro, batch)
@@ -70,8 +70,10 @@ def backward_in_two_passes(
             strategy.backward(module, product, micro)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
-            _check_repeated(task, mine, again)
+            unequal |= _unequal(mine, again)
         losses.append(_blame(loss, mine, vectors))
+    if is_first_step:
+        _check_repeated(task, strategy.hosts.union(unequal))
     if strategy.data_rank == 0:
         losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
     return losses, sums if strategy.data_rank == 0 else {}
@@ -204,15 +206,19 @@ def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarr
 # ---- checks on the values --------------------------------------------------------------------------------------------
 
 
-def _check_repeated(task: Task, first: Vectors, again: Vectors) -> None:
-    """Raise UsageError if pass 2 returned other vectors than pass 1; this waits for the device."""
-    for name, value in first.items():
-        difference = ((again[name].detach() - value).norm() / value.norm()).item()
-        if difference > REPEATABLE:
-            raise UsageError(
-                f"task {task.cfg.task}: the same micro-batch twice gives `{name}` that differ by {difference:.1%}, so the "
-                "gradient would be wrong: draw random numbers only from torch, numpy or random"
-            )
+def _unequal(first: Vectors, again: Vectors) -> set[str]:
+    """Return the vectors that pass 2 returned otherwise than pass 1, in words; this waits for the device."""
+    found = {name: ((again[name].detach() - value).norm() / value.norm()).item() for name, value in first.items()}
+    return {f"`{name}` that differ by {value:.1%}" for name, value in found.items() if value > REPEATABLE}
+
+
+def _check_repeated(task: Task, unequal: list[str]) -> None:
+    """Raise UsageError if pass 2 returned other vectors than pass 1 on any rank."""
+    if unequal:
+        raise UsageError(
+            f"task {task.cfg.task}: the same micro-batch twice gives {unequal[0]}, so the gradient would be wrong: draw "
+            "random numbers only from torch, numpy or random"
+        )
 
 
 def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:
