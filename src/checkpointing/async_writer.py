@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, host_copy, model_folder
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, host_copy, model_folder, writer_thread
 from src.checkpointing.sharded_checkpoint import ShardWriters, assign_tensors_to_ranks
 from src.config.errors import Failure, warn
 from src.config.schema import RunConfig
@@ -114,7 +114,7 @@ class CheckpointWriter:
     def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
         """Start writing a checkpoint. Training was paused for `paused` seconds, including `copying` for the copy."""
         self.pauses.append(paused)
-        self._start(self._write_checkpoint, tensors, state, copying)
+        self.thread = writer_thread.start(self._write_checkpoint, tensors, state, copying)
 
     def verify(self, checkpoint: Path) -> None:
         """Start to set `intact`, whether the checkpoint is undamaged; this reads all of its files."""
@@ -122,7 +122,7 @@ class CheckpointWriter:
         def work() -> None:
             self.intact = final_model.is_usable(checkpoint)
 
-        self._start(self._write_final, work)
+        self.thread = writer_thread.start(self._write_final, work)
 
     def write_final(self, tensors: Tensors | None, state: TrainState, config: dict, average: str) -> None:
         """Start writing final/ from the model in memory, whose weights are those of `final_step` or their `average`."""
@@ -131,7 +131,9 @@ class CheckpointWriter:
             model_folder.write_final(folder, self.cfg, self.model, tensors, self.rank, self.world, config)
             final_model.complete_card(folder, self.cfg, state, self.final_step, average)
 
-        self._start(self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step))
+        self.thread = writer_thread.start(
+            self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step)
+        )
 
     def copy_final(self, candidates: list[Path | None], state: TrainState, config: dict) -> None:
         """Start copying the model of the first intact checkpoint of `candidates` to final/."""
@@ -144,7 +146,7 @@ class CheckpointWriter:
         def copy() -> None:
             self.final_step = final_model.publish_copy(folder, candidates, card, self.precision)
 
-        self._start(self._write_final, copy)
+        self.thread = writer_thread.start(self._write_final, copy)
 
     def save_failed(self, step: int, error: BaseException) -> None:
         """Count and report a checkpoint that could not be written."""
@@ -170,10 +172,6 @@ class CheckpointWriter:
         return f"{count} checkpoint{'s' * (count > 1)} saved; training paused {pause:.3f} s for {each}"
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
-
-    def _start(self, work: Callable, *args) -> None:
-        self.thread = threading.Thread(target=work, args=args, name="checkpoint writer", daemon=True)
-        self.thread.start()
 
     def _write_checkpoint(self, tensors: dict[str, Tensors], state: dict, copying: float) -> None:
         began, train_state = time.perf_counter(), state["progress"]

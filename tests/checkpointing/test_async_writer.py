@@ -16,7 +16,15 @@ import pytest
 from safetensors import SafetensorError
 
 import train
-from src.checkpointing import async_writer, checkpoint_format, checkpoint_list, checkpointer, host_copy, model_folder
+from src.checkpointing import (
+    async_writer,
+    checkpoint_format,
+    checkpoint_list,
+    checkpointer,
+    host_copy,
+    model_folder,
+    writer_thread,
+)
 from src.config.parsing import RunConfig
 from src.reporting import ledger
 from src.storage import atomic_folder
@@ -292,6 +300,32 @@ def test_end_of_the_run_waits_for_its_last_checkpoint(tiny, tmp_path, monkeypatc
     flags = recipe.flags(tiny, save_steps=11, output_dir=tmp_path / "run")
     kit.spawn(1, _slow, flags, 11, 0, False, 3.0, out=tmp_path / "out")
     assert saved(tmp_path / "run") == [11, 12]
+
+
+@pytest.mark.parametrize("rank, mutant", [(0, False), (1, False), (0, True)])
+def test_error_does_not_cost_the_checkpoint_in_progress(tiny, tmp_path, monkeypatch, rank, mutant):
+    """A rank fails after step 5, when step 4 is copied but not yet written; the mutant exits at once."""
+    publish, update, count = atomic_folder.publish, train.optimizer_step, [0]
+
+    def slow(*args, **metadata):
+        time.sleep(60.0 if mutant else 1.0 + 3 * rank)  # other ranks end two seconds after the one that failed
+        return publish(*args, **metadata)
+
+    def failing(*args):
+        count[0] += 1
+        if count[0] == 6 and int(os.environ["RANK"]) == rank:
+            raise ValueError("a cosmic ray")
+        return update(*args)
+
+    monkeypatch.setattr(atomic_folder, "publish", slow)
+    monkeypatch.setattr(train, "optimizer_step", failing)
+    if mutant:
+        monkeypatch.setattr(writer_thread, "on_exit", lambda close: None)
+    codes, outputs = command(recipe.flags(tiny), tmp_path, world=2)
+    assert codes == [1, 1], outputs
+    assert "".join(outputs).count("failed:") == 1
+    found = checkpoint_list.list_checkpoints(tmp_path / "run") if mutant else saved(tmp_path / "run")
+    assert found == ([] if mutant else [4])
 
 
 def _stopped(argv, *args):

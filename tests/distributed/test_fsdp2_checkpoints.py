@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import shutil
 import signal
 import time
@@ -211,6 +212,24 @@ def test_killed_while_ranks_write_their_parts(files, fsdp2_two, tmp_path, monkey
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, fsdp2_two.weights)
     assert saved(folder) == [5, 10, 15, 20]
+
+
+def test_error_on_one_rank_does_not_cost_the_checkpoint_in_progress(files, tmp_path, monkeypatch):
+    """Both ranks still write their parts when rank 1 fails."""
+    update, calls = train.optimizer_step, [0]
+
+    def failing(*args):
+        calls[0] += 1
+        if calls[0] == 7 and int(os.environ["RANK"]) == 1:
+            raise ValueError("a cosmic ray")
+        return update(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", failing)
+    for rank in (0, 1):
+        at_write(monkeypatch, 5, rank, lambda: time.sleep(4))
+    codes, outputs = command(recipe(files), tmp_path / "here")
+    assert codes == [1, 1], outputs
+    assert saved(tmp_path / "here" / "run") == [5]
 
 
 def poison(monkeypatch, number: int) -> None:

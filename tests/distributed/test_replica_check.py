@@ -46,7 +46,6 @@ def flip_at(step: int, rank: int, monkeypatch, names=(PARAMETER,)) -> None:
     def faulty(strategy, module, *args):
         result = update(strategy, module, *args)
         count[0] += 1
-        kit.finish_saves()
         if count[0] == step and strategy.data_rank == rank:
             for name in names:
                 flip(strategy.accelerator.unwrap_model(module).model.get_parameter(name))
