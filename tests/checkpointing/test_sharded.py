@@ -139,7 +139,7 @@ def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path, left):
     began = time.monotonic()
     with pytest.raises(OSError, match="rank 1 has not written"):
         ShardWriters(0, 2, 0.3).collect_shards(tmp_path / "parts", tmp_path)
-    assert 0.3 <= time.monotonic() - began < 5
+    assert 0.3 <= time.monotonic() - began < 60
     assert not (tmp_path / "part1").exists()
 
 

@@ -124,14 +124,14 @@ def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeyp
     assert "worker died (exit code -9;" in message
     check_named(data, message, rows)
     assert len(named(message)) == 1  # only what the dead one was at
-    assert seconds < 20
+    assert seconds < 100
 
 
 def test_hanging_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch):
-    message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(60), 2, 2)
+    message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(600), 2, 2)
     assert "did not answer for 2 s (dataloader_timeout)" in message
     check_named(data, message, rows)
-    assert seconds < 20
+    assert seconds < 100
 
 
 def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch):
@@ -182,7 +182,7 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
             (tmp_path / "pid").write_text(str(os.getpid()))
             (tmp_path / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows]))
             if how == "hangs":
-                time.sleep(60)
+                time.sleep(600)
             os.kill(os.getpid(), signal.SIGKILL)
 
     before_collate(monkeypatch, fail)
@@ -191,17 +191,17 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
     fields |= {"max_steps": 40, "output_dir": "run", "cache_dir": tmp_path / "cache"}
     began = time.monotonic()
     ranks = kit.Ranks("train.py", *kit.flags(**tiny | fields), folder=folder, world=2)
-    codes = _ends(ranks, 45)
+    codes = _ends(ranks, 120)
     texts = [(ranks.out / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert codes == [1, 1], texts
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 100
     assert re.findall(r"rank (\d) failed:", "".join(texts)) == ["1"]
     _, splits = kit.open_data(**tiny, cache_dir=tmp_path / "cache")
     rows = json.loads((tmp_path / "rows.json").read_text())
     found = named(texts[1].rstrip().splitlines()[-1])
     assert [contents(splits["train"], ids) == rows for _, _, ids in found].count(True) == 1
     try:  # and no loader process outlives its rank, with its memory and its files
-        kit.until(lambda: _gone(int((tmp_path / "pid").read_text())), 5)
+        kit.until(lambda: _gone(int((tmp_path / "pid").read_text())))
     finally:
         with suppress(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)

@@ -168,7 +168,7 @@ def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypa
     shutil.move(tmp_path / "calls", tmp_path / "alone" / "calls")
     jobs = [kit.fork(1, opened, fields, tmp_path / "cache", out=tmp_path / name)[0] for name in ("a", "b")]
     for job in jobs:
-        job.join(30)
+        job.join(120)
     assert [job.exitcode for job in jobs] == [0, 0]
     assert encoded(tmp_path) == encoded(tmp_path / "alone")
     assert digest(tmp_path / "cache") == digest(tmp_path / "alone") != {}
@@ -176,7 +176,7 @@ def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypa
 
 def killed(fields: dict, cache: Path, out: Path, world: int = 1) -> None:
     with pytest.raises(kit.RankFailed) as failed:
-        kit.spawn(world, opened, fields, cache, out=out, timeout=30)
+        kit.spawn(world, opened, fields, cache, out=out)
     assert -9 in failed.value.codes
     assert None not in failed.value.codes
 
@@ -238,8 +238,8 @@ def test_preparation_may_outlast_the_collective_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(causal_lm.Task, "encode", slow)
     fields = kit.tiny_files(tmp_path) | {"cache_dir": tmp_path / "cache", "max_steps": 2, "global_batch_size": 8}
     began = time.monotonic()
-    run = kit.run_training(2, tmp_path / "run", *kit.flags(**fields, ddp_timeout=3))
-    assert 8 < time.monotonic() - began < 40
+    run = kit.run_training(2, tmp_path / "run", *kit.flags(**fields, ddp_timeout=6))
+    assert 8 < time.monotonic() - began < 120
     assert run.kind("eval")
 
 

@@ -184,6 +184,6 @@ def test_failure_does_not_wait_for_a_collective(files, tmp_path, monkeypatch):
     start = time.monotonic()
     codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path, world=2)
     assert codes == [1, 1]
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
     assert "rank 1 failed:\nTraceback" in outputs[1]
     assert "Traceback" not in outputs[0]

@@ -168,7 +168,7 @@ def test_cancelled_job_is_not_requeued(slurm, tmp_path, mutant):
     job = Job(slurm, folder, "slurm/train.sbatch", "x.yaml", fake=WAIT_FOR_SIGNAL)
     kit.until(lambda: "waiting" in job.text())
     slurm("scancel", job.id)
-    kit.until(lambda: "fake run" in job.text(), 30)
+    kit.until(lambda: "fake run" in job.text())
     time.sleep(0.5)
     assert (job.state() == ("CANCELLED", 0, "75")) != mutant
 
@@ -226,7 +226,7 @@ def test_used_port_is_skipped(slurm, tmp_path):
 def test_array_task_has_its_seed_and_folder(slurm, tmp_path):
     folder = make_project(tmp_path / "p")
     job = Job(slurm, folder, "--array", "3,5", "slurm/array.sbatch", "x.yaml", "--max_steps", "9", fake="")
-    kit.until(lambda: len(printed_arguments(job)) == 2, 30)
+    kit.until(lambda: len(printed_arguments(job)) == 2)
     for line, seed in zip(printed_arguments(job), (3, 5), strict=True):
         assert "--num_machines 1 --num_processes 1 train.py" in line
         assert line.endswith(f"--output_dir {job.folder}_seed{seed} --max_steps 9 --seed {seed}")

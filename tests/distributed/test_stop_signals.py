@@ -178,7 +178,7 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
     time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
     ranks.signal(number)
-    assert ranks.wait(5) == [128 + number] * 2, ranks.text()
+    assert ranks.wait() == [128 + number] * 2, ranks.text()
     assert ranks.text().count("without saving (rank ") == 1
 
 
@@ -205,7 +205,7 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
 
     def slow(*args, **kwargs):
         Path("reached").touch()
-        time.sleep(30)
+        time.sleep(600)
         return original(*args, **kwargs)
 
     monkeypatch.setattr(holder, name, slow)
@@ -213,7 +213,7 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     kit.until((tmp_path / "reached").exists)
     time.sleep(0.3)
     ranks.signal(signal.SIGTERM)
-    assert ranks.wait(10) == [75, 75], ranks.text()
+    assert ranks.wait() == [75, 75], ranks.text()
     assert not (tmp_path / "run" / "checkpoints").exists()
     status = run_status.read_status(tmp_path / "run")
     assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
@@ -296,12 +296,12 @@ def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
 
     launch = Launch(tmp_path, *TORCHRUN, *command).until_step(30)
     launch.process.terminate()
-    assert launch.process.wait(60) != 0
+    assert launch.process.wait(120) != 0
     step = check_saved(folder)
 
     launch = Launch(tmp_path, *TORCHRUN, *command).until_step(step + 30)
     launch.workers()[1].kill()
-    assert launch.process.wait(60) != 0
+    assert launch.process.wait(120) != 0
     assert run_status.read_status(folder)["status"] == "failed"
 
     launch = Launch(tmp_path, *TORCHRUN, "--max_restarts", "2", *command).until_step(kit.last_step(folder) + 30)
@@ -317,7 +317,7 @@ def test_torchrun_does_not_restart_a_stopped_run(tiny, tmp_path):
     command = [kit.REPOSITORY / "train.py", *long_recipe(tiny, tmp_path / "run")]
     launch = Launch(tmp_path, *TORCHRUN, "--max_restarts", "1", *command).until_step(30)
     launch.workers()[0].send_signal(signal.SIGUSR1)
-    assert launch.process.wait(60) != 0
+    assert launch.process.wait(120) != 0
     check_saved(tmp_path / "run")
     assert launch.output.read_text().count("saving after this step") == 1
 
@@ -330,11 +330,11 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     launch = Launch(tmp_path, *ACCELERATE, config, *command).until_step(30)
     [worker] = launch.workers()
     launch.process.terminate()
-    assert launch.process.wait(10) == -signal.SIGTERM
-    kit.until(lambda: run_status.read_status(folder)["status"] == "stopped", 15)
+    assert launch.process.wait(120) == -signal.SIGTERM
+    kit.until(lambda: run_status.read_status(folder)["status"] == "stopped")
     check_saved(folder)
     assert "the end of the launcher" in run_status.read_status(folder)["reason"]
-    kit.until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 15)
+    kit.until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
 
 
 def test_make_train_returns_the_code_of_a_stop(tiny, tmp_path):
@@ -344,6 +344,6 @@ def test_make_train_returns_the_code_of_a_stop(tiny, tmp_path):
     make = ["make", "-o", ".venv/done", "train", f"CONFIG={run_file}", f"OUT={tmp_path / 'run'}"]
     launch = Launch(tmp_path, *make).until_step(30)
     launch.workers()[0].terminate()
-    assert launch.process.wait(60) == 2
+    assert launch.process.wait(120) == 2
     output = launch.output.read_text()
     assert re.search(r"make(\[\d+\])?: \*\*\* \[Makefile:\d+: train\] Error 75", output), output

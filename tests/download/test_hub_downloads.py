@@ -78,11 +78,11 @@ def _train(environment, argv, folder, before):
 
 def train(environment, folder, argv, world: int = 1, before=lambda: None, **more) -> str:
     """Run train.py to its end; return its output."""
-    kit.spawn(world, _train, environment | more, argv, folder, before, out=folder / "out", timeout=40)
+    kit.spawn(world, _train, environment | more, argv, folder, before, out=folder / "out")
     return "".join((folder / "out" / f"rank{rank}.txt").read_text() for rank in range(world))
 
 
-def refused(environment, folder, argv, *words: str, world: int = 1, seconds: float = 20, before=lambda: None, **more):
+def refused(environment, folder, argv, *words: str, world: int = 1, seconds: float = 60, before=lambda: None, **more):
     """Assert that train.py ends with exit code 2 on all ranks, and prints these words."""
     began = time.monotonic()
     with pytest.raises(kit.RankFailed) as failed:
@@ -201,7 +201,7 @@ def test_silent_hub_is_given_up(hub, trained, tmp_path):
     hub.faults["*/org/*"] = Fault(silent=True)
     train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "run"), 2, impatient)
     empty, words = hub.environment(tmp_path), "model_name_or_path: org/model"
-    refused(empty, tmp_path, recipe(tmp_path), words, world=2, seconds=30, before=impatient)
+    refused(empty, tmp_path, recipe(tmp_path), words, world=2, seconds=60, before=impatient)
 
 
 def test_private_and_missing_repositories(hub, tmp_path):
@@ -277,7 +277,7 @@ def test_stream_from_a_failing_server_ends_all_ranks(hub, tmp_path):
     kit.write_jsonl(hub.folder / "files/broken.jsonl", [{"input_ids": [1, 2, 3]}] * 20)
     hub.faults["/files/broken.jsonl"] = Fault(status=500)
     url = f"{hub.files_url}/broken.jsonl"
-    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2, seconds=30)
+    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2, seconds=60)
 
 
 def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):

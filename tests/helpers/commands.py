@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import threading
 import time
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +40,7 @@ class Ranks:
         for pid in chosen:
             (os.killpg if group else os.kill)(pid, number)
 
-    def wait(self, timeout: float = 60) -> list[int | None]:
+    def wait(self, timeout: float = 120) -> list[int | None]:
         """Wait for all ranks; return their exit codes, None for a rank that did not end in time."""
         end = time.monotonic() + timeout
         while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
@@ -56,7 +55,7 @@ class Ranks:
         return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.txt")))
 
 
-def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 60) -> tuple[list, list[str]]:
+def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 120) -> tuple[list, list[str]]:
     """Run train.py or eval.py in `folder` like the command line; return exit codes and outputs by rank."""
     out = Path(folder).with_suffix(".out")
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -65,13 +64,6 @@ def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: f
     except RankFailed as failed:
         return failed.codes, failed.texts
     return [0] * world, [(out / f"rank{rank}.txt").read_text() for rank in range(world)]
-
-
-def finish_saves() -> None:
-    """Wait in this process for the checkpoint that is being written: a failing run would interrupt it."""
-    for thread in threading.enumerate():
-        if thread.name == "checkpoint writer":
-            thread.join()
 
 
 def after_prepare(look) -> None:

@@ -8,7 +8,6 @@ from tests.helpers.commands import (
     _command,
     after_prepare,
     evaluate_here,
-    finish_saves,
     run_command,
     run_evaluation,
     run_training,

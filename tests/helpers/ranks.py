@@ -1,10 +1,12 @@
 """Processes over gloo: forked ranks, their environment by accelerate's own code, waiting with an end."""
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import os
 import random
+import signal
 import socket
 import sys
 import tempfile
@@ -20,20 +22,25 @@ import yaml
 from src.distributed import stop_signals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+USED_PORTS: set[int] = set()  # by free_port
 
 
 def free_port() -> int:
     """Return a port that nothing listens on, below the range from which the system takes ports of outgoing connections.
 
-    A port of that range could be taken between this call and the process that listens on it."""
+    A port of that range could be taken between this call and the process that listens on it. None is returned twice:
+    it names a launch, and ranks would find the error reports of an earlier launch with the same name."""
     while True:
         port = random.SystemRandom().randrange(15_000, 32_000)
+        if port in USED_PORTS:
+            continue
+        USED_PORTS.add(port)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
 
 
-def until(true, timeout: float = 60):
+def until(true, timeout: float = 120):
     """Wait until `true()` is true; return its value."""
     end = time.monotonic() + timeout
     while not (found := true()):
@@ -109,6 +116,7 @@ def _enter(rank, world, port, out, target, args, env):
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
+    _explain_crashes(stream)
     torch.set_num_threads(1)
     try:
         result = target(*args)
@@ -121,6 +129,13 @@ def _enter(rank, world, port, out, target, args, env):
         code = 1
     stream.flush()
     os._exit(code)
+
+
+def _explain_crashes(stream) -> None:
+    """Print the stacks of all threads, those of gloo and autograd too, if this process crashes (SIGSEGV, SIGABRT)."""
+    faulthandler.enable(stream)
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
+    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # which torch counts among the crashes
 
 
 # Imported before the fork, which saves seconds in every child.

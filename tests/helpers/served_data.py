@@ -25,5 +25,5 @@ def open_served(hub, folder, files, then=stats_of, before=lambda: None, streamin
     """Return `then(training data)` of files behind URLs, or the message of a UsageError."""
     fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "streaming": streaming, "max_steps": 3}
     fields |= {"cache_dir": folder / "cache", "global_batch_size": 8} | more
-    (found,) = kit.spawn(1, _open, hub.environment(folder), fields, before, then, out=folder / "out", timeout=40)
+    (found,) = kit.spawn(1, _open, hub.environment(folder), fields, before, then, out=folder / "out")
     return found

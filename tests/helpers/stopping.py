@@ -27,7 +27,7 @@ def begin(folder: Path, flags: list[str], world: int = 2, env=None) -> kit.Ranks
 
 def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
     """Assert that all ranks end with exit code 75 and that every logged step is saved; return the step."""
-    codes = ranks.wait(15)
+    codes = ranks.wait()
     assert codes == [75] * len(codes), ranks.text()
     step = check_saved(folder)
     assert f"at step {step:,}. Saved to run" in ranks.text()
@@ -49,7 +49,7 @@ def check_saved(folder: Path) -> int:
 def check_resumes(folder: Path, flags: list[str], undisturbed: kit.Run, world: int = 2) -> None:
     """Run the same command again, and assert that the run is bitwise the undisturbed one."""
     ranks = kit.Ranks("train.py", *flags, folder=folder, world=world)
-    assert ranks.wait(60) == [0] * world, ranks.text()
+    assert ranks.wait() == [0] * world, ranks.text()
     assert kit.timeless(folder / "run") == kit.timeless(undisturbed.folder)
     assert kit.same(kit.Run(folder / "run").weights, undisturbed.weights)
     assert run_status.read_status(folder / "run")["status"] == "complete"

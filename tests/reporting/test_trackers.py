@@ -130,7 +130,7 @@ def run(files, folder, timeout=10.0, world=1, failing_rank=None, **values):
     argv, out = flags(files, **values), folder / "out"
     ranks = kit.fork(world, _train, argv, folder, timeout, failing_rank, out=out)
     for process in ranks:
-        process.join(90)
+        process.join(180)
         process.kill()
     return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
 

@@ -94,7 +94,7 @@ def test_wandb_has_every_line_after_stop_kill_and_failure(files, tmp_path):
     assert len(lines) == 440
     assert found == {(json.loads((folder / "trackers.json").read_text())["run_id"], "apples", "run")}
     assert len(files_of()) == 4
-    kit.until(lambda: services() <= before, timeout=10)
+    kit.until(lambda: services() <= before)
     assert not (loader / "wandb").exists()
     assert "wandb:" not in ended.text()
     uploaded = [record.environment for file in files_of() for record in records(file) if record.HasField("environment")]
