@@ -5,6 +5,7 @@ import os
 import pytest
 
 import train
+from src.checkpointing import writer_thread
 from tests.helpers import kit
 
 
@@ -15,7 +16,7 @@ def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
     def gradient(*args):
         [window] = [arg for arg in args if isinstance(arg, list)]
         if window[0][0].step == step - 1:
-            kit.finish_saves()
+            writer_thread.finish()
             os._exit(9)
         return original(*args)
 
