@@ -8,7 +8,8 @@ from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.parameter_names import first_match, named_parameters
-from src.training.techniques.base import Technique
+from src.training.techniques.base import ComputeGradient, Technique
+from src.training.train_state import StepLosses, Window
 
 
 @dataclass(eq=False)
@@ -49,8 +50,11 @@ class Unfreeze(Technique):
             raise UsageError(f"{text}: no parameter would be trained: give smaller steps")
         warn(f"{text}: it is never trained ({len(late)} such parameters)")
 
-    def change_gradient(self) -> None:
+    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+        """Drop the gradients inside of both passes of SAM, which would move and count these weights otherwise."""
+        losses = compute(window, total_weight)
         parameters = named_parameters(self.run.model)
         for name, first in self.first_step.items():
             if self.run.state.step < first:
                 parameters[name].grad = None
+        return losses

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from src.config.errors import UsageError
+from src.training.techniques.base import Technique
 from src.training.techniques.unfreeze import Unfreeze
 from tests.helpers import kit, technique_runs
 
@@ -53,6 +54,30 @@ def test_unfreeze_resumes_before_the_first_moments_exist(tmp_path):
 @pytest.mark.cluster
 def test_unfreeze_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
+def _drop_after_all_passes(self):
+    parameters = dict(self.run.model.named_parameters())
+    for name, first in self.first_step.items():
+        if self.run.state.step < first:
+            parameters[f"model.{name}"].grad = None
+
+
+@pytest.mark.parametrize("other", ["sam", "gradient_norm_penalty", "hard_examples"])
+def test_until_its_step_a_weight_is_as_if_frozen(tmp_path, monkeypatch, other):
+    """The second pass of SAM neither moves it nor counts its gradient in the length of the move."""
+    values = technique_runs.files(tmp_path)
+    never = {"unfreeze": {"steps": {"*.mlp.*": technique_runs.STEPS + 1}}}
+    frozen = technique_runs.train(
+        tmp_path / "frozen", values | {"techniques": json.dumps({other: None}), "freeze": "*.mlp.*"}
+    )
+    values["techniques"] = json.dumps({other: None} | never)
+    late = technique_runs.train(tmp_path / "late", values)
+    assert kit.distance(late.weights, frozen.weights) <= 1e-10
+    monkeypatch.setattr(Unfreeze, "compute_gradient", Technique.compute_gradient)
+    monkeypatch.setattr(Unfreeze, "change_gradient", _drop_after_all_passes)
+    mutant = technique_runs.train(tmp_path / "mutant", values)
+    assert (kit.distance(mutant.weights, frozen.weights) > 1e-6) == (other != "hard_examples")
 
 
 @pytest.mark.parametrize("steps", [None, {"*": 0}, {"*": True}, {"*": "3"}])
