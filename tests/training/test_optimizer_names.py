@@ -2,13 +2,16 @@
 
 import collections
 import contextlib
+import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.distributed import optimizer_state
 from src.distributed.optimizer_trial import _try
 from src.training import optimizers
 from tests.helpers import kit, technique_runs
@@ -231,3 +234,21 @@ def test_lion_under_fsdp2_and_soap_refused(tmp_path):
     assert kit.distance(sharded.weights, one.weights) <= 1e-10
     with pytest.raises(kit.RankFailed, match="optim is soap, which cannot train here"):
         technique_runs.train(tmp_path / "soap", fields(tmp_path, "soap"), 2, 4, env=FSDP2, units=1)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_restored_state_has_nothing_of_the_one_before(kind):
+    """A rollback to before a parameter was unfrozen: it then has no moments, as in a run that resumes there."""
+    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("early", "late")}
+    optimizer = kind(parameters.values())
+    parameters["early"].grad = torch.ones(3)
+    optimizer.step()
+    saved = copy.deepcopy(optimizer_state.flatten(optimizer, list(parameters)))
+    parameters["late"].grad = torch.ones(3)
+    optimizer.step()
+    tensors = {path: value for path, value in saved.items() if torch.is_tensor(value)}
+    reader = SimpleNamespace(where=tensors, like=lambda path, current: tensors[path])
+    numbers = {path: value for path, value in saved.items() if path not in tensors}
+    optimizer_state.restore(optimizer, list(parameters), reader, numbers)
+    assert optimizer_state.flatten(optimizer, list(parameters)).keys() == saved.keys()
+    assert not optimizer.state.get(parameters["late"])
