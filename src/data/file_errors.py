@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, one_line
 from src.config.paths import not_found_locally
 from src.data.sources import Source
 
@@ -31,7 +31,7 @@ def explain_read_error(source: Source, error: BaseException, files: Sequence[str
         return str(error)
     if absent := re.search(r"No match for FieldRef.Name\((.*?)\)", str(error)):
         return f"{source.field}: {name}: there is no column `{absent[1]}`, which other files have"
-    reason = " ".join(str(error).split())[:400] or type(error).__name__
+    reason = one_line(error, 400)
     if "corresponds to no data" in reason:
         return f"{source.field}: {name} holds no rows: give data with at least one row"
     hint = "" if source.builder else not_found_locally(str(source.name))
@@ -71,32 +71,28 @@ def _json_error(file: str) -> str | None:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return f"{file}, {where}: a lone surrogate (half of a surrogate pair), which UTF-8 cannot encode"
-    except json.JSONDecodeError as error:
-        text = error.doc.split("\n")[error.lineno - 1].strip()
-        return f"{file}, line {getattr(error, 'line', error.lineno)}: not valid JSON ({error.msg}, column {error.colno}): {text[:60]}"
-    except _DuplicateKey as error:
-        return f"{file}, line {error.line}: `{error}` is given twice"
-    except RecursionError as error:
-        return f"{file}, line {getattr(error, 'line', 1)}: nested too deeply"
+    except UsageError as error:
+        return str(error)
     return None
 
 
 def json_values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield ('line N' or 'row N', value) for each value of a JSON file.
+    """Yield ('line N' or 'row N', value) for each value of a JSON file: one per line, over several lines, or an array.
 
-    The file holds an array, one value per line, or values over several lines. An error has the attribute `line`."""
-    with open(file, "rb") as lines:
-        first = next(filter(bytes.strip, lines), b"").removeprefix(b"\xef\xbb\xbf").strip()
-    if file.endswith(".json") and first.startswith(b"["):
-        for i, value in enumerate(json.loads(_read_text(file))):
-            yield f"row {i}", value
-    elif _is_json(first) or not _begins_with_json(file):
-        yield from _values_by_line(file)
-    else:
-        yield from _values_over_lines(file)
+    Raise UsageError for one that is not valid JSON. A file that holds one value per line is not read at once."""
+    with open(file, encoding="utf-8-sig", errors="replace") as lines:
+        first = next(filter(str.strip, lines), "")
+        lines.seek(0)
+        by_line = file.endswith(".jsonl") or _is_json(first)
+        for number, text in enumerate(lines, 1) if by_line else [(1, lines.read())]:
+            for line, value in _values(file, text, number):
+                if isinstance(value, list) and not file.endswith(".jsonl"):
+                    yield from ((f"row {i}", item) for i, item in enumerate(value))
+                else:
+                    yield f"line {line}", value
 
 
-def _is_json(text: bytes) -> bool:
+def _is_json(text: str) -> bool:
     try:
         json.loads(text)
     except ValueError:
@@ -104,58 +100,32 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _begins_with_json(file: str) -> bool:
-    """Return True if the first value of a file is valid JSON, even over several lines."""
-    try:
-        next(_values_over_lines(file), None)
-    except ValueError:
-        return False
-    return True
-
-
-def _values_by_line(file: str) -> Iterator[tuple[str, object]]:
-    with open(file, encoding="utf-8-sig", errors="replace") as lines:
-        for number, text in enumerate(lines, 1):
-            if not text.strip():
-                continue
-            try:
-                value = json.loads(text.rstrip(), object_pairs_hook=_object)
-            except (ValueError, RecursionError) as error:
-                vars(error)["line"] = number
-                raise
-            yield f"line {number}", value
-
-
-def _values_over_lines(file: str) -> Iterator[tuple[str, object]]:
-    text, decoder = _read_text(file), json.JSONDecoder(object_pairs_hook=_object)
-    line, position = 1, 0
+def _values(file: str, text: str, first_line: int) -> Iterator[tuple[int, object]]:
+    """Yield (its first line, value) for each JSON value in `text`, which begins at `first_line` of `file`."""
+    decoder = json.JSONDecoder(object_pairs_hook=_object)
+    text, position, line = text.rstrip(), 0, first_line  # without line end, where errors would be of the next line
     while match := re.compile(r"\S").search(text, position):
         line += text.count("\n", position, match.start())
         try:
             value, position = decoder.raw_decode(text, match.start())
+        except json.JSONDecodeError as error:
+            where, bad = first_line + error.lineno - 1, text.split("\n")[error.lineno - 1].strip()[:60]
+            raise UsageError(
+                f"{file}, line {where}: not valid JSON ({error.msg}, column {error.colno}): {bad}"
+            ) from None
         except (ValueError, RecursionError) as error:
-            vars(error)["line"] = getattr(error, "lineno", line)
-            raise
-        yield f"line {line}", value
+            reason = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise UsageError(f"{file}, line {line}: {reason}") from None
+        yield line, value
         line += text.count("\n", match.start(), position)
 
 
-def _read_text(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8-sig", errors="replace")
-
-
-class _DuplicateKey(ValueError):
-    """A JSON object has the same key twice."""
-
-    line = 1
-
-
 def _object(pairs: list[tuple[str, object]]) -> dict:
-    """Return a JSON object as a dict. Raise _DuplicateKey if a key occurs twice."""
+    """Return a JSON object as a dict. Raise ValueError if a key occurs twice."""
     found = {}
     for key, value in pairs:
         if key in found:
-            raise _DuplicateKey(key)
+            raise ValueError(f"`{key}` is given twice")
         found[key] = value
     return found
 
