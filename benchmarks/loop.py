@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from benchmarks.plain import Plain, direct_loss, labels_loss
 from src.config import parsing
 from src.config.paths import REPOSITORY
 from src.data.batch_plan import PlanConfig, training_order
-from src.data.data_loader import BatchReader
+from src.data.data_loader import BatchReader, group_into_windows
 from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
 
@@ -122,11 +122,16 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
         train.main(words)
     if "RANK" not in os.environ:  # with several ranks, each knows only its share of the plain loss
         check_same(losses, run.logging_steps)
-    ours, other = times["ours"][1:], times["plain"][1:]  # the first block is the warmup of both
-    ratios = sorted(b / a for a, b in zip(ours, other, strict=True))
+    ours, other = ([1e3 * seconds for seconds in found[1:]] for found in times.values())  # block 1 is the warmup
+    return summary(ours, other, "ms", [b / a for a, b in zip(ours, other, strict=True)])
+
+
+def summary(ours: list[float], plain: list[float], unit: str, ratios: list[float]) -> dict:
+    """Return the medians of both loops, and median and quartiles of their ratio."""
+    ratios = sorted(ratios)
     return {
-        "ours_ms": 1e3 * statistics.median(ours),
-        "plain_ms": 1e3 * statistics.median(other),
+        f"ours_{unit}": statistics.median(ours),
+        f"plain_{unit}": statistics.median(plain),
         "ratio": statistics.median(ratios),
         "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
         "blocks": len(ratios),
@@ -141,32 +146,24 @@ def make_plain(task, run, accelerator, loss) -> Plain:
     return Plain(model, loss, run.learning_rate, run.max_steps, accelerator.num_processes)
 
 
-def steps_in_memory(run, task, split, accelerator):
-    """Yield (batches, weight) of this rank for every step of the batch plan."""
+def steps_in_memory(run, task, split, accelerator) -> Iterator[tuple[list[dict], float]]:
+    """Yield (batches of this rank, weight on all ranks) for every step of the batch plan."""
     ranks = accelerator.num_processes
     config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
-    every = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
-    reader = BatchReader(split, task, training=True)
+    orders = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
+    windows = [group_into_windows(map(BatchReader(split, task, training=True).__getitem__, order)) for order in orders]
     while True:
-        yield _one_step(every, accelerator.process_index, reader)
+        step = [next(window)[0] for window in windows]
+        weight = sum(batch.weight for window in step for micro, batch in window if not micro.dummy)
+        yield [for_plain(split, *item) for item in step[accelerator.process_index]], weight
 
 
-def _one_step(every: list, rank: int, reader) -> tuple[list[dict], float]:
-    weight, mine = 0.0, []
-    for r, order in enumerate(every):
-        for micro in order:
-            batch = reader[micro][1]
-            weight += 0 if micro.dummy else batch.weight
-            if r == rank:
-                ids, targets = batch.inputs["input_ids"], batch.inputs["targets"]
-                mask = torch.zeros_like(ids)
-                for i, n in enumerate(reader.split.lengths[micro.ids]):
-                    mask[i, :n] = 1
-                labels = ids.masked_fill(mask == 0, -100)
-                mine.append({"input_ids": ids, "attention_mask": mask, "labels": labels, "targets": targets})
-            if micro.last:
-                break
-    return mine, weight
+def for_plain(split, micro, batch) -> dict[str, torch.Tensor]:
+    """Return the inputs of the plain loop for a micro-batch."""
+    ids, lengths = batch.inputs["input_ids"], torch.from_numpy(split.lengths[micro.ids].astype(np.int64))
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "targets": batch.inputs["targets"]}
 
 
 def check_same(losses: dict, every: int) -> None:
@@ -184,21 +181,12 @@ def check_same(losses: dict, every: int) -> None:
 
 def in_ranks(processes: int, threads: int, target, *args):
     """Run `target(*args)` in `processes` forked ranks; return the value of rank 0. Imports are done before the fork."""
-    context = torch.multiprocessing.get_context("fork")
-    results = context.SimpleQueue()
+    results = torch.multiprocessing.get_context("fork").SimpleQueue()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    ranks = [
-        context.Process(target=_rank, args=(r, processes, port, threads, results, target, args))
-        for r in range(processes)
-    ]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    if any(process.exitcode for process in ranks):
-        sys.exit("a rank failed: see its traceback above")
+    everything = (processes, port, threads, results, target, args)
+    torch.multiprocessing.start_processes(_rank, everything, processes, start_method="fork")
     return results.get()
 
 
@@ -207,16 +195,11 @@ def _rank(rank: int, world: int, port: int, threads: int, results, target, args)
     if world > 1:
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         os.environ |= dict(zip(names, map(str, (rank, rank, world, world, "127.0.0.1", port)), strict=True))
-    code = 1
-    try:
-        result = target(*args)
-        if rank == 0:
-            results.put(result)
-        code = 0
-    except BaseException:
-        traceback.print_exc()
+    result = target(*args)
+    if rank == 0:
+        results.put(result)
     sys.stdout.flush()
-    os._exit(code)  # skips the teardown of a process group that other ranks still use
+    os._exit(0)  # skips the teardown of a process group that other ranks still use
 
 
 # ---- start -----------------------------------------------------------------------------------------------------------
@@ -224,19 +207,15 @@ def _rank(rank: int, world: int, port: int, threads: int, results, target, args)
 
 def start_ours(folder: Path) -> float:
     """Return seconds from the start of `python train.py …` until the train line of its first step is written."""
-    began = time.time()
-    _run(
-        "train.py", *flags(folder, "start", max_steps=1, logging_steps=1, global_batch_size=8, per_device_batch_size=8)
-    )
+    began, words = time.time(), {"max_steps": 1, "logging_steps": 1, "global_batch_size": 8, "per_device_batch_size": 8}
+    _run("train.py", *flags(folder, "start", **words))
     return (folder / "start" / "metrics.jsonl").stat().st_mtime - began
 
 
 def start_plain(folder: Path) -> float:
     began = time.time()
-    return (
-        json.loads(_run("benchmarks/plain.py", folder / "rows.jsonl", folder / "model.yaml").splitlines()[-1])[0]
-        - began
-    )
+    printed = _run("benchmarks/plain.py", folder / "rows.jsonl", folder / "model.yaml").splitlines()
+    return json.loads(printed[-1])[0] - began
 
 
 def _run(script: str, *args) -> str:
@@ -250,21 +229,11 @@ def _run(script: str, *args) -> str:
 def measure_start(folder: Path, repeats: int) -> dict:
     """Return median start times of fresh, interleaved processes with warm caches, and each first (cold) start."""
     make_files(folder, SMALL, 48)
-    first = start_ours(folder), start_plain(folder)
-    ours, plain = [], []
-    for _ in range(repeats):
-        ours.append(start_ours(folder))
-        plain.append(start_plain(folder))
-    ratios = sorted(a / b for a, b in zip(ours, plain, strict=True))
-    return {
-        "ours_s": statistics.median(ours),
-        "plain_s": statistics.median(plain),
-        "ratio": statistics.median(ratios),
-        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
-        "first_ours_s": first[0],
-        "first_plain_s": first[1],
-        "blocks": repeats,
-    }
+    times = [(start_ours(folder), start_plain(folder)) for _ in range(repeats + 1)]
+    first, *rest = times
+    ours, plain = ([pair[i] for pair in rest] for i in (0, 1))
+    found = summary(ours, plain, "s", [a / b for a, b in rest])
+    return found | {"first_ours_s": first[0], "first_plain_s": first[1]}
 
 
 def main() -> None:
@@ -278,49 +247,38 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="fresh processes per loop for the start benchmark")
     options = parser.parse_args()
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.processes)
-    results, rows = {}, []
+    several = f", {options.processes} processes" if options.processes > 1 else ""
+    results = {}
     with tempfile.TemporaryDirectory() as temporary:
         os.environ["HF_DATASETS_CACHE"] = f"{temporary}/datasets"
-        wanted = [case for case in CASES if options.only in ("", "loop") or case.startswith(options.only)]
-        for case in wanted:
-            if options.processes > 1 and "micro-batches" not in case:
+        for case, (model, longest, *_) in CASES.items():
+            if options.only not in ("", "loop") and not case.startswith(options.only):
+                continue
+            if several and "micro-batches" not in case:
                 continue  # one micro-batch leaves the other ranks without work
             folder = Path(temporary, case.replace(" ", "_"))
             folder.mkdir()
-            make_files(folder, CASES[case][0], CASES[case][1])
+            make_files(folder, model, longest)
             for loss in LOSSES:
-                name = f"{case}, {loss}" + (f", {options.processes} processes" if options.processes > 1 else "")
-                r = results[name] = in_ranks(
-                    options.processes, threads, measure, case, loss, folder, CLOCKS[options.clock]
-                )
-                bar = next(value for key, value in BARS.items() if case.startswith(key))
-                rows.append(
-                    (name, f"{r['ours_ms']:.1f} ms", f"{r['plain_ms']:.1f} ms", r, f"≥ {bar}", r["ratio"] >= bar)
-                )
+                words = (case, loss, folder, CLOCKS[options.clock])
+                results[f"{case}, {loss}{several}"] = in_ranks(options.processes, threads, measure, *words)
         if options.only in ("", "start"):
-            folder = Path(temporary, "start")
-            folder.mkdir()
-            r = results["start"] = measure_start(folder, options.repeats)
-            rows.append(
-                (
-                    "start to first step",
-                    f"{r['ours_s']:.2f} s",
-                    f"{r['plain_s']:.2f} s",
-                    r,
-                    f"≤ {BARS['start']}",
-                    r["ratio"] <= BARS["start"],
-                )
-            )
-    show(rows)
+            (folder := Path(temporary, "start")).mkdir()
+            results["start"] = measure_start(folder, options.repeats)
+    show(results)
     save(results, threads, options.clock)
 
 
-def show(rows: list[tuple]) -> None:
+def show(results: dict[str, dict]) -> None:
     print(f"\n{'':44}{'ours':>10}{'plain':>10}{'ratio':>8}  {'quartiles':14}{'bar':8}")
-    for name, ours, plain, r, bar, met in rows:
-        low, high = r["quartiles"]
+    for name, r in results.items():
+        bar, (low, high) = next(bar for case, bar in BARS.items() if name.startswith(case)), r["quartiles"]
+        digits, unit, sign = (2, "s", "≤") if name == "start" else (1, "ms", "≥")
+        ours, plain = (f"{r[f'{which}_{unit}']:.{digits}f} {unit}" for which in ("ours", "plain"))
+        met = r["ratio"] <= bar if name == "start" else r["ratio"] >= bar
+        range_ = f"{low:.3f}–{high:.3f}"
         print(
-            f"{name:44}{ours:>10}{plain:>10}{r['ratio']:>8.3f}  {low:.3f}–{high:.3f}   {bar:8}{'met' if met else 'MISSED'}"
+            f"{name:44}{ours:>10}{plain:>10}{r['ratio']:>8.3f}  {range_:14}{sign} {bar:<6}{'met' if met else 'MISSED'}"
         )
 
 
@@ -328,13 +286,8 @@ def save(results: dict, threads: int, clock: str = "wall") -> None:
     """Add the results and the machine they were measured on to benchmarks/results.json."""
     file = REPOSITORY / "benchmarks" / "results.json"
     old = json.loads(file.read_text()) if file.exists() else {}
-    machine = {
-        "cpu": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": threads,
-        "clock": clock,
-        "load": os.getloadavg()[0],
-    }
+    machine = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": threads, "clock": clock}
+    machine["load"] = os.getloadavg()[0]
     machine |= {"python": platform.python_version(), "torch": torch.__version__}
     new = {name: values | machine for name, values in results.items()}
     new = json.loads(json.dumps(new), parse_float=lambda text: round(float(text), 3))
