@@ -3,14 +3,13 @@
 A range test: the run's first steps with a growing learning rate. It writes nothing but --curve FILE.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
-from src.config.errors import UsageError, list_errors
-from src.config.fields import declared_options, field_types, read_value
+from src.config.errors import UsageError
+from src.config.fields import declared_options
 from src.data import data_loader, dataset
 from src.distributed import strategies
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -29,7 +28,7 @@ from src.training.train_state import TrainState, UpdateResult
 
 
 def main(argv: list[str]) -> None:
-    test, argv = own_flags(parsing.with_default_config(argv))
+    test, argv = parsing.own_flags(RangeTest, parsing.with_default_config(argv))
     also = {name: rules.help for name, rules in declared_options(RangeTest).items()}
     cfg, task_options = parsing.parse(argv, OPTIONS, also=also)
     validation.check(cfg, task_options)
@@ -51,23 +50,6 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
     found = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
         report(test, cfg, strategy, found)
-
-
-def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
-    """Return (the range test that the flags ask for, the other flags). Raise one UsageError for all invalid values."""
-    types, rules = field_types(RangeTest), declared_options(RangeTest)
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in rules:
-        parser.add_argument(f"--{name}", nargs="*")
-    own, rest = parser.parse_known_args(argv)
-    try:
-        given = {name: words for name, words in vars(own).items() if words is not None}
-        test = RangeTest(**{name: read_value(types[name], rules[name], words) for name, words in given.items()})
-    except ValueError as error:
-        raise UsageError(f"--start_lr, --end_lr, --updates, --curve: {error}") from None
-    if errors := test.errors():
-        raise UsageError(list_errors(errors))
-    return test, rest
 
 
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:

@@ -7,17 +7,8 @@ import os
 import sys
 
 OLDEST_PYTHON = (3, 11)
-PACKAGES = [
-    "torch",
-    "accelerate",
-    "transformers",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "yaml",
-    "filelock",
-    "xxhash",
-]
+PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]
+PACKAGES += ["yaml", "filelock", "xxhash"]
 
 
 def find_problem(version, packages):

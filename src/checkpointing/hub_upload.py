@@ -5,7 +5,7 @@ Tests: tests/download/test_hub_downloads.py.
 
 from pathlib import Path
 
-from src.config.errors import warn
+from src.config.errors import one_line, warn
 from src.config.schema import RunConfig
 
 SILENCE = 120  # seconds to wait for the next byte from the Hub
@@ -31,6 +31,6 @@ def push_to_hub(cfg: RunConfig, main: bool) -> str:
         )
         return f"pushed to {address}"
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        warn(f"push_to_hub failed ({reason}). The model is in {folder}; to upload it, run: hf upload {name} {folder}")
+        fix = f"The model is in {folder}; to upload it, run: hf upload {name} {folder}"
+        warn(f"push_to_hub failed ({one_line(error)}). {fix}")
         return "not pushed to the Hub"

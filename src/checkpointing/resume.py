@@ -5,15 +5,16 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_lineage.
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
 from src.checkpointing import run_lineage
 from src.checkpointing.checkpoint_list import list_checkpoints, read_state, step_of
 from src.checkpointing.run_identity import check_same_run, identity
-from src.config.errors import Failure, Stopped, UsageError
+from src.config.errors import Stopped, UsageError
 from src.config.schema import RunConfig
+from src.distributed.host_group import run_on_main
 from src.runtime import run_lock, run_status
 from src.storage import atomic_folder
 
@@ -32,20 +33,7 @@ def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, spl
     """Return the main process's ResumePoint on every rank, or raise its error on every rank.
 
     Replace `per_device_batch_size: auto` by the value in the checkpoint."""
-    from accelerate.utils import broadcast_object_list
-
-    outcome: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            outcome[0] = _choose_on_main(accelerator, cfg, options, splits)
-        except (UsageError, Failure, Stopped) as error:
-            outcome[1] = error
-        except OSError as error:
-            outcome[1] = UsageError(f"resume: {error}")
-    broadcast_object_list(outcome)
-    start, error = outcome
-    if error:
-        raise error
+    start = run_on_main(accelerator, lambda: _choose_on_main(accelerator, cfg, options, splits))
     if start.folder and cfg.per_device_batch_size == "auto":
         cfg.per_device_batch_size = read_state(start.folder)["config"]["per_device_batch_size"]
     return start
@@ -53,12 +41,15 @@ def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, spl
 
 def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:
     folder = Path(cfg.output_dir)
-    if folder.is_dir():
-        run_lock.lock_run_folder(folder)
-        for parent in (folder, folder / "checkpoints"):  # final/ is published in the same way as checkpoints
-            atomic_folder.remove_leftovers(parent)
-    start = find(cfg, options, identity(accelerator, cfg, splits))
-    run_status.clear_failure(folder)
+    try:
+        if folder.is_dir():
+            run_lock.lock_run_folder(folder)
+            for parent in (folder, folder / "checkpoints"):  # final/ is published in the same way as checkpoints
+                atomic_folder.remove_leftovers(parent)
+        start = find(cfg, options, identity(accelerator, cfg, splits))
+        run_status.clear_failure(folder)
+    except OSError as error:
+        raise UsageError(f"resume: {error}") from error
     return start
 
 

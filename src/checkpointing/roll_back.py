@@ -4,7 +4,6 @@ Tests: tests/training/techniques/test_spike_watch.py.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,15 +11,13 @@ from src.checkpointing.checkpoint_format import load_checkpoint
 from src.checkpointing.checkpoint_list import list_checkpoints, may_return_to, step_of
 from src.config.errors import Failure
 from src.config.schema import RunConfig
+from src.distributed.host_group import run_on_main
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 
 def roll_back(
@@ -32,7 +29,7 @@ def roll_back(
 
     The step counter goes on, so data, ledger and metrics stay functions of the step. `updates` returns to that of the
     checkpoint, and with it the learning rate. Checkpoints of steps that an earlier call has undone do not count."""
-    checkpoint = _choose_on_all_ranks(strategy.accelerator, cfg, state, before)
+    checkpoint = run_on_main(strategy.accelerator, lambda: _choose(cfg, state, before))
     if checkpoint is None:
         return None
     restore_weights(strategy, model_with_loss, checkpoint)
@@ -44,17 +41,13 @@ def roll_back(
     return then.step
 
 
-def _choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, state: TrainState, before: int) -> Path | None:
-    from accelerate.utils import broadcast_object_list
-
-    found: list[Any] = [None]
-    if accelerator.is_main_process:
-        for path in list_checkpoints(cfg.output_dir):
-            step = step_of(path)
-            if step is not None and step < before and may_return_to(step, cfg, state.rollbacks):
-                found[0] = path if not atomic_folder.verify(path) else found[0]
-    broadcast_object_list(found)
-    return found[0]
+def _choose(cfg: RunConfig, state: TrainState, before: int) -> Path | None:
+    for path in reversed(list_checkpoints(cfg.output_dir)):
+        step = step_of(path)
+        allowed = step is not None and step < before and may_return_to(step, cfg, state.rollbacks)
+        if allowed and not atomic_folder.verify(path):
+            return path
+    return None
 
 
 @torch.no_grad()

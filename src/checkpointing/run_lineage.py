@@ -103,7 +103,4 @@ def run_id(checkpoint: Path) -> str | None:
 
 
 def _read_lineage(checkpoint: Path) -> dict:
-    try:
-        return read_state(checkpoint)["lineage"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+    return atomic_folder.read_json(checkpoint / "state.json").get("lineage", {})

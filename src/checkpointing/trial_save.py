@@ -22,7 +22,7 @@ import torch
 from src.checkpointing import checkpoint_format, model_folder
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.sharded_checkpoint import TensorReader
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, one_line, warn
 from src.config.paths import REPOSITORY
 from src.distributed.sharded_tensors import ShardedTensorRef
 from src.distributed.strategies import Strategy
@@ -79,8 +79,7 @@ def _describe(error: Exception) -> str:
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "site-packages" not in f.filename]
     path = Path(frames[-1].filename)
     where = path.relative_to(REPOSITORY) if path.is_relative_to(REPOSITORY) else path
-    text = " ".join(str(error).split())[:300]
-    return f"check_save: the trial save failed: {type(error).__name__}: {text} ({where}, line {frames[-1].lineno})"
+    return f"check_save: the trial save failed: {type(error).__name__}: {one_line(error)} ({where}, line {frames[-1].lineno})"
 
 
 # ---- save ------------------------------------------------------------------------------------------------------------

@@ -33,9 +33,13 @@ def call_or_warn(what: str, call: Callable, *args) -> Any:
     try:
         return call(*args)
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        warn(f"{what} failed (the run is not affected): {type(error).__name__}: {reason}", any_rank=True)
+        warn(f"{what} failed (the run is not affected): {type(error).__name__}: {one_line(error)}", any_rank=True)
         return None
+
+
+def one_line(error: BaseException, length: int = 300) -> str:
+    """Return the beginning of an error message as one line, or without a message the type of the error."""
+    return " ".join(str(error).split())[:length] or type(error).__name__
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:

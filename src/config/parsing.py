@@ -3,6 +3,7 @@
 Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
 
+import argparse
 import dataclasses
 import os
 import re
@@ -154,6 +155,28 @@ def _suggest_flag(words: list[str]) -> str:
     if not flag:
         return ""
     return f"; did you mean {' '.join(word for word in [f'--{flag}', value, *words[1:]] if word)}?"
+
+
+def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
+    """Return (the dataclass `kind` of flags that a command has beside those of train.py, the other words of `argv`).
+
+    Raise one UsageError for all invalid values."""
+    types, rules, errors, found = field_types(kind), declared_options(kind), [], {}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in rules:
+        parser.add_argument(f"--{name}", nargs="*")
+    own, rest = parser.parse_known_args(argv)
+    for name, words in vars(own).items():
+        try:
+            if words is not None:
+                found[name] = read_value(types[name], rules[name], words)
+        except ValueError as error:
+            errors.append(f"--{name}: {error} ({rules[name].help})")
+    values = kind(**found)
+    errors += range_errors(values) + (values.check() if hasattr(values, "check") else [])
+    if errors:
+        raise UsageError(list_errors(errors))
+    return values, rest
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

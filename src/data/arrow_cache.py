@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -225,15 +226,11 @@ def _concatenate(source: Source, parts: list[tuple[Sequence[str], "Dataset"]]) -
     try:
         return datasets.concatenate_datasets([rows for _, rows in parts]) if parts else datasets.Dataset.from_dict({})
     except Exception as error:
-        # Try all pairs: a third file may match the first but not the second.
-        for (first, rows), (second, other) in combinations(parts, 2):
-            try:
+        for (first, rows), (second, other) in combinations(parts, 2):  # not all differ from the first file
+            with suppress(Exception):
                 datasets.concatenate_datasets([rows, other])
-            except Exception:
-                if found := describe_file_error(second[0]):
-                    raise UsageError(found) from error
-                columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, rows)]
-                raise UsageError(
-                    f"{source.field}: {second[0]} has other columns ({columns[0]}) than {first[0]} ({columns[1]})"
-                ) from error
+                continue
+            columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, rows)]
+            text = f"{source.field}: {second[0]} has other columns ({columns[0]}) than {first[0]} ({columns[1]})"
+            raise UsageError(describe_file_error(second[0]) or text) from error
         raise

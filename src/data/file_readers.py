@@ -84,8 +84,11 @@ def _csv_frames(file: str, text: Iterable[str], config) -> Iterator:
     if config.features is not None:
         options["dtype"] = _column_types(config.features)
     first = True
-    while (chunk := [_fitting(file, len(names), *record) for record in islice(records, config.chunksize)]) or first:
-        yield pd.read_csv(io.StringIO("".join(chunk)), **options)
+    while (chunk := list(islice(records, config.chunksize))) or first:
+        for line, fields, _ in chunk:
+            if len(fields) != len(names):
+                raise UsageError(f"{file}, line {line}: {len(fields)} fields, but the header has {len(names)}")
+        yield pd.read_csv(io.StringIO("".join(text for *_, text in chunk)), **options)
         first = False
 
 
@@ -96,13 +99,6 @@ def _column_types(features) -> dict:
     return {
         name: object if require_storage_cast(feature) else kind.to_pandas_dtype() for (name, feature), kind in kinds
     }
-
-
-def _fitting(file: str, columns: int, line: int, fields: list[str], text: str) -> str:
-    """Return the text of a CSV record. Raise UsageError if it has more or fewer fields than the header."""
-    if len(fields) != columns:
-        raise UsageError(f"{file}, line {line}: {len(fields)} fields, but the header has {columns}")
-    return text
 
 
 def csv_records(

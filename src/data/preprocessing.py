@@ -80,11 +80,13 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
     targets = [folder / f"piece_{i:05}.json" for i in range(len(bounds) - 1)]
     block = max(1, min(BLOCK_ROWS, BLOCK * count // max(1, size)))
     raw = replace(raw, rows=rows if task.decode_media else keep_encoded(rows))
-    bar = _ProgressBar(f"preparing {source.split}", targets)
+    shown, parent = os.environ.get("LOCAL_RANK", "0") == "0" and len(targets) > 1, os.getpid()
+    bar = console.bar(f"preparing {source.split}", len(targets), "piece", shown=shown)
 
     def make(i: int) -> None:
         write_piece(task, raw, features, range(bounds[i], bounds[i + 1], block), targets[i], work)
-        bar.update()
+        if shown and os.getpid() == parent:  # of all processes, one per machine
+            bar.update(sum(target.exists() for target in targets) - bar.n)
 
     try:
         _run_with_helpers(cfg.preprocessing_num_workers, work, targets, make, f"preparing {what}")
@@ -163,19 +165,3 @@ def _run_with_helpers(
     finally:
         for child in children:
             child.kill()
-
-
-class _ProgressBar:
-    """Progress bar of finished pieces, shown by one process per machine."""
-
-    def __init__(self, what: str, targets: list[Path]):
-        self.targets, self.owner = targets, os.getpid()
-        self.shown = os.environ.get("LOCAL_RANK", "0") == "0" and len(targets) > 1
-        self.bar = console.bar(what, len(targets), "piece", shown=self.shown)
-
-    def update(self) -> None:
-        if self.shown and os.getpid() == self.owner:
-            self.bar.update(sum(target.exists() for target in self.targets) - self.bar.n)
-
-    def close(self) -> None:
-        self.bar.close()

@@ -12,6 +12,7 @@ import torch
 from src.config.errors import Failure, UsageError, warn
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
+from src.distributed.host_group import run_on_main
 from src.distributed.strategies import Strategy
 from src.distributed.strategy_checks import check_shardable
 from src.runtime import private_apis
@@ -67,23 +68,17 @@ class FSDP2(Strategy):
 
         The other processes build it with empty tensors, whose memory is never touched. `prepare` sends each process its
         shard. A UsageError on the main process is raised on all processes."""
-        from accelerate.utils import broadcast_object_list
-
         if not self.main_process_builds:
             return super().build_model(task, weights, check)
-        model = None
-        message: list[Any] = [None, None, None]  # task attributes, requires_grad by parameter name, error
-        if self.accelerator.is_main_process:
-            try:
-                model = super().build_model(task, weights, check)
-                message[0] = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
-                message[1] = {name: p.requires_grad for name, p in model.named_parameters()}
-            except UsageError as error:
-                message[2] = error
-        broadcast_object_list(message)
-        attributes, trainable, error = message
-        if error:
-            raise error
+        build, model = super().build_model, None
+
+        def build_on_main() -> tuple[dict, dict]:
+            nonlocal model
+            model = build(task, weights, check)
+            attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
+            return attributes, {name: p.requires_grad for name, p in model.named_parameters()}
+
+        attributes, trainable = run_on_main(self.accelerator, build_on_main)
         if model is None:
             model = task.build(weights, empty=True)
             vars(task).update(attributes)

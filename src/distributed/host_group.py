@@ -3,13 +3,14 @@
 Tests: tests/training/test_step.py and tests/distributed/test_tensor_parallel.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from src.config.errors import Failure, Stopped, UsageError
 from src.distributed import tensor_parallel
 
 if TYPE_CHECKING:
@@ -46,3 +47,22 @@ class HostGroup:
             found = [set()] * dist.get_world_size()
             dist.all_gather_object(found, names, group=self.group)
         return sorted(set().union(*found))
+
+
+def run_on_main(accelerator: "Accelerator", work: Callable[[], Any]) -> Any:
+    """Return the result of `work()`, which only the main process calls, on every rank. Collective.
+
+    Its UsageError, Failure or Stopped is raised on every rank."""
+    from accelerate.utils import broadcast_object_list
+
+    outcome: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            outcome[0] = work()
+        except (UsageError, Failure, Stopped) as error:
+            outcome[1] = error
+    broadcast_object_list(outcome)
+    result, error = outcome
+    if error:
+        raise error
+    return result

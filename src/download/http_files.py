@@ -16,7 +16,7 @@ from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, one_line, warn
 from src.download import remote_version
 from src.download.fetch_records import fetch_once, is_offline
 from src.download.remote_version import FileChanged
@@ -65,7 +65,7 @@ def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
             return record
         return _download(url, field, version, folder, work)
     except OSError as error:  # includes the errors of requests and fsspec
-        reason = _one_line(error)
+        reason = one_line(error)
     if record:
         warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", any_rank=True)
         return record
@@ -98,9 +98,9 @@ def _download(url: str, field: str, version: dict, folder: Path, work: SharedWor
             return _publish(url, version, folder)
         except FileChanged as error:
             part.unlink(missing_ok=True)
-            reason = _one_line(error)
+            reason = one_line(error)
         except OSError as error:
-            reason = _one_line(error)
+            reason = one_line(error)
         size = part.stat().st_size if part.exists() else 0
         failures = 0 if size > farthest else failures + 1
         farthest = max(farthest, size)
@@ -205,7 +205,3 @@ def _publish(url: str, version: dict, folder: Path) -> dict:
 def _file_name(url: str) -> str:
     name = Path(unquote(urlparse(url).path)).name or "file"
     return f"_{name}" if name in (PART, PART_VERSION, f"{PART}.plain", RECORD) else name
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

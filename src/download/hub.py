@@ -16,18 +16,8 @@ from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has
-UNUSED = (
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    "*.gguf",
-    "*.pth",
-    "*.tflite",
-    "onnx/*",
-    "original/*",
-    "coreml/*",
-    "openvino/*",
-)
+UNUSED = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite")
+UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
 
 
 def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TYPE_CHECKING
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, one_line, warn
 from src.download import fetch_records, remote_version
 from src.storage.shared_work import SharedWork
 
@@ -59,8 +59,7 @@ def _look_up(url: str, field: str) -> dict:
     try:
         version = remote_version.look_up(url, field)
     except OSError as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UsageError(f"{field}: {url}: not found: {reason}") from error
+        raise UsageError(f"{field}: {url}: not found: {one_line(error)}") from error
     return {key: version[key] for key in ("url", "bytes", "etag")}  # without the time, which differs between mirrors
 
 
@@ -127,7 +126,7 @@ def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
             if not (lost or is_transient(error)) or time.monotonic() + pause - last > PATIENCE:
                 raise
             if pause == 0.5:
-                warn(f"{name}: {' '.join(str(error).split())[:200]}: retrying for {PATIENCE:g} s", any_rank=True)
+                warn(f"{name}: {one_line(error, 200)}: retrying for {PATIENCE:g} s", any_rank=True)
         time.sleep(pause)
         pause = min(2 * pause, PAUSE)
 

@@ -70,6 +70,12 @@ def kept_per_row(forward: Forward, dtype: torch.dtype, autocast: bool) -> Kept |
     return None
 
 
+def forward_of_row(model: torch.nn.Module, task: Any, row: dict) -> Forward:
+    """Return the forward pass of a micro-batch made of copies of one prepared row."""
+    loss = task.represent if task.has_batch_loss else task.loss
+    return Forward(model, loss, lambda rows: task.collate([row] * rows, training=True).inputs)
+
+
 # ---- models without rows: the memory command opens no data -----------------------------------------------------------
 
 
@@ -157,14 +163,8 @@ def _replaced(chunks: list[tuple[int, int]]) -> Iterator[None]:
         (losses, "linear_cross_entropy"): chunked,
         (losses, "linear_sums"): lambda *arguments: {"loss": chunked(*arguments[:4])},
     }
-    originals = {(module, name): getattr(module, name) for module, name in stand_ins if hasattr(module, name)}
-    try:
-        for module, name in originals:
-            setattr(module, name, stand_ins[module, name])
+    with private_apis.replaced(stand_ins):
         yield
-    finally:
-        for (module, name), original in originals.items():
-            setattr(module, name, original)
 
 
 def measure(

@@ -16,14 +16,8 @@ from src.models.model_files import model_folder, reason
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-)
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
+TOKENIZER_FILES += ("tokenizer.model", "spiece.model")
 
 
 def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":

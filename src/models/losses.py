@@ -83,7 +83,7 @@ def linear_cross_entropy(
     if hidden.shape[0] <= rows:
         return _chunk(hidden, weight, bias, targets)
     low = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
-    if hasattr(F, "linear_cross_entropy") and not low:
+    if not low:
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=-100, options=options
@@ -92,7 +92,7 @@ def linear_cross_entropy(
     # for a loss. The loop below recomputes the logits of a chunk in backward, which costs one more matrix product.
     total = 0.0
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        total = total + _recomputed(_chunk, h, weight, bias, t)
+        total = total + recomputed(_chunk, h, weight, bias, t)
     return total
 
 
@@ -105,7 +105,7 @@ def linear_sums(
         return _sums_of_chunk(hidden, weight, bias, targets, options)
     total: dict[str, torch.Tensor] = {}
     for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        for name, value in _recomputed(_sums_of_chunk, h, weight, bias, t, options).items():
+        for name, value in recomputed(_sums_of_chunk, h, weight, bias, t, options).items():
             total[name] = total[name] + value if name in total else value
     return total
 
@@ -127,7 +127,7 @@ def row_losses(
     else:
         size = chunk_rows(hidden.device.type, head.weight.shape[0])
         chunks = zip(hidden.split(size), flat.split(size), strict=True)
-        losses = torch.cat([_recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
+        losses = torch.cat([recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
     weights = (targets != IGNORED).long()
     if class_weights is not None:
         weights = weights * class_weights[targets.clamp(min=0)]
@@ -135,7 +135,7 @@ def row_losses(
     return {name: values.reshape(len(targets), -1).sum(1) for name, values in found.items()}
 
 
-def _recomputed(function: Callable, *arguments):
+def recomputed(function: Callable, *arguments):
     """Call the function; backward calls it again instead of keeping its logits."""
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 

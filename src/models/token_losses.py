@@ -3,14 +3,13 @@
 Used by the tasks preference and distillation. Tests: tests/models/test_token_losses.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 
-from src.models.losses import at_least_float32, chunk_rows
+from src.models.losses import at_least_float32, chunk_rows, recomputed
 from src.runtime.private_apis import known_masks
 
 
@@ -47,7 +46,7 @@ def token_log_probs(scored: Scored, targets: torch.Tensor) -> torch.Tensor:
     """Return the log-probability of each target, (rows,), float32 or better; zero for a target of -100."""
     rows = scored.rows_per_chunk()
     chunks = zip(scored.chunks(rows), targets.split(rows), strict=True)
-    return torch.cat([_recomputed(_log_probs_of_chunk, *one, chosen) for one, chosen in chunks])
+    return torch.cat([recomputed(_log_probs_of_chunk, *one, chosen) for one, chosen in chunks])
 
 
 def distillation_terms(
@@ -58,14 +57,9 @@ def distillation_terms(
     The divergence is that of the teacher's distribution at `temperature` from the student's."""
     rows = student.rows_per_chunk()
     chunks = zip(student.chunks(rows), teacher.chunks(rows), targets.split(rows), strict=True)
-    terms = [_recomputed(_terms_of_chunk, *one, *other, chosen, temperature) for one, other, chosen in chunks]
+    terms = [recomputed(_terms_of_chunk, *one, *other, chosen, temperature) for one, other, chosen in chunks]
     kl, cross_entropy, correct = (torch.cat(values) for values in zip(*terms, strict=True))
     return kl, cross_entropy, correct
-
-
-def _recomputed(function: Callable, *arguments):
-    """Call the function; backward calls it again instead of keeping its intermediate values."""
-    return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:

@@ -5,14 +5,13 @@ Add figures to FIGURES. Tests: tests/reporting/test_html_report.py.
 
 import html
 import io
-import json
-import sys
 from pathlib import Path
 
 from src.config.errors import UsageError
 from src.config.redact import redact, redact_all
+from src.runtime.exit_codes import run_main
 from src.storage import jsonl
-from src.storage.atomic_folder import rewrite
+from src.storage.atomic_folder import read_json, rewrite
 
 FIGURES = [  # title, label of the y-axis, {kind of line in metrics.jsonl: key}
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),
@@ -42,7 +41,8 @@ def write(folder: Path) -> Path:
     last = [f"<div><h2>Last {kind} line</h2>{table(found[-1])}</div>" for kind, found in by_kind.items() if found]
     body.append(f"<div class=pair>{''.join(last)}</div>")
     # The files are redacted when written. Redact again, because older versions did not.
-    body.append(f"<h2>Environment</h2>{table(redact_all(read_environment(folder)))}")
+    environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
+    body.append(f"<h2>Environment</h2>{table(redact_all(environment))}")
     config = redact(read(folder / "config.yaml")) or "config.yaml is missing"
     body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     name = html.escape(folder.resolve().name)
@@ -62,14 +62,6 @@ def read_metrics(folder: Path) -> tuple[list[dict], int]:
     if not lines:
         raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
     return lines, len(read(file).splitlines()) - len(lines)
-
-
-def read_environment(folder: Path) -> dict:
-    try:
-        found = json.loads(read(folder / "environment.json"))
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {"environment.json": "missing or unreadable"}
 
 
 def read(file: Path) -> str:
@@ -138,8 +130,4 @@ def table(values: dict) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_main(main)

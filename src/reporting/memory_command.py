@@ -4,13 +4,12 @@ It opens no dataset. Of a Hub model it downloads only the configuration and the 
 Tests: tests/models/test_memory_estimate.py.
 """
 
-import argparse
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from src.config import parsing, validation
-from src.config.errors import UsageError
+from src.config.fields import declared_options, option
 from src.config.schema import RunConfig
 from src.models.activation_memory import forward_without_rows
 from src.models.memory_estimate import (
@@ -27,16 +26,26 @@ from src.tasks import OPTIONS, make_task
 
 GIB = 2**30
 FREE = 0.1  # fraction of device memory to leave for the device context, library workspaces and fragmentation
-OWN_FLAGS = {
-    "gpus": "number of GPUs on all nodes (default: those of this machine, else 1)",
-    "gpu_memory": "memory of one GPU in GiB (default: that of the first GPU here, else 80)",
-}
+
+
+@dataclass
+class Devices:
+    """The flags of this command beside those of train.py."""
+
+    gpus: int | None = option("number of GPUs on all nodes (default: those of this machine, else 1)", min=1)
+    gpu_memory: float | None = option(
+        "GiB of one GPU (default: those of the first GPU here, else 80)", above=0, below=1e6
+    )
 
 
 def main(argv: list[str]) -> None:
     """Print the memory that each strategy needs, and the simplest strategy that fits."""
-    argv, gpus, gpu_memory = _devices(argv)
-    cfg, options = parsing.parse(argv, OPTIONS, also=OWN_FLAGS)
+    devices, argv = parsing.own_flags(Devices, argv)
+    gpus = devices.gpus or torch.cuda.device_count() or 1
+    has_gpu = torch.cuda.is_available()
+    gpu_memory = devices.gpu_memory or (torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0)
+    also = {name: rules.help for name, rules in declared_options(Devices).items()}
+    cfg, options = parsing.parse(argv, OPTIONS, also=also)
     if not (cfg.dataset_name or cfg.train_file or cfg.mixture):
         cfg.train_file = ["-"]  # validation requires data, but nothing opens it here
     validation.check(cfg, options)
@@ -97,23 +106,6 @@ def strategies(cfg: RunConfig, gpus: int) -> list[StrategySettings]:
         replace(zero3, name="ZeRO-3, offload", file="zero3_offload", offload=True),
     ]
     return [strategy for strategy in found if cfg.dtype != "float64" or strategy.kind in ("DDP", "FSDP")]
-
-
-def _devices(argv: list[str]) -> tuple[list[str], int, float]:
-    """Return (remaining flags, number of devices, GiB per device)."""
-    has_gpu = torch.cuda.is_available()
-    memory = torch.cuda.get_device_properties(0).total_memory / GIB if has_gpu else 80.0
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--gpus", type=int, default=torch.cuda.device_count() or 1)
-    parser.add_argument("--gpu_memory", type=float, default=memory)
-    fix = "give a whole number of devices and GiB above zero, such as --gpus 8 --gpu_memory 80"
-    try:
-        own, rest = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise UsageError(f"{error.argument_name} is not a number: {fix}") from error
-    if own.gpus < 1 or not 0 < own.gpu_memory < 1e6:
-        raise UsageError(f"--gpus {own.gpus} --gpu_memory {own.gpu_memory:g}: {fix}")
-    return rest, own.gpus, own.gpu_memory
 
 
 def empty_model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:

@@ -14,21 +14,8 @@ from src.distributed.host_group import HostGroup
 from src.training.step import StepTotals
 from src.training.train_state import StepLosses, widen
 
-LINE = [
-    "kind",
-    "step",
-    "epoch",
-    "loss",
-    "weight",
-    "tokens_per_second",
-    "padding",
-    "data_seconds",
-    "seconds",
-    "learning_rate",
-    "grad_norm",
-    "skipped",
-    "graphs",
-]
+LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
+LINE += ("learning_rate", "grad_norm", "skipped", "graphs")
 
 
 class Meter:

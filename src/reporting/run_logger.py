@@ -109,9 +109,7 @@ class RunLogger:
 
     def _write_run_files(self, config: str, step: int) -> None:
         """Write config.yaml, environment.json (with a list of all starts of this run) and code.diff."""
-        starts = []
-        with suppress(OSError, ValueError, KeyError):
-            starts = json.loads((self.folder / "environment.json").read_text())["starts"] if step else []
+        starts = atomic_folder.read_json(self.folder / "environment.json").get("starts", []) if step else []
         atomic_folder.rewrite(self.folder / "config.yaml", config)
         known = environment(self.strategy, self.cfg)
         known["starts"] = [*starts, {"step": step, "world_size": known["world_size"], "time": time.time()}]

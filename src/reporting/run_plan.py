@@ -12,7 +12,7 @@ from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats
 from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
 from src.models import memory_estimate
-from src.models.activation_memory import Forward
+from src.models.activation_memory import forward_of_row
 from src.tasks import Task
 from src.training import out_of_memory
 from src.training.parameter_groups import describe_groups
@@ -45,20 +45,14 @@ def plan_table(
     if techniques.techniques:
         rows["techniques"] = techniques.describe()
     # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
-    forward = _forward(module, train) if cfg.dry_run and train.stats.get("longest") else None
-    longest = train.stats.get("longest", 1)
+    longest, forward = train.stats.get("longest", 1), None
+    if cfg.dry_run and train.stats.get("longest"):
+        forward = forward_of_row(model, module.task, train.rows(train.longest(1))[0])
     rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, longest, techniques.copies_in_step)
     saved = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved.parameters, trainable, total, techniques.copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
-
-
-def _forward(module: ModelWithLoss, train) -> Forward:
-    """Return the forward pass of a micro-batch made of the longest training row."""
-    row, task = train.rows(train.longest(1))[0], module.task
-    loss = task.represent if task.has_batch_loss else task.loss
-    return Forward(module.model, loss, lambda rows: task.collate([row] * rows, training=True).inputs)
 
 
 def _mixture(train) -> str:

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config.errors import warn
+from src.config.errors import one_line, warn
 from src.config.paths import REPOSITORY
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
@@ -86,7 +86,7 @@ class _TrackerThread:
             call(*args, **kwargs)
             return True
         except BaseException as error:  # SystemExit too: nothing above would catch it in a thread
-            text = f"report_to: {self.name} {what} ({type(error).__name__}: {' '.join(str(error).split())[:300]})"
+            text = f"report_to: {self.name} {what} ({type(error).__name__}: {one_line(error)})"
             log.warning("%s", text, exc_info=self.failed is None)
             if self.failed is None:
                 self.failed = what
@@ -184,10 +184,8 @@ def _run_identity(folder: Path, config: str, step: int) -> dict:
     """Return the run id, and for each tracker the last step up to which it has all lines; a new run gets a new id.
 
     A run that was killed before its first checkpoint keeps its id if its configuration is unchanged."""
-    digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], {}
-    with suppress(OSError, ValueError):
-        known = json.loads((folder / FILE).read_text())
-    if not (isinstance(known, dict) and known.get("run_id") and (step or known.get("config") == digest)):
+    digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], atomic_folder.read_json(folder / FILE)
+    if not (known.get("run_id") and (step or known.get("config") == digest)):
         known = {"run_id": uuid.uuid4().hex}
     known = {"run_id": known["run_id"], "config": digest, "complete": known.get("complete", {}) if step else {}}
     with suppress(OSError):

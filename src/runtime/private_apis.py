@@ -14,6 +14,20 @@ import torch
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
+
+@contextmanager
+def replaced(functions: dict[tuple[Any, str], Callable]) -> Iterator[None]:
+    """Replace functions, {(module or class, name): function}, within; leave out those that this version lacks."""
+    originals = {(owner, name): getattr(owner, name) for owner, name in functions if hasattr(owner, name)}
+    try:
+        for owner, name in originals:
+            setattr(owner, name, functions[owner, name])
+        yield
+    finally:
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
+
+
 # ---- torch 2.13 ------------------------------------------------------------------------------------------------------
 
 # Activation checkpointing of FSDP2 inserts this into parameter names. Test: tests/checkpointing/test_sharded.py.
@@ -164,21 +178,14 @@ def known_masks(packed: bool) -> Iterator[None]:
     def ignore_causal_mask(padding_mask, *args, **kwargs):
         return padding_mask is None and ignores_causal_mask(padding_mask, *args, **kwargs)
 
-    ours = [
-        (masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices),
-        (masking_utils, "_ignore_causal_mask_sdpa", ignore_causal_mask),
-        (masking_utils, "_ignore_bidirectional_mask_sdpa", ignore_mask),
-        (PreTrainedModel, "warn_if_padding_and_no_attention_mask", lambda model, input_ids, attention_mask: None),
-    ]
-    originals = [(owner, name, getattr(owner, name)) for owner, name, _ in ours if hasattr(owner, name)]
-    try:
-        for owner, name, function in ours:
-            if hasattr(owner, name):
-                setattr(owner, name, function)
+    ours = {
+        (masking_utils, "find_packed_sequence_indices"): find_packed_sequence_indices,
+        (masking_utils, "_ignore_causal_mask_sdpa"): ignore_causal_mask,
+        (masking_utils, "_ignore_bidirectional_mask_sdpa"): ignore_mask,
+        (PreTrainedModel, "warn_if_padding_and_no_attention_mask"): lambda model, input_ids, attention_mask: None,
+    }
+    with replaced(ours):
         yield
-    finally:
-        for owner, name, function in originals:
-            setattr(owner, name, function)
 
 
 # ---- accelerate 1.15 -------------------------------------------------------------------------------------------------

@@ -38,10 +38,7 @@ def write_status(
 
 def read_status(folder: Path) -> dict:
     """Return the contents of status.json, or {} if the file is missing or unreadable."""
-    try:
-        return json.loads((folder / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
+    return atomic_folder.read_json(folder / "status.json")
 
 
 def newest_run(parent: Path, weights: bool = True) -> Path | None:
@@ -76,10 +73,7 @@ def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool
 
 def failed_rank(folder: Path, rank: int) -> str | None:
     """Return the rank that failed first, or None if no rank failed or this rank (`rank`) was first."""
-    try:
-        first = json.loads((folder / FAILED).read_text())["rank"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    first = atomic_folder.read_json(folder / FAILED).get("rank", rank)
     return str(first) if first != rank else None
 
 

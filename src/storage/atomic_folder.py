@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from src.config.errors import one_line
 from src.storage.lost_run_folder import check_held
 
 MANIFEST = "manifest.json"
@@ -125,7 +126,7 @@ def verify(folder: Path) -> list[str]:
     except FileNotFoundError:
         return [f"{MANIFEST} is missing"]
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
-        return [f"{MANIFEST} cannot be read: {' '.join(str(error).split())[:200]}"]
+        return [f"{MANIFEST} cannot be read: {one_line(error, 200)}"]
     errors = [_file_error(folder, name, entry) for name, entry in body["files"].items()]
     extra = sorted(path.name for path in folder.glob("*.safetensors") if path.name not in body["files"])
     return [error for error in errors if error] + [f"{name} is not listed in {MANIFEST}: remove it" for name in extra]
@@ -148,11 +149,16 @@ def _file_error(folder: Path, name: str, entry: dict) -> str | None:
 
 def read_manifest(folder: Path) -> dict:
     """Return the manifest of a folder without verifying it, or {} if there is no readable manifest."""
+    return read_json(folder / MANIFEST)
+
+
+def read_json(file: Path) -> dict:
+    """Return the JSON object in a file, or {} if there is none: no such file, not readable, or another value."""
     try:
-        body = json.loads((folder / MANIFEST).read_bytes())
+        value = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return body if isinstance(body, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def read_metadata(folder: Path) -> dict:

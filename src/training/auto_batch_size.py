@@ -14,7 +14,7 @@ from src.data.prepared_split import Split
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models import memory_estimate
-from src.models.activation_memory import Forward, activation_bytes
+from src.models.activation_memory import activation_bytes, forward_of_row
 from src.tasks import Task
 from src.training.batch_loss import scalar_of_vectors
 
@@ -70,22 +70,18 @@ def estimate(cfg: RunConfig, task: Task, train_set: Split, room: float) -> Calla
     room -= memory_estimate.working_bytes(counted, cfg, strategy)
     room -= 0 if strategy.offload else resting["gradients"] + resting["optimizer"]
     [row] = train_set.rows(train_set.longest(1))
-    loss = task.represent if task.has_batch_loss else task.loss
-    forward = Forward(model, loss, lambda rows: task.collate([row] * rows, training=True).inputs)
+    forward = forward_of_row(model, task, row)
     dtype = torch.bfloat16 if strategy.low_precision else getattr(torch, cfg.dtype)
     layers = counted.layers if strategy.recompute else 0
 
     def fits(rows: int) -> bool:
-        return kept(rows) <= room
-
-    def kept(rows: int) -> float:
-        found = activation_bytes(forward, rows, dtype, autocast=False, recomputed_layers=layers)
-        if found is None:
+        kept = activation_bytes(forward, rows, dtype, autocast=False, recomputed_layers=layers)
+        if kept is None:
             raise UsageError(
                 f"per_device_batch_size is auto, but the memory of a forward pass of task {cfg.task} cannot be estimated for "
                 f"{strategy.name}, because its loss reads values: give a number"
             )
-        return found
+        return kept <= room
 
     return fits
 

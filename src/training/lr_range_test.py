@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from src.config.fields import option, range_errors
+from src.config.fields import option
 
 DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest
 
@@ -24,9 +24,9 @@ class RangeTest:
     updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
     curve: str | None = option("write the curve to this file (.png, .svg or .pdf), and its numbers beside it as .json")
 
-    def errors(self) -> list[str]:
-        """Return one sentence for each invalid value or combination of values."""
-        errors = range_errors(self)
+    def check(self) -> list[str]:
+        """Return one sentence for each error between the flags, or of the file."""
+        errors = []
         if self.start_lr >= self.end_lr:
             errors.append(f"start_lr is {self.start_lr}: it must be below end_lr, which is {self.end_lr}")
         if self.curve and Path(self.curve).suffix not in (".png", ".svg", ".pdf"):
