@@ -77,8 +77,8 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     _, _, size, micro, block, blocks = CASES[case]
     datasets.disable_progress_bars()
     total = block * (blocks + 1)
-    batch = {"global_batch_size": size, "per_device_batch_size": micro}
-    words = flags(folder, "run", max_steps=total + 1, learning_rate=1e-3, save_steps=10**6, **batch)
+    fields = {"max_steps": total + 1, "save_steps": 10**6, "global_batch_size": size, "per_device_batch_size": micro}
+    words = flags(folder, "run", learning_rate=1e-3, **fields)
     run, options = parsing.parse(words, OPTIONS)
     task = make_task(run, options)
     split = prepare_datasets(run, task, wanted=("train",))["train"]
@@ -89,7 +89,11 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
         def begin(self, *known):
             super().begin(*known)
             self.accelerator = self.strategy.accelerator
-            self.plain = make_plain(task, run, self.accelerator, LOSSES[loss])
+            ranks, model = self.accelerator.num_processes, task.build()  # the initial weights of ours
+            if ranks > 1:
+                options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
+                model = torch.nn.parallel.DistributedDataParallel(model, **options)
+            self.plain = Plain(model, LOSSES[loss], run.learning_rate, run.max_steps, ranks)
             self.ready = steps_in_memory(run, task, split, self.accelerator)
             self.steps, self.mark = 0, clock()
 
@@ -138,14 +142,6 @@ def summary(ours: list[float], plain: list[float], unit: str, ratios: list[float
     }
 
 
-def make_plain(task, run, accelerator, loss) -> Plain:
-    """Return the plain loop, with the initial weights of ours."""
-    model = task.build()
-    if accelerator.num_processes > 1:
-        model = torch.nn.parallel.DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
-    return Plain(model, loss, run.learning_rate, run.max_steps, accelerator.num_processes)
-
-
 def steps_in_memory(run, task, split, accelerator) -> Iterator[tuple[list[dict], float]]:
     """Yield (batches of this rank, weight on all ranks) for every step of the batch plan."""
     ranks = accelerator.num_processes
@@ -176,9 +172,6 @@ def check_same(losses: dict, every: int) -> None:
     assert worst < 1e-3, f"the two loops train differently: their losses differ by {worst:.2%}"
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------
-
-
 def in_ranks(processes: int, threads: int, target, *args):
     """Run `target(*args)` in `processes` forked ranks; return the value of rank 0. Imports are done before the fork."""
     results = torch.multiprocessing.get_context("fork").SimpleQueue()
@@ -202,20 +195,15 @@ def _rank(rank: int, world: int, port: int, threads: int, results, target, args)
     os._exit(0)  # skips the teardown of a process group that other ranks still use
 
 
-# ---- start -----------------------------------------------------------------------------------------------------------
-
-
-def start_ours(folder: Path) -> float:
-    """Return seconds from the start of `python train.py …` until the train line of its first step is written."""
-    began, words = time.time(), {"max_steps": 1, "logging_steps": 1, "global_batch_size": 8, "per_device_batch_size": 8}
-    _run("train.py", *flags(folder, "start", **words))
-    return (folder / "start" / "metrics.jsonl").stat().st_mtime - began
-
-
-def start_plain(folder: Path) -> float:
+def starts(folder: Path) -> tuple[float, float]:
+    """Return the seconds from the start of `python train.py …`, and of the plain loop, to the end of its first step."""
+    fields = {"max_steps": 1, "logging_steps": 1, "global_batch_size": 8, "per_device_batch_size": 8}
     began = time.time()
-    printed = _run("benchmarks/plain.py", folder / "rows.jsonl", folder / "model.yaml").splitlines()
-    return json.loads(printed[-1])[0] - began
+    _run("train.py", *flags(folder, "start", **fields))
+    ours = (folder / "start" / "metrics.jsonl").stat().st_mtime - began
+    began = time.time()
+    printed = _run("benchmarks/plain.py", folder / "rows.jsonl", folder / "model.yaml")
+    return ours, json.loads(printed.splitlines()[-1])[0] - began
 
 
 def _run(script: str, *args) -> str:
@@ -229,8 +217,7 @@ def _run(script: str, *args) -> str:
 def measure_start(folder: Path, repeats: int) -> dict:
     """Return median start times of fresh, interleaved processes with warm caches, and each first (cold) start."""
     make_files(folder, SMALL, 48)
-    times = [(start_ours(folder), start_plain(folder)) for _ in range(repeats + 1)]
-    first, *rest = times
+    first, *rest = (starts(folder) for _ in range(repeats + 1))
     ours, plain = ([pair[i] for pair in rest] for i in (0, 1))
     found = summary(ours, plain, "s", [a / b for a, b in rest])
     return found | {"first_ours_s": first[0], "first_plain_s": first[1]}
@@ -241,9 +228,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="number of ranks (backend gloo)")
     parser.add_argument("--threads", type=int, help="threads per rank (default: cores / ranks)")
     parser.add_argument("--only", help="loop, start, or a prefix of a case's name", default="")
-    parser.add_argument(
-        "--clock", choices=list(CLOCKS), default="wall", help="cpu: for a busy machine, with --threads 1"
-    )
+    parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: for a busy machine; --threads 1")
     parser.add_argument("--repeats", type=int, default=9, help="fresh processes per loop for the start benchmark")
     options = parser.parse_args()
     threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.processes)
@@ -275,11 +260,9 @@ def show(results: dict[str, dict]) -> None:
         bar, (low, high) = next(bar for case, bar in BARS.items() if name.startswith(case)), r["quartiles"]
         digits, unit, sign = (2, "s", "≤") if name == "start" else (1, "ms", "≥")
         ours, plain = (f"{r[f'{which}_{unit}']:.{digits}f} {unit}" for which in ("ours", "plain"))
-        met = r["ratio"] <= bar if name == "start" else r["ratio"] >= bar
-        range_ = f"{low:.3f}–{high:.3f}"
-        print(
-            f"{name:44}{ours:>10}{plain:>10}{r['ratio']:>8.3f}  {range_:14}{sign} {bar:<6}{'met' if met else 'MISSED'}"
-        )
+        is_met = r["ratio"] <= bar if name == "start" else r["ratio"] >= bar
+        verdict, around = "met" if is_met else "MISSED", f"{low:.3f}–{high:.3f}"
+        print(f"{name:44}{ours:>10}{plain:>10}{r['ratio']:>8.3f}  {around:14}{sign} {bar:<6}{verdict}")
 
 
 def save(results: dict, threads: int, clock: str = "wall") -> None:

@@ -111,7 +111,7 @@ def optimizer_arguments(cfg: RunConfig, kind: type) -> dict[str, Any]:
 
     Raise UsageError for an unknown name in `optim_args`, an argument that a field sets, or a field without effect."""
     given, known = dict(cfg.optim_args or {}), _signature(kind)
-    from_fields = ARGUMENTS_OF_FIELDS.get(kind.__name__, {}) if _is_torch(kind) else {}
+    from_fields = ARGUMENTS_OF_FIELDS.get(kind.__name__, {}) if kind.__module__.startswith("torch.") else {}
     for name in given:
         if field := (FOR_ALL | from_fields).get(name):
             raise UsageError(f"optim_args: {name} is set by {field}: remove it")
@@ -158,10 +158,6 @@ def _expected(argument: inspect.Parameter, value: Any) -> str | None:
         is_right = isinstance(value, list) and len(value) == len(default)
         expected = f"a list of {len(default)} values, such as {list(default)}"
     return None if is_right else expected
-
-
-def _is_torch(kind: type) -> bool:
-    return kind.__module__.startswith("torch.")
 
 
 def optimizer_errors(cfg: RunConfig) -> Iterator[str]:

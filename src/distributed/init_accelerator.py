@@ -67,10 +67,6 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     return accelerator
 
 
-def _is_true(variable: str) -> bool:
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes")
-
-
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     """Return a new Accelerator; raise UsageError if accelerate rejects its configuration."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -87,7 +83,8 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     # The warning suggests another argument, which accelerate has no field for.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
-    use_cpu = _is_true("ACCELERATE_USE_CPU") or not (torch.accelerator.is_available() or sharding)
+    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    use_cpu = asked or not (torch.accelerator.is_available() or sharding)
     try:
         return Accelerator(
             cpu=use_cpu,

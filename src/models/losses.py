@@ -83,7 +83,7 @@ def linear_cross_entropy(
     if hidden.shape[0] <= rows:
         return _chunk(hidden, weight, bias, targets)
     low = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
-    if not low:
+    if hasattr(F, "linear_cross_entropy") and not low:
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
         return F.linear_cross_entropy(
             hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=-100, options=options

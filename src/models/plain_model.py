@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.nn.parameter import is_lazy
 
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
 from src.models.model_files import model_folder, reason
+from src.models.parameter_checks import check_parameters
 from src.models.stochastic_depth import refuse_stochastic_depth
 
 
@@ -49,11 +49,7 @@ def build_plain_model(
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
     refuse_stochastic_depth(cfg, f"{type(model).__name__} is not a model of transformers, whose config sets it")
-    if lazy := [name for name, value in model.named_parameters() if is_lazy(value)]:
-        raise UsageError(
-            f"{type(model).__name__}: {lazy[0]} has no shape before the first forward pass: give lazy modules their sizes, or "
-            "run a forward pass where the module is made"
-        )
+    check_parameters(model)
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)
@@ -97,6 +93,6 @@ def load_weights(model: torch.nn.Module, folder: Path, source: str) -> None:
         )
 
 
-def _first(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more are" if len(names) > shown else " is" if len(names) == 1 else " are"
-    return ", ".join(sorted(names)[:shown]) + more
+def _first(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more are" if len(names) > 3 else " is" if len(names) == 1 else " are"
+    return ", ".join(sorted(names)[:3]) + more
