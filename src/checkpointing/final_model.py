@@ -85,4 +85,4 @@ def sample(task, model, folder: Path, device) -> str | None:
     """Return the task's sample from `model`, else from the model in `folder`; None if sample_prompt is empty."""
     if not getattr(task.options, "sample_prompt", True):
         return None
-    return task.sample(model or task.saved(task.build(str(folder))).to(device))
+    return task.sample(model or task.saved(task.build_model(str(folder))).to(device))

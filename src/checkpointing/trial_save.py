@@ -145,7 +145,7 @@ def _load(
     task = copy.copy(model.task)  # `build` sets attributes
     with _random_state_kept(strategy.accelerator.device), redirect_stderr(io.StringIO()):  # its warnings were printed
         try:
-            kept = task.saved(task.build(str(whole)))
+            kept = task.saved(task.build_model(str(whole)))
         except UsageError as error:
             raise UsageError(
                 f"check_save: `build` cannot load what was saved a moment before, so a run could not resume: {error}"

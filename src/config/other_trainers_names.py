@@ -7,6 +7,7 @@ _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch
 _ACCUMULATION = "it is derived: global_batch_size / per_device_batch_size / processes"
 _AUTO_BATCH_SIZE = "give per_device_batch_size auto"
 _BEST = "give metric_for_best_model: final/ is then the best evaluated checkpoint"
+_ADAPTER = "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 
 NAMES_ELSEWHERE = {
@@ -43,6 +44,18 @@ NAMES_ELSEWHERE = {
     "gradient_clip_algorithm": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
     "neftune_noise_alpha": "give techniques: {neftune: {alpha: X}}",
     "algorithms": "give techniques",
+    "lora": _ADAPTER,
+    "use_lora": _ADAPTER,
+    "lora_r": _ADAPTER,
+    "lora_rank": _ADAPTER,
+    "lora_alpha": _ADAPTER,
+    "lora_target_modules": _ADAPTER,
+    "lora_target": _ADAPTER,
+    "use_peft": _ADAPTER,
+    "peft_config": _ADAPTER,
+    "adapter": _ADAPTER,
+    "qlora": "give peft: {type: lora, r: 8}; quantized base models are not supported",
+    "load_in_4bit": "not supported: give dtype bfloat16 for the smallest weights",
     "callbacks": "there are none: edit the loop in train.py, or write a technique (docs/techniques.md)",
     "sam": "give techniques: {sam: {rho: X}}",
     "ema": "give techniques: {ema: {decay: X}}",
@@ -84,6 +97,7 @@ NOT_TECHNIQUES = {
     "sequence_length_warmup": "give sequence_length_warmup_steps, a field of the run file",
     "batch_size_warmup": "give batch_size_warmup_steps, a field of the run file",
     "local_sgd": "give local_sgd_steps, a field of the run file",
+    "lora": _ADAPTER + ", a field of the run file",
     "early_stopping": "give early_stopping_patience, a field of the run file",
     "one_cycle": "give lr_scheduler_type one_cycle, a field of the run file",
     "muon": "give optim muon, a field of the run file",

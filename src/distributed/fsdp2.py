@@ -80,7 +80,7 @@ class FSDP2(Strategy):
 
         attributes, trainable = run_on_main(self.accelerator, build_on_main)
         if model is None:
-            model = task.build(weights, empty=True)
+            model = task.build_model(weights, empty=True)
             vars(task).update(attributes)
             for name, parameter in model.named_parameters():
                 parameter.requires_grad_(trainable[name])

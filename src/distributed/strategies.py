@@ -93,7 +93,7 @@ class Strategy:
                 "mixed_precision is fp16, but the model was trained in bfloat16: activations above 65,504, the largest "
                 "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
             )
-        model = task.build(weights)
+        model = task.build_model(weights)
         if check:
             check(model)
         tensor_parallel.split_layers(self.accelerator, model)

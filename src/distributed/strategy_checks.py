@@ -59,6 +59,10 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     _check_mesh(strategy, cfg)
     _check_local_sgd(strategy, cfg)
     _check_unused_parameters(strategy, cfg)
+    if cfg.peft and (strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED"):
+        raise UsageError(
+            f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
+        )
     accelerator = strategy.accelerator
     if cfg.ddp_comm_hook != "no" and (strategy.is_sharded or accelerator.num_processes == 1):
         warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: it needs DDP, and this is {strategy.name}")

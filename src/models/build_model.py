@@ -3,6 +3,7 @@
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from src.config.errors import UsageError, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.models.model_files import model_folder, reason
+from src.models.model_files import model_folder, reason, refuse_base_without_adapter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,14 +39,18 @@ def build_model(
             return _empty_model(auto_class, config, options)
         if not name:
             return auto_class.from_config(config, **options)
+        folder = locate(name) if weights else model_folder(cfg, name)
+        refuse_base_without_adapter(cfg, Path(folder))
         model, info = auto_class.from_pretrained(
-            locate(name) if weights else model_folder(cfg, name),
+            folder,
             config=config,
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # _check_complete reports them
             **options,
         )
+    except UsageError:
+        raise
     except Exception as error:
         raise UsageError(f"{name or cfg.model_config}: the model could not be built: {reason(error)}") from error
     _check_complete(model, name, info, may_be_missing=() if weights else new_weights)

@@ -5,9 +5,12 @@ Tests: tests/models/test_loading.py.
 
 from pathlib import Path
 
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.download import fetch_records, hub
 from src.download.cache_folder import cache_root
+
+ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 
 
 def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", weights: bool = True) -> str:
@@ -21,6 +24,20 @@ def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
     folder = Path(model_folder(cfg, str(cfg.model_name_or_path)))
     record = fetch_records.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
     return folder, record.get("commit")
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """Return the files of the adapter that a run has saved in `folder`, if any."""
+    return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
+
+
+def refuse_base_without_adapter(cfg: RunConfig, folder: Path) -> None:
+    """Raise UsageError if `folder` is a checkpoint with an adapter, whose base model alone this run would load."""
+    if not cfg.peft and adapter_files(folder) and not (folder / ADAPTER).is_dir():
+        raise UsageError(
+            f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give that run's peft, or "
+            "its final/, where the adapter is merged"
+        )
 
 
 def reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
-from src.models.model_files import model_folder, reason
+from src.models.model_files import model_folder, reason, refuse_base_without_adapter
 from src.models.parameter_checks import check_parameters
 from src.models.stochastic_depth import refuse_stochastic_depth
 
@@ -53,11 +53,10 @@ def build_plain_model(
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)
-    if weights and not empty:
-        load_weights(model, Path(locate(str(weights))), str(weights))
-    elif cfg.model_name_or_path and not empty:
-        folder = model_folder(cfg, cfg.model_name_or_path)
-        load_weights(model, Path(folder), f"model_name_or_path: {cfg.model_name_or_path}")
+    if (weights or cfg.model_name_or_path) and not empty:
+        folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
+        refuse_base_without_adapter(cfg, folder)
+        load_weights(model, folder, str(weights or f"model_name_or_path: {cfg.model_name_or_path}"))
     return model
 
 

@@ -118,7 +118,7 @@ def empty_model(cfg: RunConfig, options) -> tuple[torch.nn.Module, int]:
     task.load()
     task.on_prepared(Features({"label": ClassLabel(num_classes=2)}))  # the real number of labels is in the data
     with torch.device("meta"):
-        return task.build(empty=True).train(), getattr(task, "max_length", 1)
+        return task.build_model(empty=True).train(), getattr(task, "max_length", 1)
 
 
 if __name__ == "__main__":

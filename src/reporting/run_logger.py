@@ -199,7 +199,7 @@ class RunLogger:
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    module = ModelWithLoss(task.build(), task)
+    module = ModelWithLoss(task.build_model(), task)
     check_trial_loss(module.model, task, datasets["train"])
     freeze(module, cfg)
     print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))

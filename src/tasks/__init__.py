@@ -4,6 +4,7 @@ from importlib import import_module
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.models.adapter_options import read_options
 from src.tasks.base import Batch, Task
 
 __all__ = ["OPTIONS", "Batch", "Task", "make_task"]
@@ -28,7 +29,10 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
 
 
 def make_task(cfg: RunConfig, options) -> Task:
-    """Return the task that `cfg.task` names; raise UsageError for local SGD with a loss over the whole batch."""
+    """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong, and for local
+    SGD with a loss over the whole batch."""
+    if cfg.peft:
+        read_options(cfg)  # raises UsageError for invalid ones
     task = import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
     if task.has_batch_loss and cfg.local_sgd_steps:
         raise UsageError(

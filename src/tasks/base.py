@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
+from src.models import adapters
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -49,6 +50,9 @@ class Task:
 
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
     decode_media: bool = True
+
+    # Parts of the names of a head that pretrained weights may lack: trained in full beside an adapter (`peft`).
+    new_head: tuple[str, ...] = ()
 
     max_length: int = 0  # tokens per row; set by `load` of a task whose rows are tokens
 
@@ -94,6 +98,13 @@ class Task:
         `weights` is a checkpoint folder to load. With `empty`, the values of the parameters do not matter, because rank
         0 sends them (FSDP2): allocate them without initializing them if that is easy."""
         raise NotImplementedError
+
+    def build_model(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        """Return what `build` returns, with the adapter that the field `peft` asks for. Everything else calls this."""
+        model = self.build(weights, empty=True) if empty else self.build(weights)
+        if self.cfg.peft:
+            adapters.add_adapter(self, model, weights, empty)
+        return model
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
         """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""

@@ -71,6 +71,8 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
+    new_head = NEW_HEAD
+
     decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
 
     def __init__(self, cfg: RunConfig, options: Options):

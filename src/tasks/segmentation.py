@@ -59,6 +59,8 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
+    new_head = NEW_HEAD
+
     decode_media = False
 
     def load(self) -> None:

@@ -68,6 +68,8 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
+    new_head = NEW_HEAD
+
     def __init__(self, cfg: RunConfig, options: Options):
         super().__init__(cfg, options)
         self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them

@@ -40,6 +40,8 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
+    new_head = ("classifier", "score")  # modules that may be new in a pretrained model
+
     def __init__(self, cfg: RunConfig, options: Options):
         super().__init__(cfg, options)
         self.labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
@@ -118,8 +120,7 @@ class Task(base.Task):
         from transformers import AutoModelForTokenClassification
 
         set_labels(self.config, self.labels)
-        new_head = ("classifier", "score")
-        return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, new_head, empty)
+        return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, self.new_head, empty)
 
     def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
         return shorten_row(row, length)

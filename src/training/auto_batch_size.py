@@ -64,7 +64,10 @@ def estimate(cfg: RunConfig, task: Task, train_set: Split, room: float) -> Calla
 
     The sharded weights are allocated already; gradients, moments, gathered layers and activations are not. The
     arithmetic is that of `--dry_run` (docs/scaling.md). Raise UsageError if activations cannot be measured."""
-    model, strategy = task.build(empty=True), memory_estimate.strategy_of_launch(cfg)  # never touched: costs no memory
+    model, strategy = (
+        task.build_model(empty=True),
+        memory_estimate.strategy_of_launch(cfg),
+    )  # never touched: costs no memory
     counted = memory_estimate.count_parameters(model)
     resting = memory_estimate.resting_bytes(counted, cfg, strategy)
     room -= memory_estimate.working_bytes(counted, cfg, strategy)

@@ -171,6 +171,6 @@ def test_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, war
     from src.distributed.strategies import Strategy
 
     accelerator = SimpleNamespace(mixed_precision=precision, parallelism_config=None, process_index=0, num_processes=1)
-    task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build=lambda weights: "the model")
+    task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build_model=lambda weights: "the model")
     assert Strategy(accelerator, RunConfig()).build_model(task, None) == "the model"
     assert ("mixed_precision is fp16" in capsys.readouterr().err) == warned

@@ -1,0 +1,280 @@
+"""Adapters: exact however a step is split, resumed and evaluated bitwise, merged in final/, checked before the first step."""
+
+import json
+
+import pytest
+import torch
+import yaml
+
+from src.checkpointing import model_folder
+from src.config.errors import UsageError
+from src.models import adapter_options
+from src.training.step import ModelWithLoss
+from tests.helpers import kit, plain_task, technique_runs
+from tests.helpers.technique_runs import Plain
+
+peft = pytest.importorskip("peft")
+
+LORA = {"type": "lora", "r": 4, "target": ["c_attn", "c_fc"], "lora_alpha": 16}
+IDS = torch.tensor([[1, 2, 3, 4, 5]])
+
+
+def fields(folder, **options) -> dict:
+    return technique_runs.files(folder) | {"peft": json.dumps(LORA | options)}
+
+
+def train_plain(values: dict, frozen: bool = True) -> Plain:
+    """Return the plain loop after training with peft's own wrapper; unless `frozen`, the base model is trained, too."""
+    plain = Plain({name: value for name, value in values.items() if name != "peft"})
+    options = {"target_modules" if name == "target" else name: value for name, value in LORA.items() if name != "type"}
+    torch.manual_seed(42)
+    plain.model = peft.get_peft_model(plain.model, peft.LoraConfig(**options, fan_in_fan_out=True))
+    if not frozen:
+        plain.model.requires_grad_(True)
+    optimizer = plain.optimizer()
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        plain.loss().backward()
+        optimizer.step()
+
+    plain.train(update)
+    return plain
+
+
+def test_lora_is_exact_for_every_split(tmp_path):
+    values = fields(tmp_path)
+    with_dropout = values | {"peft": json.dumps(LORA | {"lora_dropout": 0.2})}
+    plain = train_plain(values)
+    adapter = {name: value.clone() for name, value in peft.get_peft_model_state_dict(plain.model).items()}
+    merged = plain.model.merge_and_unload().state_dict()
+    first = technique_runs.check_splits(tmp_path, values, merged, dropout=with_dropout)
+    saved = kit.load_weights(first.folder / "final" / "adapter", "adapter_model")
+    assert kit.distance(saved, adapter) <= 1e-10
+    mutant = train_plain(values, frozen=False).model.merge_and_unload().state_dict()
+    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> kit.Run:
+    """A run with dropout in model and adapter on two processes, which also resumes bitwise."""
+    folder = tmp_path_factory.mktemp("lora")
+    values = fields(folder, lora_dropout=0.2) | {"eval_steps": 2, "metric_for_best_model": "loss", "check_save": True}
+    values = technique_runs.with_dropout(folder, values) | {"techniques": json.dumps({"ema": {"decay": 0.5}})}
+    return technique_runs.check_resume(folder, values)
+
+
+def test_run_checkpoint_and_final_evaluate_bitwise(run, tmp_path):
+    lines = {line["step"]: line for line in run.kind("eval")}
+    for name in ("", "final", "checkpoints/step_00000002"):
+        found = kit.run_evaluation(1, tmp_path / f"eval{name[-3:]}", "--checkpoint", run.folder / name)
+        expected = {key: value for key, value in lines[found["step"]].items() if not key.startswith("ema/")}
+        assert found == expected, name
+
+
+def test_averages_and_optimizer_hold_the_adapter_only(run):
+    checkpoint = run.folder / "checkpoints" / "step_00000002"
+    own = kit.load_weights(checkpoint, "adapter")
+    assert all(".lora_" in name for name in own)
+    average = {name.removeprefix("average/model.") for name in kit.load_weights(checkpoint, "ema")} - {"updates"}
+    assert average == own.keys()
+    moments = {name.split("/", 1)[1].removeprefix("model.") for name in kit.load_weights(checkpoint, "optimizer")}
+    assert moments == own.keys()
+
+
+def test_final_works_without_and_with_peft(run, tmp_path):
+    """Plain from_pretrained, and the base model of a checkpoint with final/adapter, compute the same."""
+    from transformers import AutoModelForCausalLM
+
+    final = run.folder / "final"
+    with torch.no_grad():
+        merged = AutoModelForCausalLM.from_pretrained(final).eval()(input_ids=IDS).logits
+        base = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / "step_00000002").eval()
+        before = base(input_ids=IDS).logits
+        adapted = peft.PeftModel.from_pretrained(base, final / "adapter").eval()(input_ids=IDS).logits
+    assert torch.allclose(merged, adapted, rtol=0, atol=1e-12)
+    assert not torch.allclose(merged, before, rtol=0, atol=1e-6)
+    assert "adapter" in (final / "README.md").read_text()
+
+
+def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_path):
+    """Without `peft`, final/ is merged, and a checkpoint is refused; another adapter than the saved one is refused."""
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    start = {name: config[name] for name in ("model_config", "train_file", "dtype")}
+    checkpoint = str(run.folder / "checkpoints" / "step_00000002")
+    task, _ = kit.open_data(**start, output_dir=tmp_path)
+    task.build_model(str(run.folder / "final"))
+    with pytest.raises(UsageError, match="peft"):
+        task.build_model(checkpoint)
+    task, _ = kit.open_data(**start, output_dir=tmp_path, peft=json.dumps(LORA | {"r": 2}))
+    with pytest.raises(UsageError, match="lora_A"):
+        task.build_model(checkpoint)
+
+
+def test_plain_module_with_an_adapter(tmp_path):
+    """DDP on two processes; the merged weights load into the module without peft."""
+    with plain_task.registered():
+        data = plain_task.write_data(tmp_path)
+        options = {"type": "loha", "r": 2, "rank_dropout": 0.1, "modules_to_save": ["leave"]}
+        argv = plain_task.flags(data, peft=json.dumps(options), max_steps=12)
+        one, two = (kit.run_training(world, tmp_path / f"run{world}", *argv) for world in (1, 2))
+        assert kit.distance(one.weights, two.weights) <= 1e-10
+        line = kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", two.folder)
+        assert line == two.kind("eval")[-1]
+        net = plain_task.Net()
+        net.double().load_state_dict(two.weights)
+        saved = kit.load_weights(two.folder / "final" / "adapter", "adapter_model")
+        assert any("leave" in name for name in saved)
+
+
+# ---- in this process -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("llama")
+    return {
+        "model_config": kit.write_yaml(folder / "llama.yaml", kit.LLAMA | {"num_hidden_layers": 1}),
+        "train_file": kit.write_jsonl(folder / "train.jsonl", [{"input_ids": [1, 2, 3, 4]}] * 4),
+        "output_dir": folder / "run",
+        "dtype": "float64",
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_dora": True},
+        {"use_rslora": True, "init_lora_weights": "orthogonal"},
+        {"modules_to_save": ["lm_head"]},
+        {"target": ["lm_head"]},
+        {"bias": "lora_only"},
+        {"type": "ia3", "target": ["k_proj"], "feedforward_modules": []},
+        {"type": "lokr", "r": 2},
+        {"type": "oft"},
+        {"type": "boft"},
+        {"type": "hra"},
+        {"type": "fourierft", "n_frequency": 10},
+    ],
+    ids=str,
+)
+def test_every_type_is_saved_loaded_and_merged(llama, tmp_path, options):
+    task, splits = kit.open_data(**llama, peft=json.dumps({"target": ["q_proj", "o_proj"]} | options))
+    inputs = task.collate(splits["train"].rows(range(4)), training=True).inputs
+    model = task.build_model().train()
+    assert kit.same(model.state_dict(), task.build_model().state_dict())  # from the seed alone
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    with torch.no_grad():
+        first = model.eval()(input_ids=IDS).logits
+    for _ in range(3):
+        task.loss(model.train(), inputs)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    check_files(task, model.eval(), first, tmp_path)
+
+
+@torch.no_grad()
+def check_files(task, model, first: torch.Tensor, folder) -> None:
+    """Assert that a checkpoint and final/ give the same logits bitwise, and the merged weights up to rounding."""
+    from transformers import AutoModelForCausalLM
+
+    logits = model(input_ids=IDS).logits
+    assert not torch.allclose(logits, first, rtol=0, atol=1e-8)
+    model_folder.write_model(ModelWithLoss(model, task), folder)
+    assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
+    model_folder.merge_adapter(folder, task)
+    assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
+    merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
+    assert torch.allclose(merged, logits, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("target", [["lm_head"], ["q_proj"]], ids=str)
+def test_loss_uses_an_adapter_of_the_head(llama, target):
+    """The chunked cross-entropy reads the weight of a plain head, which would leave its adapter without a gradient."""
+    task, _ = kit.open_data(**llama, peft=json.dumps({"type": "lora", "target": target}))
+    task.build_model()
+    assert task.plain_head is (target == ["q_proj"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"type": "lorra"}, ["lorra", "lora"]),
+        ({"type": "prompt_tuning"}, ["prompt_tuning", "forward"]),
+        ({"type": "adalora"}, ["adalora", "every step"]),
+        ({"type": "vera"}, ["vera", "share"]),
+        ({"rank": 8}, ["rank", "it has"]),
+        ({"lora_alfa": 8}, ["lora_alfa", "lora_alpha"]),
+        ({"r": "eight"}, ["r is 'eight'", "int"]),
+        ({"use_dora": 1}, ["use_dora", "bool"]),
+        ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
+        ({"megatron_core": "os"}, ["megatron_core"]),
+        ({"type": "loha", "module_dropout": 0.1}, ["module_dropout", "rank_dropout"]),
+        ({"peft_type": "LORA"}, ["peft_type", "type"]),
+        ({"target": ["a"], "target_modules": ["a"]}, ["target_modules", "keep one"]),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words):
+    with pytest.raises(UsageError) as error:
+        kit.open_data(**llama, peft=json.dumps(options))
+    assert all(word in str(error.value) for word in ["peft", *words]), error.value
+
+
+@pytest.mark.parametrize("target", [["qproj"], ["embed_tokens"]], ids=str)
+def test_wrong_targets_are_errors(llama, tmp_path, target):
+    """A module that does not exist; a weight that embedding and head share."""
+    tied = kit.write_yaml(tmp_path / "tied.yaml", kit.LLAMA | {"tie_word_embeddings": True})
+    task, _ = kit.open_data(**llama | {"model_config": tied}, peft=json.dumps({"type": "lora", "target": target}))
+    with pytest.raises(UsageError, match="q_proj" if target == ["qproj"] else "lm_head"):
+        task.build_model()
+
+
+def test_new_head_is_trained_in_full(tmp_path):
+    """As peft does for classifiers; `all-linear` leaves it alone."""
+    rows = [{"text": "a b", "label": 0}, {"text": "c", "label": 1}] * 4
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    task, _ = kit.open_data(
+        task="text_classification",
+        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
+        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
+        train_file=kit.write_jsonl(tmp_path / "train.jsonl", rows),
+        output_dir=tmp_path / "run",
+        peft=json.dumps({"type": "lora", "target": "all-linear"}),
+    )
+    model = task.build_model()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "classifier.modules_to_save.default.weight" in trained
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    assert not any("classifier" in name and "lora_" in name for name in trained)
+
+
+def test_field_without_the_package_is_an_error(monkeypatch):
+    from src.config.schema import RunConfig
+
+    monkeypatch.setitem(__import__("sys").modules, "peft.mapping", None)
+    with pytest.raises(UsageError, match="pip install peft"):
+        adapter_options.read_options(RunConfig(peft={"type": "lora"}))
+
+
+@pytest.mark.cluster
+def test_lora_under_fsdp2(tmp_path):
+    """On two processes: weights of one process, resumed, one merged file, and the base model sharded as well."""
+    values = fields(tmp_path) | {"check_save": True}
+    technique_runs.check_fsdp2(tmp_path, values)
+    final = tmp_path / "fsdp2" / "straight" / "final"
+    assert [path.name for path in final.glob("model*")] == ["model.safetensors"]
+    found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", final)
+    assert found["loss"] == pytest.approx(kit.Run(final.parent).kind("eval")[-1]["loss"], rel=1e-6)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"compile": True}], ids=str)
+def test_lora_with_recomputation_or_compilation(tmp_path, more):
+    """Recomputation needs a gradient of its inputs in its reentrant form, which a frozen embedding does not give."""
+    values = fields(tmp_path)
+    plain, other = (
+        technique_runs.train(tmp_path / name, values, 2, 4, **given) for name, given in (("a", {}), ("b", more))
+    )
+    assert kit.distance(plain.weights, other.weights) <= 1e-10
