@@ -33,6 +33,7 @@ from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import STEPS, at_step, command, same_state, saved
 from tests.helpers import kit
+from tests.helpers.stopping import send_here
 
 # ---- what goes wrong in a save -----------------------------------------------------------------------------------------
 
@@ -337,8 +338,7 @@ def _stopped(argv, *args):
     def stopping(*rest):
         count[0] += 1
         if count[0] == 6:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)  # for the thread that receives it
+            send_here(signal.SIGTERM)
         return update(*rest)
 
     train.optimizer_step = stopping

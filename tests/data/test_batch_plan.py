@@ -156,9 +156,9 @@ import resource, time
 from src.data.batch_plan import PlanConfig, plan
 import numpy
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-started = time.perf_counter()
+started = time.process_time()
 micro_batches = plan(PlanConfig(10**9, 1024, 8, 0), 1, 10**7 % (10**9 // 1024))
-seconds = time.perf_counter() - started
+seconds = time.process_time() - started
 ids = numpy.concatenate([m.ids for m in micro_batches])
 assert len(set(ids.tolist())) == 1024 and ids.min() >= 0 and ids.max() < 10**9
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, seconds)
@@ -170,12 +170,12 @@ def test_billion_examples_cost_no_memory_or_time():
     mebibytes, seconds = map(float, out.stdout.split())
     assert mebibytes < 50
     assert seconds < 1
-    started = time.perf_counter()
+    started = time.process_time()
     first = next(
         training_order(PlanConfig(10**9, 1024, 8, 0), 3, 64, 10**7, 10**7 + 1)
     )  # step 10^7 is in the eleventh epoch
     assert first.step == 10**7
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("case", range(24))

@@ -394,8 +394,8 @@ def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):
         assert len(prepared(tmp_path)) == count
 
 
-def _start_together(tools, folder):
-    """Prepare slowly, and write a line for each call of `encode`."""
+def _start_together(tools, folder, callers: int = 1):
+    """Prepare, and write a line for each call of `encode`, which waits for so many calls."""
     original = causal_lm.Task.encode
 
     @functools.wraps(original)
@@ -403,6 +403,7 @@ def _start_together(tools, folder):
         with open(folder / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")
         time.sleep(0.5)
+        kit.until(lambda: len((folder / "calls").read_text().splitlines()) >= callers)
         return original(self, batch, places)
 
     causal_lm.Task.encode = slow
@@ -421,7 +422,7 @@ def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
     monkeypatch.setattr(shared_work, "try_lock", lambda path: nullcontext(True))
     monkeypatch.setattr(peer_failures.LaunchPeers, "raise_if_failed", lambda self: None)
     with suppress(kit.RankFailed):  # they may write over each other
-        kit.spawn(3, _start_together, tools, tmp_path, out=tmp_path / "out")
+        kit.spawn(3, _start_together, tools, tmp_path, 2, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1
 
 

@@ -143,14 +143,15 @@ def test_other_names_are_no_samples(root):
     assert not (root / "samples").exists()
 
 
-def _make_slowly(root):
-    """Make the sample in one of several processes; a slow making that leaves a line."""
+def _make_slowly(root, callers: int = 1):
+    """Make the sample in one of several processes; making it leaves a line and waits for so many lines."""
     original = sample_datasets._make
 
     def slow(name, target):
         with open(root / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")
         time.sleep(0.5)
+        kit.until(lambda: len((root / "calls").read_text().splitlines()) >= callers)
         original(name, target)
 
     sample_datasets._make = slow
@@ -166,7 +167,7 @@ def test_processes_make_it_once(root, monkeypatch):
     (mutant := root / "mutant").mkdir()
     monkeypatch.setattr(sample_datasets, "FileLock", lambda path: nullcontext())
     with suppress(kit.RankFailed):  # they delete each other's folder
-        kit.spawn(3, _make_slowly, mutant, out=mutant / "out")
+        kit.spawn(3, _make_slowly, mutant, 2, out=mutant / "out")
     assert len((mutant / "calls").read_text().splitlines()) > 1
 
 

@@ -1,13 +1,30 @@
 """A run that is stopped while it trains: start it, check that all is saved, resume it."""
 
+import os
+import threading
 from pathlib import Path
 
 from src.checkpointing import checkpoint_list
+from src.distributed import stop_signals
 from src.runtime import run_status
 from src.storage import atomic_folder
 from tests.helpers import kit
 
 MAX_STEPS = 100
+
+
+def send_here(number: int) -> None:
+    """Send a signal to this process; return when the thread that receives it has handled it."""
+    handle, handled = stop_signals.StopSignals._handle, threading.Event()
+
+    def handle_and_tell(self, *args):
+        handle(self, *args)
+        handled.set()
+
+    stop_signals.StopSignals._handle = handle_and_tell
+    os.kill(os.getpid(), number)
+    assert handled.wait(60)
+    stop_signals.StopSignals._handle = handle
 
 
 def recipe(tiny: dict, **fields) -> list[str]:

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import termios
 import threading
-import time
 
 import pytest
 
@@ -68,11 +67,12 @@ def test_bars_on_a_terminal(files, tmp_path):
 
 
 def test_progress_lines(capsys, monkeypatch):
-    monkeypatch.setattr(console, "LINE_SECONDS", 0.05)
+    clock = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     bar = console.bar("evaluation", 1000, "batch")
     for _ in range(3):
         bar.update()  # too early for a line
-        time.sleep(0.06)
+        clock[0] += console.LINE_SECONDS + 1
         bar.update(100)
         bar.update(0)
     console.bar("downloading x", None, "B", shown=False).update(10**9)

@@ -431,6 +431,7 @@ def opened(tiny, caches: list, fields: dict) -> int:
 
 def test_missing_locks_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small):
     assert kit.spawn(1, opened, tiny, [tmp_path / "one"], {}, out=tmp_path / "out1") == [83]
+    before_each_block(monkeypatch, lambda at: wait_for(tmp_path, 3, 0))
     note_blocks(monkeypatch, tmp_path)
     monkeypatch.setattr(peer_failures, "FileLock", NoLock)
     original = np.lib.format.open_memmap

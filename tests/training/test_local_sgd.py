@@ -1,10 +1,8 @@
 """Local SGD: ranks update alone; where they average, their states are equal to the last bit, and a checkpoint holds them."""
 
 import math
-import os
 import shutil
 import signal
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +21,7 @@ from src.distributed.strategies import Strategy
 from src.tasks import OPTIONS, causal_lm
 from src.training.local_sgd import LocalSGD
 from tests.helpers import kit
+from tests.helpers.stopping import send_here
 
 pytestmark = pytest.mark.cluster
 STEPS = 10
@@ -255,10 +254,8 @@ def test_a_requested_save_or_stop_averages_first(tiny, tmp_path, monkeypatch, mu
         if count[0] == 4 and strategy.accelerator.is_main_process:
             Path("run", "save").touch()
             kit.until(lambda: not Path("run", "save").exists())
-            time.sleep(0.1)
         if count[0] == 8 and not strategy.accelerator.is_main_process:
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.2)
+            send_here(signal.SIGTERM)
         return update(strategy, *args)
 
     monkeypatch.setattr(train, "optimizer_step", requesting)

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from src.tasks import causal_lm
 from src.training import evaluation, step, technique_chain
 from src.training.train_state import DeviceFlag, Intervals, StepLosses, TrainState, UpdateResult
 from tests.helpers import kit
+from tests.helpers.stopping import send_here
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11
 
@@ -312,8 +312,7 @@ def test_stop_in_the_last_evaluation_changes_nothing(tiny, tmp_path, monkeypatch
     def signalled(seed):
         count[0] += 1
         if count[0] == 2 * 21 + 1:  # the third evaluation begins
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(0.5)
+            send_here(signal.SIGTERM)
         original(seed)
 
     flags += ["--output_dir", tmp_path / "run"]
