@@ -9,12 +9,13 @@ import xxhash
 MANY = 5_000_000  # search at most this many training rows per source for validation rows
 
 
-def format_stats(stats: dict) -> str:
-    """Format the number of rows, tokens and targets of a split as one line of text."""
+def format_stats(stats: dict, unit: str = "tokens") -> str:
+    """Format the number of rows, tokens (or what `unit` names) and targets of a split as one line of text."""
     if stats["examples"] is None:
         return "a stream"
     packed = f" packed from {stats['source_rows']:,}" if stats["examples"] != stats["source_rows"] else ""
-    return f"{stats['examples']:,} rows{packed}, {stats['tokens']:,} tokens, {stats['targets']:,} targets"
+    counted = f", {stats['tokens']:,} {unit}" if stats["tokens"] != stats["examples"] else ""
+    return f"{stats['examples']:,} rows{packed}{counted}, {stats['targets']:,} targets"
 
 
 def task_stats(task) -> dict:

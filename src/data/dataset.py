@@ -202,12 +202,14 @@ def main(argv: list[str]) -> None:
     """Download and prepare the data of a run, and print the statistics of each split."""
     cfg, options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, options)
-    splits = prepare_datasets(cfg, make_task(cfg, options))
+    task = make_task(cfg, options)
+    splits = prepare_datasets(cfg, task)
     for name, split in splits.items():
         for source, _, part in split.segments():
             label = f"{name} {source}" if source else name
-            print(f"{label}: {format_stats(part.stats)}: {part.folder}")
-    print(*data_notes(splits), sep="\n")
+            print(f"{label}: {format_stats(part.stats, task.unit)}: {part.folder}")
+    for note in data_notes(splits):
+        print(note)
 
 
 if __name__ == "__main__":

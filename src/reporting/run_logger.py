@@ -55,7 +55,7 @@ class RunLogger:
         self.task, self.train_set = task, train_set
         self.is_main, self.folder = strategy.accelerator.is_main_process, Path(cfg.output_dir)
         self.meter, self.compile_counter = Meter(), CompileCounter(cfg)
-        self.console = Console(self.is_main, num_steps)
+        self.console = Console(self.is_main, num_steps, task.unit)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.ledger = Ledger(cfg, train_set, self.is_main)
         try:

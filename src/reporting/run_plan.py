@@ -29,14 +29,14 @@ def plan_table(
     train, model = splits["train"], module.model
     counted = memory_estimate.count_parameters(model)
     parameters, trainable = counted.parameters, counted.trained
-    rows = {"task": cfg.task, "training data": format_stats(train.stats)}
+    rows = {"task": cfg.task, "training data": format_stats(train.stats, module.task.unit)}
     if train.quotas:
         rows["mixture"] = _mixture(train)
     if "validation" in splits:
-        rows["evaluation data"] = format_stats(splits["validation"].stats)
+        rows["evaluation data"] = format_stats(splits["validation"].stats, module.task.unit)
     else:
         rows["evaluation data"] = "none: no evaluation"
-    rows |= _length(cfg, train, total) | _data_order(cfg, module.task)
+    rows |= _length(cfg, train, total, module.task.unit) | _data_order(cfg, module.task)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     if groups := describe_groups(model, cfg):
@@ -63,8 +63,8 @@ def _mixture(train) -> str:
     )
 
 
-def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
-    """Return the length of the run in steps, epochs and tokens."""
+def _length(cfg: RunConfig, train, total: int, unit: str) -> dict[str, str]:
+    """Return the length of the run in steps, epochs and tokens (or what `unit` names)."""
     batch = cfg.global_batch_size
     steps = f"{total:,} of {batch} examples"
     if cfg.streaming:
@@ -77,12 +77,12 @@ def _length(cfg: RunConfig, train, total: int) -> dict[str, str]:
         )
         epochs = sizes.passes(total)
     else:
-        steps += f" = {total * batch / len(train):.2f} epochs of {sizes.per_epoch:,} steps"
+        steps += f" = {total / sizes.per_epoch:.2f} epochs of {sizes.per_epoch:,} steps"
         epochs = total / sizes.per_epoch
     if last_batch != batch:
         steps += f"; the last step of an epoch has {last_batch} examples"
     shorter = ", fewer because rows are shortened at first" if cfg.sequence_length_warmup_steps else ""
-    return {"steps": steps, "tokens": f"{train.stats['tokens'] * epochs:,.0f} in the whole run{shorter}"}
+    return {"steps": steps, unit: f"{train.stats['tokens'] * epochs:,.0f} in the whole run{shorter}"}
 
 
 def _data_order(cfg: RunConfig, task: Task) -> dict[str, str]:

@@ -140,8 +140,8 @@ def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool =
 class Console:
     """Shows the progress of one training run on the main process; does nothing on the others."""
 
-    def __init__(self, shown: bool, total: int):
-        self.shown, self.total = shown, total
+    def __init__(self, shown: bool, total: int, unit: str = "tokens"):
+        self.shown, self.total, self.unit = shown, total, unit
         self.bar = None
 
     def begin(self, step: int) -> None:
@@ -170,12 +170,12 @@ class Console:
         loss, speed = number(line["loss"]), f"{line['tokens_per_second']:,.0f}"
         rate = "none" if line["learning_rate"] is None else f"{line['learning_rate']:.1e}"
         if self.bar is not None:
-            self.bar.set_postfix({"loss": loss, "lr": rate, "tokens/s": speed}, refresh=False)
+            self.bar.set_postfix({"loss": loss, "lr": rate, f"{self.unit}/s": speed}, refresh=False)
             return
         step = line["step"]
         seconds_per_step = (time.monotonic() - self.start) / max(1, step - self.first_step)
         eta = format_seconds(seconds_per_step * (self.total - step))
-        stamped(f"step {step}/{self.total} loss {loss} lr {rate} {speed} tokens/s ETA {eta}")
+        stamped(f"step {step}/{self.total} loss {loss} lr {rate} {speed} {self.unit}/s ETA {eta}")
 
     def end(self) -> None:
         if self.bar is not None:

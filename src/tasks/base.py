@@ -54,6 +54,8 @@ class Task:
     # Parts of the names of a head that pretrained weights may lack: trained in full beside an adapter (`peft`).
     new_head: tuple[str, ...] = ()
 
+    unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
+
     max_length: int = 0  # tokens per row; set by `load` of a task whose rows are tokens
 
     def __init__(self, cfg: RunConfig, options: Any):

@@ -72,6 +72,7 @@ class Options(ClassCrossEntropy):
 
 class Task(base.Task):
     new_head = NEW_HEAD
+    unit = "images"
 
     decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
 

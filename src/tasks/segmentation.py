@@ -62,6 +62,7 @@ class Task(base.Task):
     new_head = NEW_HEAD
 
     decode_media = False
+    unit = "pixels"
 
     def load(self) -> None:
         o, saved = self.options, saved_config(self.cfg)

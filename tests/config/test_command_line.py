@@ -120,9 +120,8 @@ def test_dry_run_prints_the_plan(files, plan):
     assert row(output, "training data").startswith(f"1,003 rows, {tokens:,} tokens")
     assert row(output, "evaluation data").startswith("103 rows")
     # 1003 = 31 × 32 + 11
-    assert (
-        row(output, "steps") == "64 of 32 examples = 2.04 epochs of 32 steps; the last step of an epoch has 11 examples"
-    )
+    steps = "64 of 32 examples = 2.00 epochs of 32 steps; the last step of an epoch has 11 examples"
+    assert row(output, "steps") == steps
     assert row(output, "tokens") == f"{2 * tokens:,} in the whole run"
     corners = re.findall(r"([\d.e+-]+) at step (\d+)", row(output, "learning rate"))
     assert corners == [("0.00e+00", "0"), ("1.00e-03", "4"), ("5.33e-04", "32"), ("1.67e-05", "63")]
