@@ -27,6 +27,12 @@ from src.config.yaml_files import read_yaml
 SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
+HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
+TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
+    "dataset_name": {"train_file", "mixture"},
+    "train_file": {"mixture", *HUB_DATA},
+    "mixture": {"train_file", *HUB_DATA},
+}
 
 Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
 
@@ -69,6 +75,7 @@ def parse(
         values = read_yaml(path)
         remember_credentials(values)
         given += [Given(f"{path}: ", name, value) for name, value in values.items()]
+    given = [one for one in given if one.name not in _replaced_by(flags)]
     given += [Given("--", name, words) for name, words in flags]
     given = [one for one in given if one.value is not None]  # null means the default
     task = _task(given, tasks)
@@ -95,6 +102,11 @@ def parse(
     run_name = Path(path).stem if path and not base else cfg.task
     cfg.output_dir = cfg.output_dir or f"runs/{run_name}"
     return cfg, options
+
+
+def _replaced_by(flags: list[tuple[str, list[str]]]) -> set[str]:
+    """Return the fields of the run file that flags replace because they name other training data."""
+    return set().union(*(TRAINING_DATA.get(name, set()) for name, _ in flags))
 
 
 def _task(given: list[Given], tasks: Tasks) -> str:

@@ -86,8 +86,7 @@ def evaluation_data(cfg: RunConfig) -> Iterator[str]:
 def one_source(cfg: RunConfig) -> Iterator[str]:
     if cfg.dataset_name and cfg.train_file:
         yield (
-            f"dataset_name ({cfg.dataset_name}) and train_file ({' '.join(cfg.train_file)}) are both given: keep one; if the "
-            "run file has the other, copy it and delete that line"
+            f"dataset_name ({cfg.dataset_name}) and train_file ({' '.join(cfg.train_file)}) are both given: keep one"
         )
 
 

@@ -112,6 +112,17 @@ def test_run_is_named_after_its_file(here):
     assert parsed("--output_dir", "elsewhere", seed=1)[0].output_dir == "elsewhere"
 
 
+@pytest.mark.parametrize("old", ["dataset_name", "train_file", "mixture"])
+@pytest.mark.parametrize("new", ["dataset_name", "train_file", "mixture"])
+def test_data_of_a_flag_replaces_data_of_the_run_file(here, old, new):
+    in_file = {"dataset_name": "a", "train_file": ["a.jsonl"], "mixture": {"a": {"train_file": ["a.jsonl"]}}}
+    by_flag = {"dataset_name": "b", "train_file": "b.jsonl", "mixture": "{b: {train_file: b.jsonl}}"}
+    cfg, _ = parsed(f"--{new}", by_flag[new], **{old: in_file[old]}, validation_file=["v.jsonl"])
+    assert {name for name in in_file if getattr(cfg, name)} == {new}
+    assert "b" in str(getattr(cfg, new))
+    assert cfg.validation_file == ["v.jsonl"]
+
+
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
 
