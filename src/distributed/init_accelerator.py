@@ -84,6 +84,9 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
     asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    if asked and sharding and "LOCAL_RANK" in os.environ:
+        private_apis.shard_over_gloo()
+        asked = False
     use_cpu = asked or not (torch.accelerator.is_available() or sharding)
     try:
         return Accelerator(
@@ -126,7 +129,10 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
     kind, size = accelerator.distributed_type.value, accelerator.num_processes
     for name in sharding:
         if kind != name:
-            raise UsageError(f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU")
+            raise UsageError(
+                f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU; to try it on CPUs, set "
+                "ACCELERATE_USE_CPU=true and start it by accelerate launch"
+            )
     if size != world_size:
         raise UsageError(
             f"the launcher started {world_size} processes, but accelerate created a group of {size}: each would train "

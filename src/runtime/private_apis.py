@@ -5,6 +5,7 @@ checks that no other file of src/ uses private names.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,18 @@ def set_process_group_arguments(settings: Any, arguments: dict) -> None:
 
     Test: tests/distributed/test_stop_signals.py (torchrun with restarts)."""
     settings.to_kwargs = lambda: arguments
+
+
+def shard_over_gloo() -> None:
+    """Make accelerate run FSDP2 and DeepSpeed on CPUs, over gloo; by itself it would use DDP or separate replicas.
+
+    Test: tests/distributed/test_launch.py."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    PartialState._prepare_backend = lambda *_args, **_settings: ("gloo", DistributedType.MULTI_GPU)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate uses DDP
 
 
 def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:

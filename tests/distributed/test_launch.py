@@ -82,6 +82,23 @@ def test_launch_of_two_processes(files, plain, tmp_path, how):
     assert kit.distance(run.weights, plain.weights) < 1e-6
 
 
+@pytest.mark.cluster
+def test_launch_of_fsdp2_on_cpus(files, plain, tmp_path):
+    """The run of one process is sharded over two, if ACCELERATE_USE_CPU=true asks for it; else it is refused."""
+    config = kit.REPOSITORY / "accelerate_configs" / "fsdp2.yaml"
+    flags = ["--config_file", str(config), "--mixed_precision", "no"]
+    refused = launch([*ACCELERATE, *flags], files, tmp_path)
+    assert refused.returncode != 0
+    assert "ACCELERATE_USE_CPU=true" in refused.stderr
+    done = launch([*ACCELERATE, *flags], files, tmp_path, env={"ACCELERATE_USE_CPU": "true"})
+    assert done.returncode == 0, done.stderr
+    environment = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert (environment["world_size"], environment["strategy"]) == (2, "FSDP2")
+    run = kit.Run(tmp_path / "run")
+    assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in plain.kind("train")]
+    assert kit.distance(run.weights, plain.weights) < 2e-5
+
+
 # ---- settings ----------------------------------------------------------------------------------------------------------
 
 
@@ -92,7 +109,7 @@ def test_launch_of_two_processes(files, plain, tmp_path, how):
         ({"ACCELERATE_MIXED_PRECISION": "fp12"}, {}, ("mixed_precision", "'fp12'", "no, bf16, fp16, fp8")),
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"dtype": "float64"}, ("dtype", "float64", "bf16")),
         ({"WORLD_SIZE": "two"}, {}, ("WORLD_SIZE", "'two'")),
-        ({"ACCELERATE_USE_FSDP": "true"}, {}, ("fsdp",)),  # silently DDP on a CPU
+        ({"ACCELERATE_USE_FSDP": "true"}, {}, ("fsdp_version",)),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ("deepspeed",)),
     ],
 )

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 import train
 from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
+from src.runtime import private_apis
 from tests.helpers import kit
 from tests.helpers.strategy_runs import check_same_checkpoint, check_same_lines, check_same_run, recipe, where
 
@@ -33,12 +34,10 @@ def _train(argv):
     """Train on this rank; return how many parameters are sharded by tensor parallelism, and this rank's part of the others."""
     if "ACCELERATE_USE_FSDP" not in os.environ:  # accelerate has no group without FSDP2 on a CPU
         import accelerate
-        from accelerate.state import PartialState
 
-        start, PartialState._prepare_backend = accelerate.Accelerator.__init__, kit._over_gloo
+        start = accelerate.Accelerator.__init__
         accelerate.Accelerator.__init__ = lambda self, cpu, **rest: start(self, **rest)
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU")
+        private_apis.shard_over_gloo()
     parameters = {}
     kit.after_prepare(lambda strategy, module, optimizer: parameters.update(module.named_parameters()))
     train.main([str(word) for word in argv])

@@ -17,7 +17,6 @@ from tests.helpers.ranks import (
     ONCE_SHARDED,
     REPOSITORY,
     RankFailed,
-    _over_gloo,
     fork,
     free_port,
     spawn,

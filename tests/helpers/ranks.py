@@ -20,6 +20,7 @@ import torch.multiprocessing
 import yaml
 
 from src.distributed import stop_signals
+from src.runtime import private_apis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USED_PORTS: set[int] = set()  # by free_port
@@ -87,12 +88,6 @@ def where(name: str, world: int, **keys) -> dict[str, str]:
     return {key: value for key, value in found.items() if not key.startswith(("MASTER_", "OMP_"))}
 
 
-def _over_gloo(self, cpu=False, sagemaker_dp=False, backend=None):
-    from accelerate.utils import DistributedType
-
-    return "gloo", DistributedType.MULTI_GPU
-
-
 def _enter(rank, world, port, out, target, args, env):
     gc.freeze()  # a collection that walks over everything the parent has imported takes 0.3 s, twice a run
     os.environ |= {
@@ -103,14 +98,11 @@ def _enter(rank, world, port, out, target, args, env):
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     } | (env or {})
-    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)  # an earlier test of this pytest process may have made one
     if {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"} & set(env or {}):
-        # On a CPU accelerate would use plain DDP; with this backend its own FSDP and DeepSpeed code runs over gloo.
-        PartialState._prepare_backend = _over_gloo
-        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        os.environ.pop("ACCELERATE_USE_CPU", None)
+        private_apis.shard_over_gloo()
     stop_signals.LAUNCHER_PID = os.getppid()  # normally set when the process imports the module
     stream = open(f"{out}/rank{rank}.txt", "w", buffering=1)  # noqa: SIM115 (open until the process ends)
     os.dup2(stream.fileno(), 1)
