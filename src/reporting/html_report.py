@@ -5,6 +5,7 @@ Add figures to FIGURES. Tests: tests/reporting/test_html_report.py.
 
 import html
 import io
+from datetime import datetime
 from pathlib import Path
 
 from src.config.errors import UsageError
@@ -119,14 +120,19 @@ def table(values: dict) -> str:
     """Format (name, value) pairs as an HTML table of two columns; a nested value takes one line."""
     rows = []
     for name, value in values.items():
-        if isinstance(value, dict):
-            shown = ", ".join(f"{key} {item}" for key, item in value.items())
-        elif isinstance(value, list):
-            shown = " ".join(map(str, value))
-        else:
-            shown = str(value)
+        items = value if isinstance(value, list) else [value]
+        shown = ("; " if any(isinstance(item, dict) for item in items) else " ").join(map(one_line, items))
         rows.append(f"<tr><td>{html.escape(str(name).replace('_', ' '))}<td>{html.escape(shown)}")
     return f"<table>{''.join(rows)}</table>"
+
+
+def one_line(value: object) -> str:
+    """Format a value; a dict as `name value, …`, and seconds since 1970 in its `time` as a date."""
+    if not isinstance(value, dict):
+        return str(value)
+    if isinstance(time := value.get("time"), float):
+        value = value | {"time": f"{datetime.fromtimestamp(time):%Y-%m-%d %H:%M:%S}"}
+    return ", ".join(f"{key.replace('_', ' ')} {item}" for key, item in value.items())
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def main(argv: list[str]) -> int:
         print(difference)
         return 1
     name = folders[1] if len(folders) == 2 else "the plan"
-    print(f"the same examples as {name} in all {len(read(folders[0])[1])} steps")
+    print(f"{folders[0]}: the same examples as {name} in all {len(read(folders[0])[1])} steps")
     return 0
 
 

@@ -48,6 +48,7 @@ def test_report_of_a_real_run(files, tmp_path):
     assert environment["versions"]["torch"] in page
     assert environment["global_batch"] in page
     assert "per_device_batch_size: 8" in page
+    assert re.search(r"<td>step 0, world size 1, time \d{4}-\d\d-\d\d \d\d:\d\d:\d\d<", page)
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
 
 

@@ -134,8 +134,8 @@ def test_command_exit_codes(one, tmp_path):
     found = lines(one)
     found[17], found[18] = found[18] | {"step": 17}, found[17] | {"step": 18}
     swapped = write_ledger(tmp_path / "swapped", found)
-    assert command(one) == (0, f"the same examples as the plan in all {STEPS} steps\n")
-    assert command(one, one) == (0, f"the same examples as {one} in all {STEPS} steps\n")
+    assert command(one) == (0, f"{one}: the same examples as the plan in all {STEPS} steps\n")
+    assert command(one, one) == (0, f"{one}: the same examples as {one} in all {STEPS} steps\n")
     code, text = command(swapped)
     assert (code, text[:22], text[-12:]) == (1, "step 17 differs: 32 ex", "in the plan\n")
     hashes = [f"32 examples, hash {entries[17]['ids']}" for entries in (lines(one), found)]
