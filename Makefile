@@ -40,7 +40,7 @@ endif
 .PHONY: help setup data find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
 
 help: ## print this help
-	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [ARGS='--flag value …']"
+	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | column -t -s '|'
 
 setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 chooses the Python)

@@ -109,7 +109,7 @@ class Stream:
     def windows(self, rank: int, world: int, state, pin_memory: bool) -> Iterator[tuple[Window, float]]:
         """Yield (this rank's window, seconds waited for it) for each step, from the position in `state`, without end.
 
-        A rank whose groups have ended gets dummy batches. If no rank has a row left, the caller must call `next_pass`:
+        A rank gets dummy batches when its groups have ended. If no rank has a row left, the caller must call `next_pass`:
         that window is not a step, and the next pass begins."""
         if rank == 0 and world > self.shard_groups:
             warn(
