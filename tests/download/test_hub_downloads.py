@@ -210,6 +210,7 @@ def test_private_and_missing_repositories(hub, tmp_path):
     refused(environment, tmp_path, secret, "dataset_name: org/secret", "401", "HF_TOKEN", world=2)
     missing = recipe(tmp_path, dataset_name="org/missing")
     refused(environment, tmp_path, missing, "dataset_name: org/missing", "no such folder here")
+    refused(environment, tmp_path, recipe(tmp_path, dataset_name="stdlib_cod"), "did you mean stdlib_code?")
     missing = recipe(tmp_path, model_name_or_path="org/missing")
     refused(environment, tmp_path, missing, "model_name_or_path: org/missing")
     refused(environment, tmp_path, recipe(tmp_path, dataset_revision="v9"), "dataset_name: org/ds", "v9")
