@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 FILE = "preprocessor_config.json"
-BICUBIC = 3
+BILINEAR, BICUBIC = 2, 3
 DEFAULT_SIZE = 224
 
 
@@ -75,11 +75,12 @@ class ImageProcessor:
 
 
 def read_image_processor(cfg: RunConfig, config: "PreTrainedConfig", options: Any) -> ImageProcessor:
-    """Return what the options say, else preprocessor_config.json of the model, else the model's configuration.
+    """Return what the options say, else preprocessor_config.json of the model, else the model's configuration (timm's, too).
 
     Set the size in `config`, from which models make position embeddings. Raise UsageError if channels do not fit."""
-    values = _read_file(cfg)
-    channels = getattr(config, "num_channels", None) or 3
+    timm = getattr(config, "pretrained_cfg", None) or {}
+    values = _read_file(cfg) or _of_timm(timm)
+    channels = getattr(config, "num_channels", None) or timm.get("input_size", [3])[0]
     if channels not in MODES:
         raise UsageError(f"num_channels of the model is {channels}: images have 1 (gray) or 3 (RGB)")
     mean = options.image_mean or values.get("image_mean") or [0.5] * channels
@@ -101,6 +102,20 @@ def _read_file(cfg: RunConfig) -> dict:
         return {}
     file = Path(model_folder(cfg, cfg.model_name_or_path), FILE)
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def _of_timm(values: dict) -> dict:
+    """Return what a timm model's `pretrained_cfg` says, in the words of preprocessor_config.json."""
+    if not values:
+        return {}
+    size = min(values["input_size"][1:])
+    return {
+        "image_mean": values.get("mean"),
+        "image_std": values.get("std"),
+        "size": int(size / (values.get("crop_pct") or 1)),
+        "crop_size": size,
+        "resample": BILINEAR if values.get("interpolation") == "bilinear" else BICUBIC,
+    }
 
 
 def _side(size) -> int | None:

@@ -53,7 +53,7 @@ def build_model(
         raise
     except Exception as error:
         raise UsageError(f"{name or cfg.model_config}: the model could not be built: {reason(error)}") from error
-    _check_complete(model, name, info, may_be_missing=() if weights else new_weights)
+    _check_complete(model, name, info, may_be_missing=() if weights else (*new_weights, *_timm_head(model)))
     return model
 
 
@@ -65,6 +65,12 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
             "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
         )
     return getattr(torch, cfg.dtype)
+
+
+def _timm_head(model: torch.nn.Module) -> list[str]:
+    """Return the prefixes of the classifier of a timm model: every architecture names its own."""
+    names = getattr(getattr(model, "timm_model", None), "pretrained_cfg", {}).get("classifier") or ()
+    return [f"timm_model.{name}." for name in ([names] if isinstance(names, str) else names)]
 
 
 def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missing: tuple[str, ...]) -> None:

@@ -28,6 +28,12 @@ def test_transformers_does_the_same_with_the_file(tmp_path, shape, size, shorter
     assert torch.allclose(ours, theirs, atol=1e-5)
 
 
+def test_models_of_timm_say_it_in_their_configuration():
+    own = {"input_size": [1, 32, 48], "crop_pct": 0.8, "mean": [0.1], "std": [0.2], "interpolation": "bilinear"}
+    found = read_image_processor(RunConfig(), SimpleNamespace(pretrained_cfg=own), SimpleNamespace(**NONE))
+    assert found == ImageProcessor(32, 40, [0.1], [0.2], resample=2)
+
+
 @pytest.mark.parametrize(
     "values, options, expected",
     [
