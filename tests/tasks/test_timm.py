@@ -108,6 +108,19 @@ def test_folder_as_on_the_hub_is_fine_tuned_on_other_classes(pictures, tmp_path,
     assert {row["label"] for row in found} == set(images.CLASSES)
 
 
+def test_segmentation_with_a_backbone_of_timm(tmp_path):
+    images.segmentation_flags(tmp_path)
+    backbone = {"model_type": "timm_backbone", "backbone": "test_resnet", "out_indices": [1, 2, 3, 4]}
+    sizes = {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False}
+    model = {"model_type": "upernet", "backbone_config": backbone} | sizes
+    values = fields(tmp_path, "upernet", task="segmentation", num_classes=4, metrics=None)
+    values["model_config"] = kit.write_yaml(tmp_path / "upernet.yaml", model)
+    one, two = (technique_runs.train(tmp_path / str(world), values, world, 4) for world in (1, 2))
+    assert kit.distance(two.weights, one.weights) <= 1e-10
+    found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", two.folder)
+    assert found["loss"] == two.kind("eval")[-1]["loss"]
+
+
 @pytest.mark.parametrize(
     "name, more, said",
     [
