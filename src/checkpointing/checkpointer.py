@@ -33,6 +33,7 @@ from src.training.evaluation import check_finite
 from src.training.replicas import Replicas
 from src.training.step import ModelWithLoss
 from src.training.train_state import Intervals, TrainState
+from src.training.trial_evaluation import check_best_metric
 
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
 
@@ -42,8 +43,8 @@ class Checkpointer:
 
     def __init__(self, cfg: RunConfig, strategy: Strategy, hosts: HostGroup, task: Task, datasets: dict):
         self.cfg, self.strategy, self.hosts, self.task, self.datasets = cfg, strategy, hosts, task, datasets
-        self.accelerator = accelerator = strategy.accelerator
-        self.folder, self.is_main = Path(cfg.output_dir), accelerator.is_main_process
+        self.accelerator, self.folder = strategy.accelerator, Path(cfg.output_dir)
+        self.is_main = strategy.accelerator.is_main_process
         self.resume_from: Path | None = None
         self.average = ""  # name of the technique whose average final/ holds
         self.notes: list[str] = []  # messages for the user about the chosen checkpoint
@@ -54,7 +55,7 @@ class Checkpointer:
         """Choose the checkpoint to resume from; return its folder, else the weights of `init_from`, else None."""
         cfg, options = self.cfg, self.task.options
         self.resume_from, self.notes = resume.choose_on_all_ranks(self.accelerator, cfg, options, self.datasets)
-        return self.resume_from or init_weights(self.cfg)
+        return self.resume_from or init_weights(cfg)
 
     def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter, **parts: Any) -> TrainState:
         """Return the TrainState to train from; if a run is resumed, restore optimizer, `parts`, scaler and meter.
@@ -70,19 +71,20 @@ class Checkpointer:
 
     def begin(self, due: Intervals, files: list[JsonlWriter], replicas: Replicas, stop_signals: StopSignals) -> None:
         """Prepare to save. Before each checkpoint `files` are flushed, and `replicas` are averaged or compared."""
-        self.due, self.replicas = due, replicas
-        self.config = to_yaml(self.cfg, self.task.options)
+        self.due, self.replicas, self.config = due, replicas, to_yaml(self.cfg, self.task.options)
         self.metadata = resume.run_metadata(self.accelerator, self.cfg, self.config, self.datasets, self.resume_from)
         self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, files, stop_signals)
         if self.resume_from and checkpoint_list.is_inside(self.resume_from, self.folder):
             self.writer.saved = (self.state.step, self.state.evaluated)
         if self.writer.all_ranks_write and num_nodes() > 1:
             check_shared_folder(self.accelerator, self.hosts, self.folder)
-        if self.resume_from is None and self.cfg.check_save and not due.complete():
-            state = {"progress": asdict(self.state)} | self.metadata
-            try_to_save(self.strategy, self.writer, self.model, self.parts, state)
-        if not due.complete():
-            resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata["lineage"])
+        if due.complete():
+            return
+        check_best_metric(self.cfg, self.datasets.get("validation"), self.model, self.strategy)
+        if self.resume_from is None and self.cfg.check_save:
+            saved = {"progress": asdict(self.state)} | self.metadata
+            try_to_save(self.strategy, self.writer, self.model, self.parts, saved)
+        resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata["lineage"])
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
@@ -91,9 +93,7 @@ class Checkpointer:
         return self.writer.failed()
 
     def update_best(self, metrics: dict) -> None:
-        """Compare this evaluation with the best one. If it lacks metric_for_best_model, save and end the run.
-
-        The metrics are known only after the first evaluation, so the run saves the steps trained until then."""
+        """Compare this evaluation with the best one. If it lacks metric_for_best_model, save and end the run."""
         try:
             self.state.update_best(metrics, self.cfg)
             check_finite(metrics, self.cfg, self.state.step)

@@ -8,15 +8,13 @@ import copy
 import io
 import json
 import logging
-import random
 import shutil
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from src.checkpointing import checkpoint_format, model_folder
@@ -31,6 +29,7 @@ from src.runtime import run_lock
 from src.storage.disk_errors import DiskError, is_disk_error
 from src.storage.jsonl import strict_json
 from src.training.step import ModelWithLoss
+from src.training.trial_evaluation import random_state_kept
 
 log = logging.getLogger("run")
 ALTERED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -143,7 +142,7 @@ def _load(
             path.rename(whole / path.name)
     model_folder.write_index(whole)
     task = copy.copy(model.task)  # `build` sets attributes
-    with _random_state_kept(strategy.accelerator.device), redirect_stderr(io.StringIO()):  # its warnings were printed
+    with random_state_kept(strategy.accelerator.device), redirect_stderr(io.StringIO()):  # its warnings were printed
         try:
             kept = task.saved(task.build_model(str(whole)))
         except UsageError as error:
@@ -184,12 +183,3 @@ def _message(kind: str, errors: list[str]) -> str:
         "or buffer that its model class does not have: declare it in the class, load it in `build`, or register a constant "
         "buffer with persistent=False"
     )
-
-
-@contextmanager
-def _random_state_kept(device: torch.device) -> Iterator[None]:
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
-        yield
-    random.setstate(python)
-    np.random.set_state(numpy)

@@ -3,6 +3,9 @@
 Tests: tests/training/test_state.py.
 """
 
+from collections.abc import Collection
+
+from src.config.errors import UsageError, did_you_mean
 from src.config.schema import RunConfig
 
 LOWER_IS_BETTER = {"perplexity", "ppl", "bits_per_byte", "brier_score", "error", "error_rate"}
@@ -16,6 +19,13 @@ def best_by(cfg: RunConfig) -> tuple[str, bool]:
     name = (cfg.metric_for_best_model or "loss").removeprefix("eval_")
     greater = not name.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better
     return name, greater
+
+
+def missing_metric(name: str, known: Collection[str]) -> UsageError:
+    """Return the error for a metric_for_best_model that no evaluation has, with the names that there are."""
+    return UsageError(
+        f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, known)}; it has {', '.join(known)}"
+    )
 
 
 def metric_warnings(cfg: RunConfig) -> list[str]:

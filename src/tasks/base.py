@@ -164,7 +164,10 @@ class Task:
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        """Return the metrics of an eval line besides loss, weight and examples. Each is a quotient of sums."""
+        """Return the metrics of an eval line besides loss, weight and examples. Each is a quotient of sums.
+
+        With the same names for any rows: a run whose metric_for_best_model the first rows lack is refused at its start.
+        Where a metric is undefined, return NaN."""
         return {}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:

@@ -5,6 +5,7 @@ Tests: tests/training/test_evaluation.py and tests/conformance/.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,10 @@ def evaluate(
     plan = make_plan(split, cfg, task)
     accelerator, rounds = strategy.accelerator, -(-len(plan.micro_batches) // strategy.data_world_size)
     mine = share_of_rank(strategy, plan.micro_batches, rounds)
-    results = _Results(plan)
+    results = Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-    with _eval_mode(module), _one_thread(accelerator.device), _uncompiled(cfg):
+    with eval_mode(module), _one_thread(accelerator.device), uncompiled(cfg):
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
         pin_memory = accelerator.device.type == "cuda"
         batches = iter(read_batches(split, task, iter(mine), cfg, pin_memory, training=False))
@@ -74,7 +75,7 @@ def evaluate(
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-class _Results:
+class Results:
     """This rank's sums by micro-batch and values by example, on the host; zero if another rank computes them."""
 
     def __init__(self, plan: Plan):
@@ -105,6 +106,11 @@ class _Results:
             self._column(TIMES_SEEN, (), np.int64)[rows] += 1
         self.pending.clear()
 
+    def values(self) -> tuple[list[str], np.ndarray, dict[str, np.ndarray]]:
+        """Return (names, table, values by example) of an evaluation of which this rank computed everything."""
+        assert self.table is not None
+        return self.names, self.table, {n: v for n, v in self.per_example.items() if n != TIMES_SEEN}
+
     def _column(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
         """Return the values of all examples, (examples, *shape); every row of an evaluation has the same shape."""
         if name not in self.per_example:
@@ -112,7 +118,7 @@ class _Results:
         return self.per_example[name]
 
 
-def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Results) -> dict:
+def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
     plan = results.plan
     names, columns = _names_on_all_ranks(strategy, results)
@@ -124,13 +130,25 @@ def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: _Re
         total = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
         values[name] = total.numpy().astype(dtype, copy=False)
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
+    return eval_line(task, plan, names, table, values, partial(on_main, strategy))
+
+
+def eval_line(
+    task: Task,
+    plan: Plan,
+    names: list[str],
+    table: np.ndarray,
+    values: dict[str, np.ndarray],
+    on_main: Callable[[Callable[[], Any]], Any],
+) -> dict:
+    """Return the eval line from all ranks' sums and values; `on_main(f)` returns the main process's `f()`."""
     if plan.blocks:
-        names, table = _on_main(strategy, lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
+        names, table = on_main(lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
         line = _with_sources(task, names, table, plan.sources, line)
     if values:
-        line |= _on_main(strategy, lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
+        line |= on_main(lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
     return line
 
 
@@ -173,11 +191,16 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
     warn(text)
 
 
+def is_size(key: str) -> bool:
+    """Return whether a metric is a size of the data, which is the same for all weights."""
+    return key.rpartition("/")[2] in ("weight", "examples")
+
+
 def _integers(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if (values % 1 == 0).all() else values
 
 
-def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
+def on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     from accelerate.utils import broadcast_object_list
 
@@ -185,7 +208,7 @@ def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
         return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
 
 
-def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str], dict[str, tuple]]:
+def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str], dict[str, tuple]]:
     """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none."""
     columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
     if strategy.accelerator.num_processes == 1:
@@ -199,14 +222,15 @@ def _names_on_all_ranks(strategy: Strategy, results: _Results) -> tuple[list[str
 
 
 @contextmanager
-def _eval_mode(module: torch.nn.Module) -> Iterator[None]:
+def eval_mode(module: torch.nn.Module) -> Iterator[None]:
+    """Within, the module is in evaluation mode."""
     training = module.training
     module.eval()
     yield
     module.train(training)
 
 
-def _uncompiled(cfg: RunConfig):
+def uncompiled(cfg: RunConfig):
     """Run compiled layers in eager mode, so that eval.py gets the same loss and evaluation compiles no graph."""
     return torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext()
 

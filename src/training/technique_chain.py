@@ -16,12 +16,12 @@ from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training import out_of_memory
-from src.training.evaluation import evaluate
+from src.training.evaluation import evaluate, is_size
 from src.training.technique_options import explain_unknown, in_words, options_of, read_options
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
-from src.training.weight_copies import assign
+from src.training.weight_copies import assign, refuse_local_sgd
 
 
 class TechniqueChain:
@@ -58,6 +58,11 @@ class TechniqueChain:
         """Return the number of such copies in memory within a step, those that are kept included."""
         return self.copies + sum(technique.copies_in_step for technique in self.techniques.values())
 
+    @property
+    def averages(self) -> list[str]:
+        """Return the names of the techniques whose average is evaluated beside the weights of training."""
+        return [name for name, each in self.techniques.items() if type(each).average is not Technique.average]
+
     def describe(self) -> str:
         """Return "sam (rho 0.05), ema (decay 0.999, final)": the techniques with their options, outermost first."""
         words = {name: in_words(options_of(technique)) for name, technique in self.techniques.items()}
@@ -85,16 +90,24 @@ class TechniqueChain:
         for technique in self.techniques.values():
             technique.change_model(model, cfg)
 
-    def begin(self, run: Run) -> dict[str, Technique]:
-        """Prepare all techniques; return those with a state, by name: the parts of a checkpoint beside the model."""
-        self.run = run
+    def check(self, run: Run) -> None:
+        """Raise UsageError if a technique does not fit the run, which may be that of a dry run."""
         for name, technique in self.techniques.items():
             if run.strategy.accelerator.distributed_type.value == "DEEPSPEED" and not technique.deepspeed:
                 raise UsageError(
                     f"techniques: {name} does not support {run.strategy.name}, which owns gradients and weights: use FSDP2 "
                     "(accelerate_configs/fsdp2.yaml)"
                 )
+            if technique.copies:
+                refuse_local_sgd(run)
             technique.run = run
+            technique.check()
+
+    def begin(self, run: Run) -> dict[str, Technique]:
+        """Prepare all techniques; return those with a state, by name: the parts of a checkpoint beside the model."""
+        self.run = run
+        self.check(run)
+        for technique in self.techniques.values():
             technique.begin()
         return {n: t for n, t in self.techniques.items() if type(t).state_dict is not Technique.state_dict}
 
@@ -155,7 +168,7 @@ class TechniqueChain:
             if average:
                 with exchanged(run.strategy, run.model, average):
                     found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
-            own = {f"{name}/{key}": value for key, value in (found or {}).items() if not _is_size(key)}
+            own = {f"{name}/{key}": value for key, value in (found or {}).items() if not is_size(key)}
             metrics = None if found is None else metrics | own
         return metrics
 
@@ -164,11 +177,6 @@ def _counts_skipped(technique: Technique) -> bool:
     methods = ("after_update", "roll_back_before")
     defined = any(getattr(type(technique), name) is not getattr(Technique, name) for name in methods)
     return technique.counts_skipped and defined
-
-
-def _is_size(key: str) -> bool:
-    """Return whether a metric is a size of the data, which is the same for all weights."""
-    return key.rpartition("/")[2] in ("weight", "examples")
 
 
 @contextmanager

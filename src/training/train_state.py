@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from src.config.best_metric import best_by
-from src.config.errors import Failure, UsageError, did_you_mean
+from src.config.best_metric import best_by, missing_metric
+from src.config.errors import Failure
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch
 from src.tasks import Batch
@@ -150,10 +150,7 @@ class TrainState:
         self.use_metric(cfg)
         name = str(self.best_metric)
         if name not in metrics:
-            raise UsageError(
-                f"metric_for_best_model: an evaluation has no {name!r}{did_you_mean(name, metrics)}; it has "
-                f"{', '.join(metrics)}"
-            )
+            raise missing_metric(name, metrics)
         self.evaluated = self.step
         value = metrics[name]
         self.plateau = after_evaluation(cfg, self.plateau, value, self.best_greater)

@@ -51,6 +51,7 @@ def test_a_non_finite_gradient_stays_non_finite(name, value):
     technique = TECHNIQUES[name]()()
     unused: Any = None
     technique.run = Run(RunConfig(), unused, unused, unused, model, model, unused, 1, TrainState(step=1))
+    technique.check()
     technique.begin()
     technique.change_gradient()
     assert model.weight.grad[[0, 2]].isfinite().all()

@@ -34,7 +34,7 @@ class AdaptiveClipping(Technique):
     eps: float = option("smallest norm of weights that counts, so that units can grow from zero", 1e-3, above=0)
     exclude: list[str] = option("name patterns of parameters that are not clipped, such as lm_head.*", [])
 
-    def begin(self) -> None:
+    def check(self) -> None:
         names = named_parameters(self.run.model)
         excluded = first_match(self.exclude, names, "techniques: adaptive_clipping: exclude")
         self.clipped = [p for name, p in names.items() if name not in excluded]

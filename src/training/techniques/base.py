@@ -95,6 +95,9 @@ class Technique:
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         """Change the model, or freeze parameters, before it is wrapped and the optimizer is made; add hooks."""
 
+    def check(self) -> None:
+        """Raise UsageError if `self.run` does not fit. Also in a dry run: weights on the CPU, no process group."""
+
     def begin(self) -> None:
         """Prepare for training with `self.run`. Weights are loaded; in a resumed run, `load_state_dict` follows."""
 

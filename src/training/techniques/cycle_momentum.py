@@ -31,9 +31,11 @@ class CycleMomentum(Technique):
                 f"techniques: cycle_momentum follows lr_scheduler_type one_cycle, but it is {cfg.lr_scheduler_type}"
             )
 
-    def begin(self) -> None:
+    def check(self) -> None:
         if not any({"betas", "momentum"} & group.keys() for group in self.run.optimizer.param_groups):
             raise UsageError(f"techniques: cycle_momentum: optim is {self.run.cfg.optim}, which has no momentum")
+
+    def begin(self) -> None:
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
 
     def change_gradient(self) -> None:

@@ -34,6 +34,7 @@ class GradientStatistics(Technique):
 
     def errors(self) -> list[str]:
         unknown = [f"values: {name!r} is not one of {', '.join(VALUES)}" for name in self.values if name not in VALUES]
+        unknown += ["groups: give at least one {NAME: PATTERN}"] if self.groups == {} else []
         bad = [
             f"groups: {name}: {p!r} is not a name pattern"
             for name, p in (self.groups or {}).items()
@@ -41,9 +42,8 @@ class GradientStatistics(Technique):
         ]
         return unknown + bad
 
-    def begin(self) -> None:
+    def check(self) -> None:
         self.members: dict[str, list[torch.nn.Parameter]] = {}
-        self.before: dict[str, list[torch.Tensor]] = {}  # weights of a step that will be logged
         named = {name: p for name, p in named_parameters(self.run.model).items() if p.requires_grad}
         if self.groups is None:
             for name, parameter in named.items():
@@ -51,6 +51,9 @@ class GradientStatistics(Technique):
         for group, pattern in (self.groups or {}).items():
             names = matching(pattern, named, f"techniques: gradient_statistics: groups: {group}")
             self.members[group] = [named[name] for name in names]
+
+    def begin(self) -> None:
+        self.before: dict[str, list[torch.Tensor]] = {}  # weights of a step that will be logged
 
     def change_gradient(self) -> None:
         state = self.run.state

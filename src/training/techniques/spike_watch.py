@@ -37,7 +37,7 @@ class SpikeWatch(Technique):
             return [f"warmup is {self.warmup}, more than window, which is {self.window}: it would never end"]
         return []
 
-    def begin(self) -> None:
+    def check(self) -> None:
         run = self.run
         if run.strategy.uses_local_sgd:
             raise UsageError(
@@ -49,6 +49,9 @@ class SpikeWatch(Technique):
                 f"techniques: spike_watch: action is roll_back, which {run.strategy.name} does not support: use action "
                 "skip, DDP or FSDP2"
             )
+
+    def begin(self) -> None:
+        run = self.run
         warn_if_unused(run, "spike_watch", self.warmup + 1)
         self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
         self.seen = 0  # norms so far

@@ -36,7 +36,7 @@ class Unfreeze(Technique):
         patterns = first_match(steps, named_parameters(model), "techniques: unfreeze: steps")
         self.first_step = {name: steps[pattern] for name, pattern in patterns.items()}
 
-    def begin(self) -> None:
+    def check(self) -> None:
         """Warn about parameters that stay frozen to the end; raise UsageError if all of them do."""
         run, field = self.run, "techniques: unfreeze: steps"
         trainable = {name: p.requires_grad for name, p in named_parameters(run.model).items()}

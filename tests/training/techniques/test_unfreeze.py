@@ -90,19 +90,19 @@ def test_a_pattern_without_a_parameter_is_refused():
         Unfreeze(steps={"head": 3}).change_model(torch.nn.Linear(2, 2), None)
 
 
-def begun(steps: dict, num_steps: int) -> None:
+def checked(steps: dict, num_steps: int) -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     unfreeze = Unfreeze(steps=steps)
     unfreeze.run = SimpleNamespace(model=model, num_steps=num_steps)
     unfreeze.change_model(model, None)
-    unfreeze.begin()
+    unfreeze.check()
 
 
 def test_steps_after_the_end_and_of_frozen_parameters(capsys):
     with pytest.raises(UsageError, match="step 5 of weight is after the end of the run, at step 4: no parameter would"):
-        begun({"weight": 5}, 4)
-    begun({"bias": 2}, 4)
+        checked({"weight": 5}, 4)
+    checked({"bias": 2}, 4)
     assert "unfreeze: steps has no effect on bias, which freeze matches, too" in capsys.readouterr().err
-    begun({"weight": 4}, 4)
+    checked({"weight": 4}, 4)
     assert not capsys.readouterr().err
