@@ -33,7 +33,11 @@ class ModelAndDataFields:
     time_limit: float | None = option(
         "minutes until the run saves and exits with code 75 (default: no limit)", above=0, may_change_on_resume=True
     )
-    dry_run: bool = option("print the plan (steps, tokens, memory, disk) and exit", False, may_change_on_resume=True)
+    dry_run: bool = option(
+        "check what a run checks before its first step, print the plan (steps, tokens, memory, disk) and exit",
+        False,
+        may_change_on_resume=True,
+    )
 
     model_name_or_path: str | None = option("Hub id or folder of a pretrained model", group="model", is_path=True)
     model_revision: str = option("branch, tag or commit of the Hub model", "main")

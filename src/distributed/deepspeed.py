@@ -112,14 +112,10 @@ class DeepSpeed(Strategy):
         private_apis.link_moments(self.engine.optimizer)
 
 
-def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
-    """Complete DeepSpeed's configuration from the run file (YAML); raise UsageError if the two conflict."""
-    from transformers.integrations import unset_hf_deepspeed_config
-
-    plugin = accelerator.state.deepspeed_plugin
-    config = plugin.deepspeed_config
+def check_fields(plugin: Any, cfg: RunConfig) -> None:
+    """Raise UsageError for what the run file and DeepSpeed's configuration may not have together."""
     for part in ("optimizer", "scheduler"):
-        if part in config:
+        if part in plugin.deepspeed_config:
             raise UsageError(f"the DeepSpeed configuration has a field {part}: remove it; the run file sets the {part}")
     if cfg.optim not in BUILT_IN:
         raise UsageError(
@@ -132,6 +128,15 @@ def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
         raise UsageError(
             f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3; without sharding, use accelerate_configs/ddp.yaml"
         )
+
+
+def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
+    """Complete DeepSpeed's configuration from the run file (YAML); raise UsageError if the two conflict."""
+    from transformers.integrations import unset_hf_deepspeed_config
+
+    plugin = accelerator.state.deepspeed_plugin
+    config = plugin.deepspeed_config
+    check_fields(plugin, cfg)
     clipping = config.get("gradient_clipping", "auto")
     if clipping not in ("auto", cfg.max_grad_norm):
         warn(

@@ -17,17 +17,22 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.
             torch.set_float32_matmul_precision("high")
         else:
             warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
+    check_recompute(model, cfg)
     if cfg.gradient_checkpointing:
-        if not getattr(model, "supports_gradient_checkpointing", False):
-            raise UsageError(
-                f"gradient_checkpointing is true, but {type(model).__name__} does not support it: set it to false"
-            )
         # The reentrant form would all-reduce DDP gradients twice. Recomputation uses the same dropout masks.
         model.activation_checkpointing_enable({"use_reentrant": False})
     if cfg.compile:
         for layer in repeated_layers(model):
             layer.compile()  # in place: torch.compile(layer) would rename all parameters to _orig_mod.…
     return model
+
+
+def check_recompute(model: torch.nn.Module, cfg: RunConfig) -> None:
+    """Raise UsageError if the run file asks for activation checkpointing, which the model does not support."""
+    if cfg.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        raise UsageError(
+            f"gradient_checkpointing is true, but {type(model).__name__} does not support it: set it to false"
+        )
 
 
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:

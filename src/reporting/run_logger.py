@@ -20,6 +20,7 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import CompileCounter
 from src.reporting import trackers
+from src.reporting.dry_run import checked_model
 from src.reporting.environment import environment, save_diff, topology
 from src.reporting.ledger import Ledger
 from src.reporting.meter import Meter
@@ -30,11 +31,9 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
-from src.training.parameter_groups import freeze
 from src.training.schedules import make_schedule, total_steps
-from src.training.step import ModelWithLoss, StepTotals
+from src.training.step import StepTotals
 from src.training.train_state import Intervals, StepLosses, TrainState
-from src.training.trial_loss import check_trial_loss
 
 log = logging.getLogger("run")
 
@@ -199,9 +198,7 @@ class RunLogger:
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    module = ModelWithLoss(task.build_model(), task)
-    check_trial_loss(module.model, task, datasets["train"])
-    freeze(module, cfg)
+    module = checked_model(cfg, task, datasets, num_steps)
     print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 

@@ -26,15 +26,14 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     kind = find_class(cfg.optim)
     options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, kind)
-    if kind is torch.optim.Muon:
-        adamw = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
-        return MuonWithAdamW(groups, options, adamw)
     if kind in FUSED:
         options["fused"] = fused
     try:
-        optimizer = kind(groups, **options)
+        if kind is torch.optim.Muon:
+            adamw = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
+            return MuonWithAdamW(groups, options, adamw)
+        return kind(groups, **options)
     except (TypeError, ValueError, NotImplementedError) as error:
         raise UsageError(
             f"optim is {cfg.optim}: {kind.__name__} refuses its arguments or parameters: {error}"
         ) from error
-    return optimizer

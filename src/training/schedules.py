@@ -30,14 +30,14 @@ def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
         if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):
             raise TypeError("it takes no arguments")  # transformers would ignore them
         if cfg.lr_scheduler_type == PLATEAU:
-            _plateau(cfg, greater=False)  # raises TypeError for unknown arguments
+            _try_plateau(cfg)
             after_warmup = _own_schedule(warmup, total, lambda x: 1.0, {})
         elif cfg.lr_scheduler_type in OWN_SCHEDULES:
             after_warmup = _own_schedule(warmup, total, OWN_SCHEDULES[cfg.lr_scheduler_type], kwargs)
         else:
             after_warmup = _transformers_schedule(cfg, warmup, total, kwargs)
-        if not all(math.isfinite(after_warmup(update)) for update in (0, total // 2, total - 1)):
-            raise ValueError("a learning rate would not be finite")
+        if not all(0 <= after_warmup(update) < math.inf for update in (0, total // 2, total - 1)):
+            raise ValueError("a learning rate would be negative, or not finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}: {error}") from error
     start = cfg.warmup_start_lr
@@ -105,6 +105,16 @@ def _plateau(cfg: RunConfig, greater: bool) -> torch.optim.lr_scheduler.ReduceLR
         kwargs["min_lr"] = kwargs["min_lr"] / cfg.learning_rate  # of the factor
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode="max" if greater else "min", **kwargs)
+
+
+def _try_plateau(cfg: RunConfig) -> None:
+    """Raise TypeError or ValueError for arguments with which a later evaluation would fail: torch checks few of them."""
+    scheduler = _plateau(cfg, greater=False)
+    for value in (1.0, 2.0, 2.0):  # a first evaluation, one that lowers the rate, one within the cooldown
+        scheduler.step(value)
+        scheduler.num_bad_epochs = 2**62
+    if scheduler.patience < 0 or scheduler.cooldown < 0:
+        raise ValueError("patience and cooldown must be 0 or more")
 
 
 def after_evaluation(cfg: RunConfig, state: dict | None, value: float | None, greater: bool) -> dict | None:

@@ -135,8 +135,12 @@ def test_dry_run_prints_the_plan(files, plan):
 
 
 def test_dry_run_lists_techniques_and_counts_their_copies(plan):
-    output = plan(max_steps=4, techniques="{ema: {final: true}, sam: null, clip_by_value: {limit: 2}}")
-    assert row(output, "techniques") == "sam (rho 0.05), clip_by_value (limit 2.0), ema (decay 0.999, final)"
+    given = "{ema: {final: true}, sam: null, clip_by_value: {limit: 2}, neftune: null, hard_examples: null}"
+    output = plan(max_steps=4, techniques=given)
+    changing = "hard_examples (share 0.5, start_step 1), neftune (alpha 5.0)"  # these change the model
+    assert (
+        row(output, "techniques") == f"sam (rho 0.05), {changing}, clip_by_value (limit 2.0), ema (decay 0.999, final)"
+    )
     assert "(2 extra copies for techniques)" in row(output, "memory")
     plain, with_sam = plan(max_steps=4), plan(max_steps=4, techniques="{sam: null}")
     assert "techniques" not in plain

@@ -1,0 +1,46 @@
+"""Checks of `--dry_run`: what a run would refuse between its data and its first step, without a process group.
+
+docs/troubleshooting.md lists what only the run itself can check. Tests: tests/config/test_dry_run.py.
+"""
+
+from src.checkpointing.locate_weights import init_weights
+from src.config.schema import RunConfig
+from src.distributed import optimizer_trial, strategy_checks
+from src.distributed.init_accelerator import check_trackers
+from src.distributed.planned_strategy import planned_strategy
+from src.models.compile_and_recompute import check_recompute
+from src.tasks import Task
+from src.training.optimizers import make_optimizer
+from src.training.step import ModelWithLoss
+from src.training.technique_chain import TechniqueChain
+from src.training.techniques.base import Run
+from src.training.train_state import TrainState
+from src.training.trial_evaluation import check_best_metric
+from src.training.trial_loss import check_trial_loss
+
+TRIED = 1e8  # parameters of a model whose optimizer is tried on the CPU; more would take minutes
+
+
+def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) -> ModelWithLoss:
+    """Return the model of a run, on the CPU, changed and frozen as the run file says.
+
+    Raise UsageError, with the sentence of the run, for what the run would refuse before its first step."""
+    check_trackers(cfg.report_to)
+    strategy, techniques = planned_strategy(cfg), TechniqueChain(cfg)
+    weights = init_weights(cfg)
+    model = task.build_model(str(weights) if weights else None)
+    check_trial_loss(model, task, datasets["train"])
+    module = ModelWithLoss(model, task)
+    techniques.change_model(module, cfg)
+    check_recompute(model, cfg)
+    optimizer = make_optimizer(cfg, module, fused=False)
+    strategy_checks.check_model(strategy, module)
+    strategy_checks.check_groups(module, optimizer)
+    if strategy.accelerator.distributed_type.value == "FSDP":
+        strategy_checks.check_shardable(model, strategy.name)
+    if sum(p.numel() for p in module.parameters()) <= TRIED:
+        optimizer_trial.try_optimizer(strategy, optimizer)
+    state = TrainState()
+    techniques.check(Run(cfg, strategy, strategy.hosts, task, module, module, optimizer, num_steps, state))
+    check_best_metric(cfg, datasets.get("validation"), module)
+    return module
