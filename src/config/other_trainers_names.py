@@ -3,11 +3,17 @@
 Tests: tests/config/test_config.py.
 """
 
+import re
+from functools import cache
+
+from src.config.paths import REPOSITORY
+
 _BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
 _ACCUMULATION = "it is derived: global_batch_size / per_device_batch_size / processes"
 _AUTO_BATCH_SIZE = "give per_device_batch_size auto"
 _BEST = "give metric_for_best_model: final/ is then the best evaluated checkpoint"
 _ADAPTER = "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"
+_CLIPPING = "give max_grad_norm (by norm), or techniques: {clip_by_value: {limit: X}}"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 
 NAMES_ELSEWHERE = {
@@ -40,8 +46,8 @@ NAMES_ELSEWHERE = {
     "lr_scheduler": "give lr_scheduler_type",
     "num_warmup_steps": "give warmup_steps",
     "auto_lr_find": "run make find-lr",
-    "gradient_clip_val": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
-    "gradient_clip_algorithm": "give max_grad_norm (by norm) or techniques: {clip_by_value: {limit: X}}",
+    "gradient_clip_val": _CLIPPING,
+    "gradient_clip_algorithm": _CLIPPING,
     "neftune_noise_alpha": "give techniques: {neftune: {alpha: X}}",
     "algorithms": "give techniques",
     "lora": _ADAPTER,
@@ -101,6 +107,19 @@ NOT_TECHNIQUES = {
     "early_stopping": "give early_stopping_patience, a field of the run file",
     "one_cycle": "give lr_scheduler_type one_cycle, a field of the run file",
     "muon": "give optim muon, a field of the run file",
-    "gradient_clipping": "give max_grad_norm (a field of the run file), or the technique clip_by_value",
+    "gradient_clipping": _CLIPPING,
     "gradient_accumulation": _ACCUMULATION,
 }
+
+
+def hint(name: str, names: dict[str, str] = NAMES_ELSEWHERE) -> str | None:
+    """Return what to give here instead of `name`, without techniques that a fork has deleted; None if there is nothing."""
+    parts = names[name].split(", or ") if name in names else []
+    return ", or ".join(part for part in parts if set(re.findall(r"techniques: {(\w+)", part)) <= _techniques()) or None
+
+
+@cache
+def _techniques() -> set[str]:
+    """Return the names in the registry of techniques, read as text: this room may not import it."""
+    registry = REPOSITORY / "src" / "training" / "techniques" / "__init__.py"
+    return set(re.findall(r'^    "(\w+)": ', registry.read_text(), re.MULTILINE))

@@ -18,7 +18,7 @@ from src.config import mixture_fields
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import declared_options, field_types, range_errors, read_value
 from src.config.help_text import format_help
-from src.config.other_trainers_names import NAMES_ELSEWHERE
+from src.config.other_trainers_names import hint
 from src.config.paths import locate
 from src.config.redact import redact_all, remember_credentials
 from src.config.schema import RunConfig
@@ -131,8 +131,8 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> st
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
             return f"it belongs to task {other}, but the task of this run is {task}{did_you_mean(name, known)}"
-    if name in NAMES_ELSEWHERE:
-        return f"unknown field; {NAMES_ELSEWHERE[name]}"
+    if elsewhere := hint(name):
+        return f"unknown field; {elsewhere}"
     return f"unknown field{did_you_mean(name, known)}"
 
 

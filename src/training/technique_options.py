@@ -9,7 +9,7 @@ from typing import Any, get_origin
 
 from src.config.errors import did_you_mean
 from src.config.fields import declared_options, field_types, read_value
-from src.config.other_trainers_names import NOT_TECHNIQUES
+from src.config.other_trainers_names import NOT_TECHNIQUES, hint
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from src.training.techniques import TECHNIQUES, Technique
@@ -98,8 +98,8 @@ def explain_unknown(name: str, known: Mapping[str, Any]) -> str:
     lower = name.lower()
     if lower in known:
         return f"unknown; did you mean {lower}?"
-    if lower in NOT_TECHNIQUES:
-        return f"not a technique: {NOT_TECHNIQUES[lower]}"
+    if elsewhere := hint(lower, NOT_TECHNIQUES):
+        return f"not a technique: {elsewhere}"
     if lower in declared_options(RunConfig):
         return f"is a field of the run file, not a technique: give {lower} outside techniques"
     for task, options in OPTIONS.items():
