@@ -38,14 +38,14 @@ def test_train_and_eval_from_other_folders_report_the_same_loss(files, tmp_path)
 
     (tmp_path / "elsewhere").mkdir()
     words = ["--checkpoint", run.folder, "--output_dir", "scores"]
-    done = command(sys.executable, kit.REPOSITORY / "eval.py", *words, folder=tmp_path / "elsewhere")
-    assert done.returncode == 0, done.stderr
+    codes, [printed] = kit.run_command("eval.py", *words, folder=tmp_path / "elsewhere")
+    assert codes == [0], printed
     values = json.loads((tmp_path / "elsewhere" / "scores" / "eval.json").read_text())
     reported = run.kind("eval")[-1]
     assert values["loss"] == reported["loss"]
     assert values["examples"] == reported["examples"] == 20
-    assert str(reported["loss"]) in done.stdout  # to the last digit
-    assert "global batch" not in done.stdout  # only training has one
+    assert str(reported["loss"]) in printed  # to the last digit
+    assert "global batch" not in printed  # only training has one
 
 
 def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
@@ -53,13 +53,12 @@ def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
     for name in ("train.py", "eval.py", "src", "configs"):
         copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
         copy(kit.REPOSITORY / name, tmp_path / name)
-    launch = [sys.executable, "-m", "accelerate.commands.launch"]
     none = command(sys.executable, "eval.py", folder=tmp_path)
     assert none.returncode == 2
     assert "runs/" in none.stderr.strip().splitlines()[-1]
 
     small = ["--max_eval_examples", 4, "--sample_tokens", 1, "--max_length", 32]
-    done = command(*launch, "train.py", "--max_steps", 6, *small, folder=tmp_path)
+    done = command(sys.executable, "train.py", "--max_steps", 6, *small, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "configs/stdlib_lm.yaml" in done.stdout.splitlines()[0]
     warnings = [line for line in (done.stdout + done.stderr).splitlines() if "warmup_steps" in line]
@@ -70,7 +69,7 @@ def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
     assert [line["step"] for line in run.kind("train")] == [6]
     assert not (tmp_path / "data").exists()
 
-    done = command(*launch, "eval.py", folder=tmp_path)
+    done = command(sys.executable, "eval.py", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "runs/stdlib_lm" in done.stdout.splitlines()[0]
     values = json.loads((run.folder / "eval.json").read_text())
@@ -83,14 +82,6 @@ def test_help_of_the_command():
     for part in ("configs/stdlib_lm.yaml", "task causal_lm:", "--global_batch_size", "--packing"):
         assert part in done.stdout
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("target", [[], ["help"]])
-def test_make_help(target):
-    done = command("make", *target, folder=kit.REPOSITORY)
-    assert done.returncode == 0
-    for name in ("setup", "train", "eval", "test", "lint", "format", "bench", "report", "clean", "help"):
-        assert re.search(rf"^  {name}  +\w", done.stdout, re.MULTILINE)
 
 
 @pytest.fixture

@@ -429,14 +429,6 @@ def test_files_are_looked_up_here_then_in_the_repository(here):
     assert "did you mean configs/stdlib_lm.yaml?" in errors("--config", "configs/stdlib_lm.yml")
 
 
-@pytest.mark.parametrize("path", sorted((kit.REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_shipped_run_files_are_valid_and_begin_with_their_command(path):
-    validation.check(*parsing.parse(["--config", f"configs/{path.name}"], OPTIONS))
-    first = path.read_text().splitlines()[0]
-    assert first.startswith("# accelerate launch --config_file accelerate_configs/")
-    assert first.endswith(f"train.py --config configs/{path.name}")
-
-
 @pytest.mark.parametrize(
     "words, used",
     [

@@ -297,19 +297,6 @@ def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name, streami
     check(text, code, words, expected, odd_line(files))
 
 
-@pytest.mark.parametrize("streaming", [False, True], ids=["map", "stream"])
-def test_command_prints_the_message_and_exits(tools, tmp_path, streaming):
-    case = CASES["malformed line of the second file"]
-    files = write(tmp_path, case.files)
-    fields = {"train_file": files, "output_dir": "run", "max_steps": 4, "cache_dir": tmp_path / "cache"}
-    fields |= {"global_batch_size": 8, "per_device_batch_size": 8, "streaming": streaming}
-    (tmp_path / "here").mkdir()
-    [code], [text] = kit.run_command("train.py", *kit.flags(**fields_of(tools, **fields)), folder=tmp_path / "here")
-    assert "Traceback" not in text
-    last = "\n".join(text.rstrip().splitlines()[-2:]).replace(f"{tmp_path}/", "")
-    check(last, code, case.message, 1 if streaming else 2, odd_line(files))
-
-
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
 def test_location_of_every_row(tools, tmp_path, kind):
     """Rows 0 … n−1 of several files, with blank lines, quoted line ends and carriage returns among them."""

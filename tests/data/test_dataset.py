@@ -1,11 +1,12 @@
 """Files become rows that are read by id: in order, prepared once, the same with or without loader workers."""
 
 import functools
+import importlib
 import json
+import linecache
 import os
 import random
 import shutil
-import subprocess
 import sys
 import time
 from contextlib import nullcontext, suppress
@@ -20,7 +21,7 @@ from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, local_files, preprocessing
-from src.data.batch_plan import PlanConfig, evaluation_order, training_order
+from src.data.batch_plan import PlanConfig, training_order
 from src.storage import peer_failures, shared_work
 from src.tasks import Batch, causal_lm
 from tests.helpers import kit
@@ -185,14 +186,6 @@ def test_files_with_conflicting_columns_are_named(tools, tmp_path):
         open_data(tools, tmp_path, train_file=files)
 
 
-def test_unwritable_cache_is_reported(tools, tmp_path, monkeypatch):
-    """Not even root can write to a folder of the kernel."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/sys/cache"))
-    fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer"}
-    with pytest.raises(UsageError, match=r"cache_dir: /sys/cache cannot be written"):
-        kit.open_data(**fields, train_file=write(tmp_path / "rows.jsonl", TEXTS))
-
-
 # ---- rows by id ------------------------------------------------------------------------------------------------------
 
 
@@ -294,16 +287,6 @@ def test_mutant_without_seeded_draws(ragged, monkeypatch):
     assert draws(split, 2) != draws(split, 0)
 
 
-def test_batches_come_in_order_from_workers(ragged):
-    task, split, rows = ragged
-    order = list(evaluation_order(len(rows), 7, 1, split.lengths))
-    got = list(data_loader.read_batches(split, task, iter(order), RunConfig(dataloader_num_workers=2), False))
-    assert [micro.index for micro, _ in got] == list(range(len(order)))
-    for micro, batch in got:
-        ids = batch.inputs["input_ids"]
-        assert all(ids[row, : len(rows[i])].tolist() == rows[i] for row, i in enumerate(micro.ids))
-
-
 # ---- prepared once ---------------------------------------------------------------------------------------------------
 
 
@@ -353,37 +336,37 @@ EDITS = {  # file, old text, new text -> does it make other rows?
     "a loss": ("src/tasks/causal_lm.py", '"use_cache": False', '"use_cache": None', False),
     "a comment and a docstring": ("src/text/packing.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
 }  # fmt: skip
-FINGERPRINTS = """
-import importlib, json, linecache, sys
-from pathlib import Path
-import torch, transformers, datasets  # which take seconds, once
 
-def fingerprint():
-    for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
-        del sys.modules[name]
-    importlib.invalidate_caches()
-    linecache.clearcache()
+
+def fingerprints(folder: Path) -> dict[str, bool]:
+    """Return which of EDITS change the fingerprint of a copy of the code."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
-    task = importlib.import_module("src.tasks.causal_lm").Task(None, None)
-    return importlib.import_module("src.data.encode_fingerprint").encode_fingerprint(task)
 
-first, found = fingerprint(), {}
-for name, (path, old, new, _) in json.loads(sys.argv[1]).items():
-    text = Path(path).read_text()
-    assert old in text, name
-    Path(path).write_text(text.replace(old, new))
-    found[name] = fingerprint() != first
-    Path(path).write_text(text)
-assert fingerprint() == first
-print(json.dumps(found))
-"""
+    def fingerprint() -> str:
+        for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
+            del sys.modules[name]
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        task = importlib.import_module("src.tasks.causal_lm").Task(None, None)
+        return importlib.import_module("src.data.encode_fingerprint").encode_fingerprint(task)
+
+    first, found = fingerprint(), {}
+    for name, (path, old, new, _) in EDITS.items():
+        text = Path(path).read_text()
+        assert old in text, name
+        Path(path).write_text(text.replace(old, new))
+        found[name] = fingerprint() != first
+        Path(path).write_text(text)
+    assert fingerprint() == first
+    return found
 
 
 def test_only_edits_of_encode_code_prepare_again(tmp_path):
     shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    words = [sys.executable, "-c", FINGERPRINTS, json.dumps(EDITS)]
-    done = subprocess.run(words, cwd=tmp_path, check=True, capture_output=True, text=True)
-    assert json.loads(done.stdout) == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
+    [found] = kit.spawn(1, fingerprints, tmp_path, out=tmp_path / "out")
+    assert found == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
 
 
 def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):

@@ -144,23 +144,6 @@ def test_piece_bounds_depend_on_the_data_alone():
 # ---- prepared once -----------------------------------------------------------------------------------------------------
 
 
-def test_second_start_opens_quickly_without_encoding(tools, tmp_path, monkeypatch):
-    rows = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
-    file = kit.write_jsonl(tmp_path / "many.jsonl", rows * 30)
-    fields = fields_of(tools, "rows") | {"train_file": file}
-    opened(fields_of(tools, "rows"), tmp_path / "warm")  # imports
-    began = time.perf_counter()
-    opened(fields, tmp_path / "cache")
-    first = time.perf_counter() - began
-    count_blocks(monkeypatch, tmp_path)
-    began = time.perf_counter()
-    assert opened(fields, tmp_path / "cache") == 9000
-    second = time.perf_counter() - began
-    assert encoded(tmp_path) == []
-    print(f"first {first:.2f} s, second {second:.3f} s")
-    assert second < first / 5
-
-
 def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypatch):
     fields = fields_of(tools, "packed")
     count_blocks(monkeypatch, tmp_path, 0.02)

@@ -20,19 +20,27 @@ STEP = rf"{TIME} step \d+/6 loss [\d.]+ lr \S+ [\d,]+ tokens/s ETA \d:\d\d:\d\d"
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE_", "TOKENIZERS_", "HF_HUB_DIS"))}
 
 
-def train(files, folder, output) -> int:
-    """Run train.py with its output in a file or terminal; return the exit code."""
+def recipe(files, folder) -> list[str]:
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": folder / "run"}
     fields |= {"validation_file": files / "validation.jsonl", "max_steps": 6, "logging_steps": 2, "eval_steps": 3}
-    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *kit.flags(**fields)]
-    return subprocess.run(command, cwd=folder, env=ENVIRONMENT, stdout=output, stderr=output, check=False).returncode
+    return kit.flags(**fields)
+
+
+def train_on_terminal(terminal: int, argv: list[str]) -> None:
+    import train
+
+    for descriptor in (1, 2):
+        os.dup2(terminal, descriptor)
+    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open until the process ends)
+    train.main(argv)
 
 
 def test_lines_in_a_file(files, tmp_path):
+    command = [sys.executable, str(kit.REPOSITORY / "train.py"), *recipe(files, tmp_path)]
     with open(tmp_path / "out.txt", "wb") as output:
-        code = train(files, tmp_path, output)
+        done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, stdout=output, stderr=output, check=False)
     text = (tmp_path / "out.txt").read_bytes().decode()
-    assert code == 0, text
+    assert done.returncode == 0, text
     assert "\r" not in text
     assert text.endswith("\n")
     assert len(re.findall(f"^{STEP}$", text, re.M)) == 3
@@ -56,11 +64,10 @@ def test_bars_on_a_terminal(files, tmp_path):
 
     reader = threading.Thread(target=read)
     reader.start()
-    code = train(files, tmp_path, child)
+    kit.spawn(1, train_on_terminal, child, recipe(files, tmp_path), out=tmp_path / "out")
     os.close(child)
     reader.join()
     text = b"".join(chunks).decode()
-    assert code == 0, text
     for pattern in (r"\rtraining: +\d+%", r"\revaluation: +\d+%", "evaluation at step 6: loss", "step 6 saved in "):
         assert re.search(pattern, text)
     assert not re.search(TIME, text)

@@ -137,16 +137,6 @@ def test_mutant_silent_off_switches_of_packing_are_caught(folder, attention, swi
     assert packed_and_alone(folder, "llama.yaml", attention, True, OFF_SWITCHES[switch]) > 1e-3
 
 
-def test_packing_splits_a_long_document_and_loses_nothing(folder, tokenizer):
-    texts = ["def " * 150, "return self"]
-    _, rows, batch, stats = open_batch(folder, [{"text": text} for text in texts], packing=True, max_length=64)
-    long, short = (len(tokenizer(text)["input_ids"]) + 1 for text in texts)
-    assert (stats["tokens_cut"], stats["tokens"]) == (0, long + short)
-    sizes = sorted(n for row in rows for n in row["documents"].tolist())
-    assert sizes == sorted([64] * (long // 64) + [long % 64, short])
-    assert batch.weight == sum(n - 1 for n in sizes)
-
-
 @pytest.mark.parametrize("kind, isolates", [("llama", True), ("gpt2", True), ("opt", False), ("bloom", False)])
 def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
@@ -342,19 +332,6 @@ def test_rows_without_any_target(folder):
         assert any((g != 0).any() for g in gradients) == bool(weight) == (loss.item() > 0)
         scored = task.loss(model.eval(), batch.inputs)["loss"].item()
         assert scored == pytest.approx(loss.item(), rel=1e-5)
-
-
-def test_global_batch_without_any_target_changes_nothing(folder, tmp_path):
-    """Every second global batch is one masked row: its update is skipped and counted."""
-    rows = [{"input_ids": [i, i + 1, i + 2], "labels": [i] + [-100 if i % 2 else i] * 2} for i in range(1, 9)]
-    fields = {"model_config": folder / "gpt2.yaml", "tokenizer_name": folder / "tokenizer", "max_length": 64}
-    fields |= {"train_file": kit.write_jsonl(folder / "half.jsonl", rows), "logging_steps": 1}
-    run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields, global_batch_size=1, per_device_batch_size=1))
-    lines = run.kind("train")
-    assert sorted(line["weight"] for line in lines) == [0] * 4 + [2] * 4
-    assert [line["loss"] is None for line in lines] == [line["weight"] == 0 for line in lines]
-    assert lines[-1]["skipped"] == 4
-    assert all(weight.isfinite().all() for weight in run.weights.values())
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 import json
 import math
 import os
-import subprocess
-import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from src.config.errors import UsageError
 from src.runtime import run_status
+from src.training import evaluation, step
 from tests.helpers import kit
 
 
@@ -61,39 +61,31 @@ def test_what_training_reports_evaluation_recomputes_to_the_last_digit(trained, 
     assert kit.run_evaluation(1, tmp_path / "checkpoint", "--checkpoint", newest) == reported
 
 
-THREADS = """
-import sys
-from contextlib import nullcontext
-import torch
-import eval
-from src.training import evaluation, step
-forward = step.ModelWithLoss.forward
-def watched(self, inputs):
-    print("threads", torch.get_num_threads())
-    return forward(self, inputs)
-step.ModelWithLoss.forward = watched
-if sys.argv.pop(1) == "mutant":
-    evaluation._one_thread = lambda device: nullcontext()
-eval.main(sys.argv[1:])
-"""
+def _threads_of_forwards(*argv) -> tuple[dict, set[int]]:
+    """Evaluate in a process with two threads; return eval.json and the threads that each forward pass had."""
+    torch.set_num_threads(2)
+    seen, forward = set(), step.ModelWithLoss.forward
+
+    def watched(self, inputs):
+        seen.add(torch.get_num_threads())
+        return forward(self, inputs)
+
+    step.ModelWithLoss.forward = watched
+    return kit.evaluate_here(argv), seen
 
 
-def test_float32_too_with_another_number_of_threads(files, tmp_path):
+def test_float32_too_with_another_number_of_threads(files, tmp_path, monkeypatch):
     """The last bit of a matrix product depends on the threads that share it, and one process has more than three have."""
     model = kit.write_yaml(tmp_path / "wide.yaml", kit.LLAMA | {"hidden_size": 128, "vocab_size": 1000})
     flags = ["--model_config", model, "--train_file", files / "train.jsonl"]
     flags += ["--validation_file", files / "validation.jsonl", "--per_device_eval_batch_size", 16]
     run = kit.run_training(1, tmp_path / "run", *flags, "--max_steps", 2)
-    threads = {}
-    for kind in ("guarded", "mutant"):
-        command = [sys.executable, "-c", THREADS, kind, "--checkpoint", run.folder, "--output_dir", tmp_path / kind]
-        env = os.environ | {"OMP_NUM_THREADS": "2"}
-        done = subprocess.run(
-            [str(word) for word in command], check=True, env=env, cwd=kit.REPOSITORY, capture_output=True, text=True
-        )
-        threads[kind] = {line for line in done.stdout.splitlines() if line.startswith("threads ")}
-    assert json.loads((tmp_path / "guarded" / "eval.json").read_text()) == run.kind("eval")[-1]
-    assert threads == {"guarded": {"threads 1"}, "mutant": {"threads 2"}}
+    argv = ["--checkpoint", run.folder, "--output_dir"]
+    guarded = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "guarded", out=tmp_path / "out")
+    assert guarded == [(run.kind("eval")[-1], {1})]
+    monkeypatch.setattr(evaluation, "_one_thread", lambda device: nullcontext())  # the mutant
+    [(_, threads)] = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "mutant", out=tmp_path / "out")
+    assert threads == {2}
 
 
 @pytest.mark.parametrize("rows, world", [(1, 3), (2, 3), (3, 2), (5, 4)])
