@@ -86,9 +86,9 @@ def test_loss_is_a_sum_over_independent_rows(opened):
         checks.check_rows_are_independent(task, model, rows, training=True)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path, world):
-    run = kit.run_training(world, tmp_path / "run", *flags, "--per_device_batch_size", MICRO_BATCH)
+def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
+    """On four ranks, one of which has no micro-batch in the tail of the epoch."""
+    run = kit.run_training(4, tmp_path / "run", *flags, "--per_device_batch_size", MICRO_BATCH)
     assert kit.distance(whole.weights, run.weights) <= 1e-10
     for kind in ("train", "eval"):
         for one, other in zip(whole.kind(kind), run.kind(kind), strict=True):
@@ -102,11 +102,10 @@ def test_mutant_another_run_is_another(whole):
     assert kit.distance(kit.load_weights(first), kit.load_weights(last)) > 1e-4, "training does not move the weights"
 
 
-def test_evaluation_equals_that_of_training_on_any_number_of_processes(opened, whole, tmp_path):
+def test_evaluation_on_three_processes_equals_that_of_training(opened, whole, tmp_path):
     reported = whole.kind("eval")[-1]
     assert reported["examples"] == len(opened[1]["validation"])
-    for world in (1, 3):
-        assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", whole.folder) == reported
+    assert kit.run_evaluation(3, tmp_path / "3", "--checkpoint", whole.folder) == reported
 
 
 def test_interrupted_run_resumes_bitwise(flags, whole, tmp_path):

@@ -103,10 +103,9 @@ def test_exception_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
     check_recorded(tmp_path, rank, "ValueError: a cosmic ray")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_exception_in_a_loader_process(tiny, tmp_path, monkeypatch, rank):
-    raise_in(monkeypatch, "collator", rank, ValueError("a cosmic ray"))
-    last = check_failed(tmp_path, recipe(tiny, dataloader_num_workers=2), rank, "ValueError: a cosmic ray")
+def test_exception_in_a_loader_process(tiny, tmp_path, monkeypatch):
+    raise_in(monkeypatch, "collator", 1, ValueError("a cosmic ray"))
+    last = check_failed(tmp_path, recipe(tiny, dataloader_num_workers=2), 1, "ValueError: a cosmic ray")
     assert "Caught ValueError in DataLoader worker process" in last
 
 
@@ -117,11 +116,10 @@ def test_exception_in_the_checkpoint_writer(tiny, tmp_path, monkeypatch):
     assert checkpoint_list.list_checkpoints(tmp_path / "run") == []
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_out_of_memory_names_the_batch_size(tiny, tmp_path, monkeypatch, rank):
+def test_out_of_memory_names_the_batch_size(tiny, tmp_path, monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-    raise_in(monkeypatch, "forward", rank, error)
-    last = check_failed(tmp_path, recipe(tiny), rank, f"rank {rank} ran out of memory")
+    raise_in(monkeypatch, "forward", 1, error)
+    last = check_failed(tmp_path, recipe(tiny), 1, "rank 1 ran out of memory")
     assert "--per_device_batch_size" in last
     assert "OutOfMemoryError: CUDA out of memory" in last
 
@@ -153,11 +151,10 @@ def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
         assert run_status.read_status(tmp_path / "run")["exit_code"] == 2
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_resume_ignores_an_old_failure(tiny, tmp_path, rank):
+def test_resume_ignores_an_old_failure(tiny, tmp_path):
     failure = tmp_path / "run" / "logs" / "failed.json"
     failure.parent.mkdir(parents=True)
-    failure.write_text(json.dumps({"rank": rank, "time": 0.0, "message": "old"}))
+    failure.write_text(json.dumps({"rank": 1, "time": 0.0, "message": "old"}))
     codes, text, _ = run_two_ranks(tmp_path, recipe(tiny))
     assert codes == [0, 0], text
     assert not failure.exists()

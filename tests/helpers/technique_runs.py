@@ -1,7 +1,7 @@
 """Runs that every technique must pass: the same weights however a step is split, and those of a plain loop.
 
-`check_splits` trains on 1, 2 and 4 processes with accumulation 1 and 4, `plain_weights` is the independent loop,
-`check_resume` resumes from the middle, `check_fsdp2` shards the model.
+`check_splits` trains on 1, 2 and 4 processes with accumulation 1 and 4, `Plain` is the independent loop, `check_resume`
+resumes from the middle, `check_fsdp2` shards the model.
 """
 
 import shutil
@@ -14,9 +14,8 @@ import torch
 from tests.helpers import kit
 
 ROWS, STEPS = 16, 5  # the global batch is the whole dataset, so that a plain loop needs no order of rows
-# (processes, per_device_batch_size), by accumulation. All numbers of processes with the same micro-batch also agree with dropout.
-ACCUMULATION_1 = [(1, 16), (2, 8), (4, 4)]
-ACCUMULATION_4 = [(1, 4), (2, 2), (4, 1)]
+# (processes, per_device_batch_size): accumulation 1, 1, 4, 4. With the same micro-batch they also agree with dropout.
+SPLITS = [(1, 16), (4, 4), (1, 4), (2, 2)]
 
 
 def files(folder) -> dict:
@@ -61,18 +60,14 @@ def check_splits(
     """Assert that the weights agree for all splits, with `reference` if given; with `dropout`, for its own splits, too.
 
     `dropout`: fields of a run with dropout; its runs are compared for each size of a micro-batch. Return the first run."""
-    runs = {
-        split: train(Path(folder, f"{split[0]}x{split[1]}"), fields, *split)
-        for split in ACCUMULATION_1 + ACCUMULATION_4
-    }
+    runs = {split: train(Path(folder, f"{split[0]}x{split[1]}"), fields, *split) for split in SPLITS}
     first = runs[1, 16]
     expected = first.weights if reference is None else {name: reference[name] for name in first.weights}
     for split, run in runs.items():
         assert kit.distance(run.weights, expected) <= bar, f"(processes, micro-batch) = {split}"
     if dropout:
-        by_world = [train(Path(folder, f"dropout{world}"), dropout, world, 2) for world in (1, 2, 4)]
-        for run in by_world[1:]:
-            assert kit.distance(run.weights, by_world[0].weights) <= bar
+        by_world = [train(Path(folder, f"dropout{world}"), dropout, world, 2) for world in (1, 4)]
+        assert kit.distance(by_world[1].weights, by_world[0].weights) <= bar
         assert kit.distance(by_world[0].weights, first.weights) > 1e-6  # there was dropout
     return first
 

@@ -79,7 +79,7 @@ def test_averages_and_lookahead_are_exact_for_every_split(tmp_path):
     values = fields(tmp_path)
     plain = PlainAverages(values)
     technique_runs.check_splits(tmp_path, values, plain.ema | {"lm_head.weight": plain.ema["transformer.wte.weight"]})
-    for world, micro in technique_runs.ACCUMULATION_1 + technique_runs.ACCUMULATION_4:
+    for world, micro in technique_runs.SPLITS:
         folder = tmp_path / f"{world}x{micro}"
         assert kit.distance(average(folder, "swa"), plain.mean(2, 4)) <= 1e-10
         ring = last_parts(folder, "lawa")
@@ -105,6 +105,7 @@ def test_resume_shows_a_technique_that_is_not_restored(tmp_path, monkeypatch, ki
         technique_runs.check_resume(tmp_path, fields(tmp_path), world=1, micro=16)
 
 
+@pytest.mark.cluster
 def test_averages_and_lookahead_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
     one, sharded = tmp_path / "one", tmp_path / "fsdp2" / "straight"
@@ -132,6 +133,7 @@ def test_averages_and_lookahead_under_other_meshes(tmp_path, name):
             assert kit.distance(last_parts(one.folder, part), last_parts(run.folder, part)) <= 2e-5
 
 
+@pytest.mark.cluster
 def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
     """An EMA whose state is the local shard: one rank's rows of it come back on every rank."""
     monkeypatch.setattr(
