@@ -10,7 +10,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.runtime import run_status
-from src.training import evaluation, step
+from src.training import step
 from tests.helpers import kit
 
 
@@ -83,7 +83,7 @@ def test_float32_too_with_another_number_of_threads(files, tmp_path, monkeypatch
     argv = ["--checkpoint", run.folder, "--output_dir"]
     guarded = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "guarded", out=tmp_path / "out")
     assert guarded == [(run.kind("eval")[-1], {1})]
-    monkeypatch.setattr(evaluation, "_one_thread", lambda device: nullcontext())  # the mutant
+    monkeypatch.setattr("src.training.evaluation._one_thread", lambda device: nullcontext())  # the mutant
     [(_, threads)] = kit.spawn(1, _threads_of_forwards, *argv, tmp_path / "mutant", out=tmp_path / "out")
     assert threads == {2}
 
