@@ -25,6 +25,7 @@ REFUSED_TYPES = {
     "adalora": "it changes its ranks and its loss in every step",
     "poly": "it needs a task for each row",
     "xlora": "it mixes other adapters",
+    "shadow": "peft does not inject it into a model",
     "osf": "it replaces the weights of the base model",
 }
 NOT_OPTIONS = {
@@ -62,7 +63,7 @@ def read_options(cfg: RunConfig) -> tuple[type, Any]:
     values = _check_options(configs[name], given)
     try:
         return tuners[name], configs[name](**values, task_type=TASK_TYPES.get(cfg.task))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # also a package that one type needs
         raise UsageError(f"peft: {reason(error)}") from error
 
 

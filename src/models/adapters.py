@@ -4,6 +4,7 @@ A checkpoint holds the base model under its own names, so that `build` loads it,
 Tests: tests/models/test_adapters.py.
 """
 
+import copy
 import re
 import warnings
 from collections.abc import Mapping
@@ -55,7 +56,8 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
     vars(model)["base_names"] = _base_names(model, names, tied)
-    _check_mergeable(model, kind)
+    if not empty:
+        _check_mergeable(model, kind)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if getattr(task, "plain_head", False) and head is not None and type(head).__module__.startswith("peft."):
         task.plain_head = False  # the loss would read the weight of the head without its adapter
@@ -106,13 +108,20 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
 
 
 def _check_mergeable(model: torch.nn.Module, kind: type) -> None:
+    """Merge a copy of one layer of each kind; raise UsageError if it fails: a run would notice it in its last minute."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer) and type(module).merge is BaseTunerLayer.merge:
-            raise UsageError(
-                f"peft: {name}: {kind.__name__} cannot merge its layers, which final/ needs: give another type"
-            )
+    tried = set()
+    for name, layer in model.named_modules():
+        key = (type(layer), *(part for part, _ in layer.named_parameters()))
+        if not isinstance(layer, BaseTunerLayer) or key in tried:
+            continue
+        tried.add(key)
+        try:
+            copy.deepcopy(layer).merge()
+        except Exception as error:
+            text = f"peft: {name}: {kind.__name__} cannot merge this layer, which final/ needs: {reason(error)}"
+            raise UsageError(f"{text}: give another type or target") from error
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
