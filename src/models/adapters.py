@@ -93,8 +93,8 @@ def _tied(model: torch.nn.Module) -> list[list[str]]:
 
 def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]]) -> dict[str, str]:
     """Return {name in the adapted model: name in the base model}; raise UsageError if a weight of two layers has one."""
-    found = {name: WRAPPED.sub("", name) for name in model.state_dict()}
-    found = {name: base for name, base in found.items() if base in set(names)}
+    known, found = set(names), {name: WRAPPED.sub("", name) for name in model.state_dict()}
+    found = {name: base for name, base in found.items() if base in known}
     if sorted(found.values()) != sorted(names):
         raise UsageError(f"peft: this type changes the names of {type(model).__name__}: give another type")
     moved = {base for name, base in found.items() if name != base}
