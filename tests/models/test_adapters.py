@@ -153,7 +153,6 @@ def llama(tmp_path_factory) -> dict:
         {"type": "ia3", "target": ["k_proj"], "feedforward_modules": []},
         {"type": "lokr", "r": 2},
         {"type": "oft"},
-        {"type": "boft"},
         {"type": "hra"},
         {"type": "fourierft", "n_frequency": 10},
     ],
