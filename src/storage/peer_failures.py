@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from src.config.errors import Failure, UsageError
 from src.config.redact import redact
+from src.storage.atomic_folder import read_json
 from src.storage.disk_errors import is_unwritable
 
 STARTED = time.time()
@@ -107,8 +108,8 @@ class LaunchPeers:
         same_host = host == self.host
         if same_host and int(launcher) != self.launcher:
             return
-        report = _read_json(path)
-        if report is None or not self.is_recent(report["time"], same_host):
+        report = read_json(path)
+        if not report or not self.is_recent(report["time"], same_host):
             return
         if path.suffix == ".failed":
             raise _reported_error(report, rank, printed_elsewhere=rank != self.rank)  # same rank: its worker
@@ -201,10 +202,3 @@ def _is_alive(pid: int) -> bool:
         return False
     except OSError:
         return True
-
-
-def _read_json(path: Path) -> dict | None:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
