@@ -14,7 +14,8 @@ import shutil
 import sysconfig
 import textwrap
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
@@ -88,8 +89,8 @@ def _make(name: str, target: Path) -> None:
         "stdlib_code": (_code_rows, ["text"]),
         "stdlib_functions": (_function_rows, ["text"]),
         "stdlib_docstrings": (_docstring_rows, ["code", "docstring"]),
-        "stdlib_tokens": (_token_rows, ["tokens"]),
-        "stdlib_preferences": (_preference_rows, ["prompt", "chosen"]),
+        "stdlib_tokens": (partial(_rows_of_functions, _tagged_tokens), ["tokens"]),
+        "stdlib_preferences": (partial(_rows_of_functions, _preference), ["prompt", "chosen"]),
     }[name]
     rows = make_rows()
     for split, examples in rows.items():
@@ -148,21 +149,20 @@ def _split_docstring(source: str) -> tuple[str, str]:
     return "".join(lines[: first.lineno - 1] + lines[first.end_lineno :]), re.split(r"(?<=\w\.) ", paragraph)[0]
 
 
-def _token_rows() -> dict[str, list[dict]]:
-    """Return one row per function: its tokens, each with a tag, split like the functions."""
-    rows = {}
-    for split, functions in _function_rows().items():
-        tagged = [_tagged_tokens(row["text"]) | {"path": row["path"]} for row in functions]
-        rows[split] = [row for row in tagged if row["tokens"]]
-    return rows
+def _rows_of_functions(make: Callable[[str], dict | None]) -> dict[str, list[dict]]:
+    """Return the row that `make(source)` returns for each function, if it returns one; split like the functions."""
+    return {
+        split: [made | {"path": row["path"]} for row in rows if (made := make(row["text"]))]
+        for split, rows in _function_rows().items()
+    }
 
 
-def _tagged_tokens(source: str) -> dict[str, list[str]]:
-    """Return the tokens of a function, of 20 characters at most, and their tags; no tokens if it is incomplete."""
+def _tagged_tokens(source: str) -> dict | None:
+    """Return the tokens of a function, of 20 characters at most, and their tags; None if it is incomplete."""
     try:
         found = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
     except (tokenize.TokenError, SyntaxError):
-        return {"tokens": [], "tags": []}
+        return None
     texts = [token.string for token in found]
     kinds = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
     tags = []
@@ -172,21 +172,15 @@ def _tagged_tokens(source: str) -> dict[str, list[str]]:
             tag = "call" if after == "(" else "attribute" if before == "." else "name"
             tag = "keyword" if keyword.iskeyword(token.string) else tag
         tags.append(tag)
-    return {"tokens": [text[:20] for text in texts], "tags": tags}
+    return {"tokens": [text[:20] for text in texts], "tags": tags} if texts else None
 
 
-def _preference_rows() -> dict[str, list[dict]]:
-    """Return one row per function: its first half, its second half (chosen), and that in reversed order (rejected)."""
-    rows = {}
-    for split, functions in _function_rows().items():
-        rows[split] = []
-        for function in functions:
-            lines = function["text"].splitlines(keepends=True)
-            first, second = lines[: len(lines) // 2], lines[len(lines) // 2 :]
-            halves = {"chosen": "".join(second), "rejected": "".join(reversed(second))}
-            if halves["chosen"] != halves["rejected"]:
-                rows[split].append({"prompt": "".join(first), **halves, "path": function["path"]})
-    return rows
+def _preference(source: str) -> dict | None:
+    """Return the first half of a function, its second half (chosen), and that in reversed order (rejected)."""
+    lines = source.splitlines(keepends=True)
+    first, second = lines[: len(lines) // 2], lines[len(lines) // 2 :]
+    chosen, rejected = "".join(second), "".join(reversed(second))
+    return {"prompt": "".join(first), "chosen": chosen, "rejected": rejected} if chosen != rejected else None
 
 
 def _functions(text: str) -> Iterator[str]:

@@ -77,7 +77,7 @@ def ranks(run: "Run") -> float:
     return run.hosts.sum([run.strategy.out_of_memory])[0].item() if can_repeat(run.strategy) else 0.0
 
 
-def repeat_if_due(run: "Run", logger: Any, due: bool) -> None:
+def repeat_if_due(run: "Run", logger: Any, due: float) -> None:
     """Before something of the last step is logged, evaluated or saved: ask the ranks now whether it must be repeated."""
     if due:
         repeat_step(run, logger, ranks(run))
