@@ -136,12 +136,21 @@ def _as_flag(value) -> str:
 
 
 def _without_replaced_data(values: dict, given: set[str]) -> dict:
-    """Return the values without data that flags replace, and without train_file if there is a validation_file."""
+    """Return the values without data that flags replace, and without train_file if there is a validation_file.
+
+    Held-out rows are rows of the training data, so other data has none."""
     dropped = set()
     if "dataset_name" in given:
-        dropped |= {"train_file", "validation_file"}
+        dropped |= {"train_file", "validation_file", "dataset_split", "validation_split"}
     if given & {"train_file", "validation_file"}:
-        dropped |= {"dataset_name", "dataset_config_name"}
+        dropped |= {"dataset_name", "dataset_config_name", "dataset_split"}
+    if "validation_file" in given:
+        dropped.add("validation_split")
+    if "validation_split" not in given | values.keys() - dropped:
+        dropped.add("dataset_split")  # it names training data
+    if "dataset_name" in given and values.get("validation_split"):
+        flags = [f"--{name} {values[name]}" for name in ("dataset_split", "validation_split") if values.get(name)]
+        warn(f"dataset_name is given; to evaluate rows that this run has held out of it, give {' '.join(flags)}, too")
     if "validation_file" in given | values.keys():
         dropped.add("train_file")  # it may be a URL whose credentials were removed
     return {name: value for name, value in values.items() if name not in dropped}

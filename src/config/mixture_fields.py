@@ -11,7 +11,7 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 
 FILE_FIELDS = ("train_file", "validation_file")
-NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision")
+NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision", "dataset_split")
 FIELDS = (*FILE_FIELDS, *NAME_FIELDS, "weight")
 MAX_WEIGHT = 1e100  # so that a sum of weights is finite
 
@@ -58,8 +58,9 @@ def _source_errors(source: dict) -> Iterator[str]:
             yield f"{field}: {source[field]!r}: expected one name"
     if bool(source.get("train_file")) == bool(source.get("dataset_name")):
         yield "give either train_file or dataset_name"
-    if source.get("dataset_config_name") and not source.get("dataset_name"):
-        yield "dataset_config_name is given without dataset_name: give both, or neither"
+    for field in ("dataset_config_name", "dataset_split"):
+        if source.get(field) and not source.get("dataset_name"):
+            yield f"{field} is given without dataset_name: give both, or neither"
     weight = source.get("weight")
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if weight is not None and not (is_number and 0 < weight <= MAX_WEIGHT):

@@ -84,6 +84,9 @@ class ModelAndDataFields:
     dataset_revision: str | None = option(
         "branch, tag or commit of the Hub dataset (default: main)", may_change_on_resume=True, from_checkpoint=True
     )
+    dataset_split: str | None = option(
+        "split of dataset_name to train on (default: train)", may_change_on_resume=True, from_checkpoint=True
+    )
     train_file: list[str] = option(
         "training data: paths, globs or URLs of jsonl, json, csv, parquet, txt or arrow files",
         [],
@@ -93,6 +96,12 @@ class ModelAndDataFields:
     )
     validation_file: list[str] = option(
         "evaluation data, in the same formats", [], is_path=True, may_change_on_resume=True, from_checkpoint=plain_data
+    )
+    validation_split: float | None = option(
+        "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
+        above=0,
+        below=1,
+        from_checkpoint=True,
     )
     mixture: dict | None = option(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "

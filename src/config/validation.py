@@ -18,6 +18,7 @@ from src.config.mixture_fields import mixture_errors
 from src.config.optimizer_class import BUILT_IN, optimizer_errors
 from src.config.redact import was_redacted
 from src.config.schema import RunConfig
+from src.config.split_fields import evaluated_split, held_out_rows, named_subset
 from src.config.untrusted_values import plain_name
 
 TRY = "(try --config configs/stdlib_lm.yaml)"
@@ -79,7 +80,8 @@ def training_data(cfg: RunConfig) -> Iterator[str]:
 
 
 def evaluation_data(cfg: RunConfig) -> Iterator[str]:
-    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture:
+    held_out = cfg.train_file and cfg.validation_split
+    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not held_out:
         yield f"no data: give --validation_file or --dataset_name {TRY}"
 
 
@@ -88,11 +90,6 @@ def one_source(cfg: RunConfig) -> Iterator[str]:
         yield (
             f"dataset_name ({cfg.dataset_name}) and train_file ({' '.join(cfg.train_file)}) are both given: keep one"
         )
-
-
-def named_subset(cfg: RunConfig) -> Iterator[str]:
-    if cfg.dataset_config_name and not cfg.dataset_name:
-        yield "dataset_config_name is given without dataset_name: give both, or neither"
 
 
 def stream(cfg: RunConfig) -> Iterator[str]:
@@ -207,7 +204,15 @@ def _redacted_values(values: dict[str, Any]) -> list[str]:
     ]
 
 
-RULES = [trusted_attention, one_source, named_subset, mixture_errors, whole_warmup_steps, writable_folders]
+RULES = [
+    trusted_attention,
+    one_source,
+    named_subset,
+    mixture_errors,
+    held_out_rows,
+    whole_warmup_steps,
+    writable_folders,
+]
 TRAINING_RULES = [
     optimizer_errors,
     group_fields,
@@ -220,4 +225,4 @@ TRAINING_RULES = [
     local_sgd,
     hub_upload,
 ]
-EVALUATION_RULES = [trained_model, evaluation_data]
+EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]

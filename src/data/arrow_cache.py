@@ -8,7 +8,7 @@ Tests: tests/data/test_dataset.py, tests/data/test_preprocessing.py and tests/da
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import combinations
@@ -42,6 +42,7 @@ class RawRows:
     rows: "Dataset"
     files: tuple[str, ...]
     unread: tuple[str, ...] = ()  # files of a folder that look like data and are in no split
+    splits: tuple[str, ...] = ()  # names of all splits of a dataset given by name
 
     def describe_row(self, row: int) -> str:
         """Return the file and line of a row, if they can be found, and its row number in the split."""
@@ -54,8 +55,9 @@ class RawRows:
 def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows | None:
     """Return the raw rows of a source, or None if a dataset given by name has no such split."""
     if source.saved_to_disk:
-        rows = _load_from_disk(source)
-        return RawRows(source, rows, _arrow_files(rows)) if rows is not None else None
+        splits = _load_from_disk(source)
+        rows = splits.get(source.choose_split(splits))
+        return RawRows(source, rows, _arrow_files(rows), (), tuple(splits)) if rows is not None else None
     import datasets
 
     file_readers.install()
@@ -76,29 +78,22 @@ def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows |
                 "run again to rebuild it"
             )
     rows = _concatenate(source, [(groups[i][:1], part) for i, parts in enumerate(tables) for part in parts])
-    files, unread = (tuple(records[0].get(key) or ()) for key in ("parts", "unread"))
-    return RawRows(source, rows, files or source.files, unread)
+    files, unread, splits = (tuple(records[0].get(key) or ()) for key in ("parts", "unread", "splits"))
+    return RawRows(source, rows, files or source.files, unread, splits)
 
 
-def _load_from_disk(source: Source):
+def _load_from_disk(source: Source) -> dict:
     import datasets
 
     try:
         loaded = datasets.load_from_disk(source.name)
     except Exception as error:
         raise UsageError(explain_read_error(source, error)) from error
-    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
-    return splits.get(_choose_split(source.split, splits))
+    return loaded if isinstance(loaded, dict) else {"train": loaded}
 
 
 def _arrow_files(rows) -> tuple[str, ...]:
     return tuple(file["filename"] for file in rows.cache_files)
-
-
-def _choose_split(split: str, names: Iterable[str]) -> str | None:
-    """Return the one of `names` to read for `split`, or None. For validation use "test" if "validation" is missing."""
-    wanted = ("validation", "test") if split == "validation" else (split,)
-    return next((name for name in wanted if name in names), None)
 
 
 def _groups(source: Source) -> list[Sequence[str]]:
@@ -124,7 +119,7 @@ def _record_path(source: Source, cfg: RunConfig, group: Sequence[str]) -> Path:
     import datasets
 
     readers = Path(file_readers.__file__).read_text()
-    content = (source.builder, source.name, source.hub, source.split, datasets.__version__, readers)
+    content = (source.builder, source.name, source.hub, source.rows_of, datasets.__version__, readers)
     key = hashlib.sha256(repr((source.file_keys(group), *content)).encode()).hexdigest()[:32]
     return cache_root(cfg) / "raw" / f"{key}.json"
 
@@ -185,8 +180,8 @@ def _convert(source: Source, cfg: RunConfig, group: Sequence[str], path: Path) -
 def _convert_files(source: Source, group: Sequence[str], mode: str | None, options: dict) -> "Dataset":
     import datasets
 
-    files = {source.split: list(group)}
-    rows = datasets.load_dataset(source.builder, data_files=files, split=source.split, download_mode=mode, **options)
+    files, split = {source.rows_of: list(group)}, source.rows_of
+    rows = datasets.load_dataset(source.builder, data_files=files, split=split, download_mode=mode, **options)
     errors = map(describe_file_error, group) if source.builder == "json" and has_quoted_text(rows) else ()
     if found := next(filter(None, errors), None):
         raise UsageError(found)
@@ -199,11 +194,11 @@ def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: di
 
     builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
     data_files = builder.config.data_files
-    split = _choose_split(source.split, list(builder.info.splits or data_files or []))
-    if not split:
+    names = [str(name) for name in builder.info.splits or data_files or []]
+    if not (split := source.choose_split(names)):
         return None, {}
     refuse_files_outside(source, data_files)
-    found = {"unread": unread_files(source, data_files)}
+    found = {"unread": unread_files(source, data_files), "splits": names}
     if source.files:
         found["parts"] = [str(file) for file in (data_files or {}).get(split, [])]
     if cfg.streaming and not source.files:  # evaluation data of a Hub dataset: stream it, to not download other splits

@@ -53,7 +53,13 @@ def _is_array(kind: pa.DataType) -> bool:
 
 def record_batch(rows: dict[str, list], schema: pa.Schema) -> pa.RecordBatch:
     """Return the columns that `encode` returned as Arrow columns. Numpy arrays are written without Python lists."""
-    return pa.record_batch([_column(rows[field.name], field.type) for field in schema], schema=schema)
+    columns = []
+    for field in schema:
+        try:
+            columns.append(_column(rows[field.name], field.type))
+        except (KeyError, ValueError, TypeError, pa.ArrowException) as error:
+            raise ValueError(f"column `{field.name}` is no {field.type}: {type(error).__name__}: {error}") from error
+    return pa.record_batch(columns, schema=schema)
 
 
 def _column(values: list, kind: pa.DataType) -> pa.Array:

@@ -20,6 +20,7 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, training_order
+from src.data.encode_rows import describe_failing_row
 from src.data.row_numbers import cumulative_weights, curriculum
 from src.data.row_order import derive_seed
 from src.data.step_sizes import batch_warmup, length_warmup
@@ -115,6 +116,7 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
         return micro, batch
     except Exception:
         text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
+        text += describe_failing_row(lambda row: task.collate(row, training), micro.ids.tolist(), rows)
         logging.getLogger("run").error("%s", text)
         print(f"\nrank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
         raise

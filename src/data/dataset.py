@@ -93,6 +93,8 @@ def _prepare_split(cfg: RunConfig, task: Task, source: Source, work: SharedWork)
     if not stats["examples"]:
         return None
     warn_of_unread(source.field, stats.get("unread", []))
+    if unused := stats.get("unused_split"):
+        warn(f"{source.field}: the split {unused} of {source.name} is not used: validation_split takes its place")
     split = Split(folder, stats)
     if source.split == "train":
         add_numbers(cfg, task, source, split, work)
@@ -132,7 +134,12 @@ def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
 def _warn_of_overlap(found: dict[str, Sources]) -> None:
     """Warn about files that are in both the training data and the validation data."""
     files = [
-        {os.path.realpath(file) for source in sources.values() if source.builder for file in source.files}
+        {
+            os.path.realpath(file)
+            for source in sources.values()
+            if source.builder and not source.held_out  # held-out rows are no training data
+            for file in source.files
+        }
         for sources in found.values()
     ]
     if len(files) == 2 and (both := sorted(files[0] & files[1])):
@@ -143,7 +150,8 @@ def _warn_of_overlap(found: dict[str, Sources]) -> None:
 def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
     """Raise UsageError for missing splits, and for fields of the run file that contradict the data."""
     if wanted[0] not in splits:
-        raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split")
+        named = ", or the name of its split as --dataset_split" if wanted[0] == "train" else ""
+        raise UsageError(f"no {wanted[0]} data: give --{wanted[0]}_file, or a dataset with a {wanted[0]} split{named}")
     if "train" not in wanted:
         return
     longest = splits["train"].stats.get("longest", 0)
@@ -158,8 +166,8 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
     for name, value in needs_evaluation.items():
         if value and "validation" not in splits:
             raise UsageError(
-                f"{name} is {value}, but there is no evaluation data: give --validation_file (or a dataset with a validation "
-                f"split), or remove {name}"
+                f"{name} is {value}, but there is no evaluation data: give --validation_file or --validation_split (or a "
+                f"dataset with a validation split), or remove {name}"
             )
 
 

@@ -5,7 +5,7 @@ Tests: tests/data/test_dataset.py and tests/data/test_mixture.py.
 
 from dataclasses import dataclass
 
-from src.config.mixture_fields import as_list
+from src.config.mixture_fields import NAME_FIELDS, as_list
 from src.config.schema import RunConfig
 
 
@@ -19,21 +19,26 @@ class DatasetSpec:
     name: str | None = None  # a folder or a Hub id
     config_name: str | None = None
     revision: str | None = None
+    dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
+    held_out: float | None = None  # validation_split: this share of the training rows is evaluation data
 
 
 def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
     """Return the DatasetSpec of each source that has data for `split`, by source name ("" without a mixture)."""
     if cfg.mixture and not (split == "validation" and cfg.validation_file):
-        found = {name: _spec(fields, split, f"mixture: {name}: ") for name, fields in cfg.mixture.items()}
+        sources = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
     else:
-        found = {"": _spec(vars(cfg), split, "")}
+        sources = [("", vars(cfg), "")]
+    found = {name: _spec(fields, split, where, cfg.validation_split) for name, fields, where in sources}
     return {name: spec for name, spec in found.items() if spec}
 
 
-def _spec(fields: dict, split: str, where: str) -> DatasetSpec | None:
-    if files := as_list(fields.get(f"{split}_file")):
-        return DatasetSpec(f"{where}{split}_file", split, tuple(files))
+def _spec(fields: dict, split: str, where: str, held_out: float | None) -> DatasetSpec | None:
+    given = "train_file" if held_out else f"{split}_file"
+    if files := as_list(fields.get(given)):
+        return DatasetSpec(f"{where}{given}", split, tuple(files), held_out=held_out)
     if not fields.get("dataset_name") or as_list(fields.get("train_file")):
         return None
-    names = [fields.get(name) for name in ("dataset_name", "dataset_config_name", "dataset_revision")]
-    return DatasetSpec(f"{where}dataset_name", split, (), *names)
+    name, config_name, revision, trained = (fields.get(name) for name in NAME_FIELDS)
+    trained = None if trained == "train" else trained  # the default: the same data has one cache key
+    return DatasetSpec(f"{where}dataset_name", split, (), name, config_name, revision, trained, held_out)

@@ -18,21 +18,25 @@ import xxhash
 
 from src.config.errors import UsageError
 from src.data.arrow_cache import RawRows
-from src.data.arrow_columns import column_readers, record_batch
+from src.data.arrow_columns import column_readers, keep_encoded
+from src.data.encode_rows import encode_rows
+from src.data.held_out import are_held_out
 from src.data.row_errors import RowLocations, read_rows
 from src.storage import atomic_folder
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
 
 STATS = "facts.json"
-SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target")
+SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target")
+KEPT = "kept.npy"  # for each raw row whether it belongs to the split, if validation_split divides the rows
 
 
 def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path, work: SharedWork) -> None:
     """Encode the raw rows of the range `starts` (its step is the block size) and publish them as piece `target`."""
     schema, digest = features.arrow_schema, xxhash.xxh3_128()
     sums = dict.fromkeys(SUMS, 0)
-    blocks, lengths, hashes = [], [], []
+    blocks, kept = [], []
+    lengths, hashes = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
     with (
         published(target.with_suffix(".arrow"), work) as path,
         pa.OSFile(str(path), "wb") as file,
@@ -40,8 +44,15 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
     ):
         for start in starts:
             work.peers.raise_if_failed()
-            rows = _encode_block(task, raw, start, min(start + starts.step, starts.stop))
-            batch = record_batch(rows, schema)
+            ids = range(start, min(start + starts.step, starts.stop))
+            if raw.source.held_out:
+                kept.append(_choose_rows(raw, ids))
+                ids = (start + np.flatnonzero(kept[-1])).tolist()
+            sums["source_rows"] += len(ids)
+            if not ids:
+                continue
+            locations = RowLocations(raw.source.split, ids, raw.describe_row)
+            rows, batch = encode_rows(task, read_rows(raw.rows, ids, locations), locations, schema)
             writer.write_batch(batch)
             digest.update(batch.serialize())
             length, targets, cut = (np.asarray(rows[name], np.int64) for name in ("length", "targets", "cut"))
@@ -54,7 +65,10 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
             sums["tokens_cut"] += int(cut.sum())
             sums["without_target"] += int((targets == 0).sum())
     with published(target.with_suffix(".npz"), work) as path, open(path, "wb") as file:
-        np.savez(file, lengths=np.concatenate(lengths).astype(np.int32), hashes=np.concatenate(hashes))
+        arrays: dict[str, Any] = {"lengths": np.concatenate(lengths).astype(np.int32), "hashes": np.concatenate(hashes)}
+        if kept:
+            arrays["kept"] = np.concatenate(kept)
+        np.savez(file, **arrays)
     known = {"blocks": blocks, "hashes": sum(map(len, hashes)), "rows": digest.hexdigest(), "schema": str(schema)}
     write_atomic(target, json.dumps(sums | known))
 
@@ -75,9 +89,12 @@ def temporary_path(final: Path, work: SharedWork) -> Path:
     return final.with_name(f"{final.name}.{work.peers.host}.{os.getpid()}.tmp")
 
 
-def _encode_block(task: Task, raw: RawRows, start: int, stop: int) -> dict[str, list]:
-    locations = RowLocations(raw.source.split, start, stop, raw.describe_row)
-    return task.encode(read_rows(raw.rows, start, locations), locations)
+def _choose_rows(raw: RawRows, ids: range) -> np.ndarray:
+    """Return for each of these raw rows whether it belongs to the split: held out for evaluation, or not."""
+    rows, source = keep_encoded(raw.rows), raw.source
+    assert source.held_out
+    values = read_rows(rows, ids, RowLocations(source.split, ids, raw.describe_row))
+    return are_held_out(values, rows.features, source.held_out) == (source.split == "validation")
 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
@@ -104,24 +121,31 @@ def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork)
     source, folder = raw.source, targets[0].parent
     pieces = [json.loads(target.read_text()) for target in targets]
     stats = {name: sum(piece[name] for piece in pieces) for name in SUMS}
+    if not stats["source_rows"]:
+        number, fix = ("none", "raise it") if source.split == "validation" else ("all", "lower it")
+        raise UsageError(
+            f"validation_split is {source.held_out}, which holds out {number} of the {len(raw.rows)} rows of {source}: {fix}"
+        )
     if not stats["targets"]:
         raise UsageError(
-            f"{source.split} data: none of the {len(raw.rows)} rows of {source} has anything to train on: every row is too "
+            f"{source.split} data: none of the {stats['source_rows']} rows of {source} has anything to train on: every row is too "
             "short, or all of its labels are masked (-100)"
         )
     examples = sum(sum(piece["blocks"]) for piece in pieces)
     lengths = _join("lengths", np.int32, examples, targets, work)
     _join("hashes", np.uint64, sum(piece["hashes"] for piece in pieces), targets, work)
+    if source.held_out:
+        _join("kept", bool, len(raw.rows), targets, work)
     arrows = [target.with_suffix(".arrow") for target in targets]
     written = [folder / "lengths.npy", folder / "hashes.npy", *arrows]
     digest = xxhash.xxh3_128_hexdigest(repr([(piece["schema"], piece["rows"]) for piece in pieces]).encode())
     stats |= {
         "longest": int(lengths.max(initial=0)),
         "examples": examples,
-        "source_rows": len(raw.rows),
         "rows": digest,
         "files": source.sizes(),
         "unread": raw.unread[:4],
+        "unused_split": source.unused_split(raw.splits),
         "tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode()),
         "pieces": [[arrow.name, piece["blocks"]] for arrow, piece in zip(arrows, pieces, strict=True)],
         "bytes": {path.name: path.stat().st_size for path in written},

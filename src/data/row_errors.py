@@ -3,7 +3,7 @@
 Files are read again only to explain an error. Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class RowLocations:
-    """Locations of the rows start … stop−1 of a split. `describe(row)` finds a location when a message needs it."""
+    """Locations of rows, given by number, of a split. `describe(row)` finds a location when a message needs it."""
 
-    def __init__(self, split: str, start: int, stop: int, describe: Callable[[int], str]):
-        self.split, self.start, self.stop, self.describe = split, start, stop, describe
+    def __init__(self, split: str, rows: Sequence[int], describe: Callable[[int], str]):
+        self.split, self.rows, self.describe = split, rows, describe
 
     def __len__(self) -> int:
-        return self.stop - self.start
+        return len(self.rows)
 
     def __getitem__(self, i: int) -> "RowLocation":
         if not 0 <= i < len(self):
             raise IndexError(i)
-        return RowLocation(self.describe, self.start + i)
+        return RowLocation(self.describe, self.rows[i])
 
 
 class RowLocation:
@@ -40,17 +40,17 @@ class RowLocation:
         return self.describe(self.row)
 
 
-def read_rows(rows: "Dataset", start: int, locations: RowLocations) -> dict[str, list]:
-    """Return the columns of the raw rows from `start` on, with one row per location.
+def read_rows(rows: "Dataset", ids: Sequence[int], locations: RowLocations) -> dict[str, list]:
+    """Return the columns of the raw rows with these ids, one per location.
 
     Raise UsageError for the first row that cannot be decoded: text that is not UTF-8 (Arrow accepts any bytes as text),
     or a broken image."""
     try:
-        return rows[start : start + len(locations)]
+        return rows[ids]
     except Exception:
-        for i in range(len(locations)):
+        for i, row in enumerate(ids):
             try:
-                rows[start + i]
+                rows[row]
             except UnicodeDecodeError as error:
                 raise UsageError(f"{locations[i]}: not UTF-8 text ({error.reason})") from None
             except Exception as error:

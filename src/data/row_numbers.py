@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import xxhash
 
 from src.config.data_order_fields import LENGTH
 from src.config.errors import UsageError, did_you_mean
 from src.config.schema import RunConfig
 from src.data.arrow_cache import RawRows, load_raw_rows
-from src.data.prepared_pieces import published
+from src.data.prepared_pieces import KEPT, published
 from src.data.row_order import Curriculum
 from src.data.sources import Source
 from src.storage.shared_work import SharedWork, write_atomic
@@ -46,28 +47,37 @@ def add_numbers(cfg: RunConfig, task: Task, source: Source, split: "Split", work
         if not target.exists():
             raw = load_raw_rows(source, cfg, work)
             assert raw is not None  # it was prepared
-            work.run_once(target, lambda: _store(raw, field, column, target, work), f"column {column}")  # noqa: B023
+            kept = np.load(split.folder / KEPT, mmap_mode="r") if source.held_out else None
+            work.run_once(target, lambda: _store(raw, kept, field, column, target, work), f"column {column}")  # noqa: B023
         split.numbers[field] = target.with_suffix(".npy")
         content = (split.stats["rows"], field, json.loads(target.read_text())["hash"])
         split.stats["rows"] = xxhash.xxh3_128_hexdigest(repr(content).encode())
 
 
-def _store(raw: RawRows, field: str, column: str, target: Path, work: SharedWork) -> None:
-    """Write the array (difficulties, or cumulative sums of weights), then its hash to `target`."""
+def _store(raw: RawRows, kept: np.ndarray | None, field: str, column: str, target: Path, work: SharedWork) -> None:
+    """Write the array (difficulties, or cumulative sums of weights), then its hash to `target`.
+
+    `kept` says of each row whether it is part of the split (None: all)."""
     if column not in raw.rows.column_names:
         names = raw.rows.column_names
         raise UsageError(f"{field} is {column}: no such column among {', '.join(names)}{did_you_mean(column, names)}")
     rows, digest, total = raw.rows.select_columns([column]).with_format("arrow"), xxhash.xxh3_128(), 0.0
+    count, stored = len(rows) if kept is None else int(kept.sum()), 0
     with published(target.with_suffix(".npy"), work) as path:
-        whole = np.lib.format.open_memmap(path, "w+", np.float64, (len(rows),))
+        whole = np.lib.format.open_memmap(path, "w+", np.float64, (count,))
         for start in range(0, len(rows), ROWS):
-            values = _read(raw, rows[start : start + ROWS][column], field, column, start)
+            ids = np.arange(start, min(start + ROWS, len(rows)))
+            ids = ids if kept is None else ids[kept[ids]]
+            if not ids.size:
+                continue
+            values = _read(raw, rows[start : start + ROWS][column].take(pa.array(ids - start)), field, column, ids)
             digest.update(values.tobytes())
             if field == WEIGHT:
                 values[0] += total
                 values = np.cumsum(values)
                 total = values[-1]
-            whole[start : start + len(values)] = values
+            whole[stored : stored + len(values)] = values
+            stored += len(values)
         if field == WEIGHT and not 0 < total < np.inf:
             raise UsageError(
                 f"{field} is {column}: the sum of all weights is {total:g}: it must be positive and finite"
@@ -76,8 +86,8 @@ def _store(raw: RawRows, field: str, column: str, target: Path, work: SharedWork
     write_atomic(target, json.dumps({"column": column, "hash": digest.hexdigest()}))
 
 
-def _read(raw: RawRows, found, field: str, column: str, start: int) -> np.ndarray:
-    """Return a column of an Arrow table as float64; raise UsageError that names the row of a value that is none."""
+def _read(raw: RawRows, found, field: str, column: str, ids: np.ndarray) -> np.ndarray:
+    """Return the values of these rows, an Arrow array, as float64. Raise UsageError for the row of a bad value."""
     try:
         values = np.array(found.cast("float64", safe=False).to_numpy(), np.float64)
     except (ValueError, NotImplementedError):
@@ -88,9 +98,7 @@ def _read(raw: RawRows, found, field: str, column: str, start: int) -> np.ndarra
     if bad.size:
         allowed = "a number, 0 or more" if field == WEIGHT else "a number"
         value = found[int(bad[0])].as_py()
-        raise UsageError(
-            f"{raw.describe_row(start + int(bad[0]))}: {field}: `{column}` is {value}: it must be {allowed}"
-        )
+        raise UsageError(f"{raw.describe_row(int(ids[bad[0]]))}: {field}: `{column}` is {value}: it must be {allowed}")
     return values
 
 

@@ -29,12 +29,14 @@ class Source:
     """Raw rows of one split: files for a builder of `datasets`, or a folder or Hub dataset by name."""
 
     field: str  # field of the run file (YAML), for messages
-    split: str
+    split: str  # train or validation: what the rows are for
     files: tuple[str, ...] = ()  # for a folder: all its files, also those of other splits
     builder: str | None = None
     name: str | None = None
     config_name: str | None = None
     revision: str | None = None  # Hub revision, replaced by its commit when looked up
+    dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
+    held_out: float | None = None  # share of the training rows that are evaluation data (src/data/held_out.py)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
     remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # streamed URL -> its size and ETag
 
@@ -47,8 +49,31 @@ class Source:
 
     @property
     def hub(self) -> tuple | None:
-        """(config name, revision, split) of a dataset given by name, else None."""
-        return None if self.builder else (self.config_name, self.revision, self.split)
+        """(config name, revision, split) of a dataset given by name, and dataset_split if it is given; else None."""
+        given = (self.dataset_split,) if self.dataset_split else ()
+        return None if self.builder else (self.config_name, self.revision, self.rows_of, *given)
+
+    @property
+    def rows_of(self) -> str:
+        """The split that is read: held-out rows are rows of the training data."""
+        return "train" if self.held_out else self.split
+
+    def choose_split(self, names: Iterable[str]) -> str | None:
+        """Return the one of `names` to read, or None. For validation use "test" if "validation" is missing.
+
+        Raise UsageError if `dataset_split` is no split of the dataset, or the one that is evaluated."""
+        names, given, training = [str(name) for name in names], self.dataset_split, self.rows_of == "train"
+        wanted = (given or "train",) if training else ("validation", "test")
+        found = next((name for name in wanted if name in names), None)
+        what = f"{self.field.removesuffix('dataset_name')}dataset_split is {given}"
+        if given and training and found is None:
+            raise UsageError(f"{what}, but the splits of {self.name} are {', '.join(names)}: give one of them")
+        if given and not training and found == given:
+            raise UsageError(
+                f"{what}, which is also the evaluation data: give another split, or a validation_file, or "
+                "validation_split (a share of these rows)"
+            )
+        return found
 
     @property
     def saved_to_disk(self) -> bool:
@@ -56,11 +81,16 @@ class Source:
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
 
+    def unused_split(self, names: Iterable[str]) -> str | None:
+        """Return the dataset's own evaluation split if held-out rows take its place."""
+        own = (name for name in ("validation", "test") if name in names and name != self.dataset_split)
+        return next(own, None) if self.held_out and self.split == "validation" else None
+
     # ---- identity of the data ----------------------------------------------------------------------------------------
 
     def key(self) -> list:
         """Return the values that identify this data on this disk, for cache keys."""
-        return [self.file_keys(self.files), self.builder, self.name, self.hub]
+        return [self.file_keys(self.files), self.builder, self.name, self.hub, self.held_out]
 
     def file_keys(self, files: Iterable[str]) -> list:
         """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
@@ -113,17 +143,18 @@ def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
     """Return the source that a run file names, without downloading it. Raise UsageError if local files are missing."""
     if spec.files:
         files = tuple(file for pattern in spec.files for file in expand(pattern, spec.field))
-        source = drop_empty_files(Source(spec.field, spec.split, files))
+        source = drop_empty_files(Source(spec.field, spec.split, files, held_out=spec.held_out))
         kinds = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
             raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
         return replace(source, builder=BUILDERS[kinds.pop()])
     name = str(spec.name)  # a spec without files has a name
     folder = sample_datasets.sample_folder(name, cache) or locate(name)
-    if os.path.isdir(folder):
-        files = tuple(list_folder(folder, spec.field))
-        return Source(spec.field, spec.split, files, None, folder, spec.config_name)
-    return Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
+    source = Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
+    source = replace(source, dataset_split=spec.dataset_split, held_out=spec.held_out)
+    if not os.path.isdir(folder):
+        return source
+    return replace(source, files=tuple(list_folder(folder, spec.field)), name=folder, revision=None)
 
 
 def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:

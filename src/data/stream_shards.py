@@ -10,8 +10,9 @@ import pyarrow as pa
 
 from src.config.errors import UsageError
 from src.data import file_readers
-from src.data.arrow_columns import column_readers, keep_encoded, record_batch, refuse_mixed_types
+from src.data.arrow_columns import column_readers, keep_encoded, refuse_mixed_types
 from src.data.dataset_folder import refuse_files_outside, unread_files, warn_of_unread
+from src.data.encode_rows import encode_rows
 from src.data.file_errors import explain_read_error
 from src.data.row_errors import RowLocations, read_rows
 from src.data.row_order import derive_seed, permute
@@ -63,7 +64,7 @@ class StreamShards:
                     self.schema = features.arrow_schema
                     self.task.on_prepared(features)
                 table = table.select(self.columns)
-                rows = self._encode(table, shard, block)
+                rows, _ = self._encode(table, shard, block)
                 known = known or len(rows["length"]) > 0
                 if any(rows["targets"]):
                     self.dummy_row = self.prepare(table, shard, block, 0)[0]
@@ -112,19 +113,20 @@ class StreamShards:
             if self.file_keys.setdefault(name, now) != now:
                 raise UsageError(f"{name} changed during training: restore the file and run again")
 
-    def _encode(self, table: pa.Table, shard: int, block: int) -> dict[str, list]:
+    def _encode(self, table: pa.Table, shard: int, block: int) -> tuple[dict[str, list], pa.RecordBatch]:
         from datasets import Dataset
 
         name, first = self.names[shard], block * BLOCK
-        locations = RowLocations("train", first, first + table.num_rows, lambda row: f"{name}, row {row}: train data")
+        locations = RowLocations(
+            "train", range(first, first + len(table)), lambda row: f"{name}, row {row}: train data"
+        )
         rows = Dataset(table)  # decodes values as the rows of prepared data: a table would return images as bytes
         rows = rows if self.task.decode_media else keep_encoded(rows)
-        return self.task.encode(read_rows(rows, 0, locations), locations)
+        return encode_rows(self.task, read_rows(rows, range(len(table)), locations), locations, self.schema)
 
     def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
         """Encode a block and return its rows, in an order that depends on seed, shard, block and epoch."""
-        rows = self._encode(table, shard, block)
-        batch = record_batch(rows, self.schema)
+        rows, batch = self._encode(table, shard, block)
         columns, count = column_readers(batch), batch.num_rows
         if not count:
             return []
@@ -134,16 +136,18 @@ class StreamShards:
 
 
 def _open_dataset(source: Source, columns: list[str] | None = None):
-    """Return the train split of a folder or Hub dataset. If it is Parquet, read only `columns` (if given)."""
+    """Return the training rows of a folder or Hub dataset. If it is Parquet, read only `columns` (if given)."""
     import datasets
 
     _set_up_datasets()
-    named = {"path": source.name, "name": source.config_name, "revision": source.revision, "split": source.split}
+    named = {"path": source.name, "name": source.config_name, "revision": source.revision}
+    named["split"] = source.dataset_split or source.split
     try:
         if columns is None:  # the first time
             builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
             refuse_files_outside(source, builder.config.data_files)
             warn_of_unread(source.field, unread_files(source, builder.config.data_files))
+            source.choose_split(builder.info.splits or builder.config.data_files or [])  # refuses an unknown split
         rows = datasets.load_dataset(**named, streaming=True)
         if columns and rows.info.builder_name == "parquet":
             rows = datasets.load_dataset(**named, streaming=True, columns=columns)

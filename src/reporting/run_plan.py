@@ -33,7 +33,8 @@ def plan_table(
     if train.quotas:
         rows["mixture"] = _mixture(train)
     if "validation" in splits:
-        rows["evaluation data"] = format_stats(splits["validation"].stats, module.task.unit)
+        held_out = f", held out by validation_split {cfg.validation_split:g}" if cfg.validation_split else ""
+        rows["evaluation data"] = format_stats(splits["validation"].stats, module.task.unit) + held_out
     else:
         rows["evaluation data"] = "none: no evaluation"
     rows |= _length(cfg, train, total, module.task.unit) | _data_order(cfg, module.task)

@@ -84,7 +84,7 @@ def count_blocks(monkeypatch, folder: Path, seconds: float = 0.0, action=lambda 
             count[0] += 1
             action(count[0])
             with open(folder / "calls", "a") as file:
-                file.write(f"{places.start}\n")
+                file.write(f"{places.rows[0]}\n")
             time.sleep(seconds)
             return original(self, batch, places)
 

@@ -1,0 +1,292 @@
+"""validation_split holds out rows by their content alone; dataset_split names the split to train on."""
+
+import json
+import shutil
+
+import datasets
+import numpy as np
+import pytest
+
+from src.config.errors import UsageError
+from src.data import held_out, prepared_pieces, preprocessing
+from src.data.data_stats import repeated
+from tests.data.test_media import Pictures, opened
+from tests.helpers import images, kit
+
+SHARE = 0.2
+GENERATOR = np.random.default_rng(0)
+ROWS = [GENERATOR.integers(0, 50, 6).tolist() for _ in range(150)]
+ROWS += ROWS[:60] + ROWS[:20]  # repeated rows
+
+
+@pytest.fixture(scope="module")
+def fields(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fields")
+    return {"model_config": kit.write_yaml(folder / "gpt2.yaml", kit.TINY), "validation_split": SHARE}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Many pieces of several blocks each."""
+    monkeypatch.setattr(preprocessing, "PIECE", 1000)
+    monkeypatch.setattr(preprocessing, "BLOCK", 300)
+
+
+def write(folder, rows, files=1, suffix="jsonl"):
+    """Write the rows, one after the other, to some files; return these."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = []
+    for i, part in enumerate(np.array_split(np.arange(len(rows)), files)):
+        found.append(folder / f"{i}.{suffix}")
+        table = datasets.Dataset.from_list([{"input_ids": rows[n]} for n in part])
+        (table.to_parquet if suffix == "parquet" else table.to_json)(found[-1])
+    return found
+
+
+def ids_of(split) -> list[tuple]:
+    return [tuple(row["input_ids"].tolist()) for row in split.rows(np.arange(len(split)))]
+
+
+def open_rows(fields, folder, rows, files=1, suffix="jsonl", **more):
+    given = write(folder / "data", rows, files, suffix)
+    _, splits = kit.open_data(**fields | {"train_file": given, "cache_dir": folder / "cache"} | more)
+    return splits
+
+
+# ---- which rows --------------------------------------------------------------------------------------------------------
+
+
+def check_choice(fields, folder):
+    """The held-out rows are the same set for other files, order, pieces and seed, and no row is on both sides."""
+    ways = {
+        "one": {},
+        "three": {"files": 3, "seed": 1},
+        "parquet": {"suffix": "parquet"},
+        "reversed": {"rows": ROWS[::-1]},
+        "more": {"rows": ROWS + [GENERATOR.integers(0, 50, 6).tolist() for _ in range(40)]},
+    }
+    found = {}
+    for name, way in ways.items():
+        rows = way.pop("rows", ROWS)
+        splits = open_rows(fields, folder / name, rows, **way)
+        out = set(ids_of(splits["validation"]))
+        assert ids_of(splits["train"]) == [tuple(row) for row in rows if tuple(row) not in out]
+        assert ids_of(splits["validation"]) == [tuple(row) for row in rows if tuple(row) in out]
+        assert repeated(splits) == (0, len(splits["validation"]))
+        assert splits["train"].stats["source_rows"] == len(splits["train"])
+        found[name] = out & set(map(tuple, ROWS))
+    assert 0.1 < len(found["one"]) / 150 < 0.3
+    assert list(found.values()) == [found["one"]] * len(found)
+
+
+def test_held_out_rows_depend_on_their_content_alone(fields, tmp_path, small):
+    check_choice(fields, tmp_path)
+
+
+@pytest.mark.parametrize("mutant", ["position", "random"])
+def test_mutants_that_choose_by_position_or_at_random(fields, tmp_path, monkeypatch, mutant):
+    count = [0]
+
+    def chosen(raw, ids):
+        if mutant == "position":
+            found = np.arange(ids.start, ids.stop) % round(1 / SHARE) == 0
+        else:  # a seed per process
+            count[0] += 1
+            found = np.random.default_rng(count[0]).random(len(ids)) < SHARE
+        return found == (raw.source.split == "validation")
+
+    monkeypatch.setattr(prepared_pieces, "_choose_rows", chosen)
+    with pytest.raises(AssertionError):
+        check_choice(fields, tmp_path)
+
+
+def test_larger_share_holds_out_more_rows():
+    rows, features = {"input_ids": ROWS}, {"input_ids": datasets.List(datasets.Value("int64"))}
+    small, large = (held_out.are_held_out(rows, features, share) for share in (0.1, 0.3))
+    assert (small <= large).all()
+    assert small.sum() < large.sum()
+
+
+def test_value_is_the_same_however_it_is_stored(tmp_path):
+    """A later row makes numbers fractions, gives objects another key and classes another number; files are moved."""
+    for name in ("a", "b"):
+        (tmp_path / name).write_bytes(b"image")
+    kinds = {"number": datasets.Value("int64"), "turns": None, "label": datasets.ClassLabel(names=["x", "y"])}
+    kinds["image"] = datasets.Image()
+    before = {"number": 3, "turns": [{"role": "user", "content": "hi"}], "label": 1}
+    after = {"turns": [{"content": "hi", "name": None, "role": "user"}], "number": 3.0, "label": 2, "note": None}
+    media = [{"bytes": None, "path": str(tmp_path / name)} for name in ("a", "b")] + [{"bytes": b"image", "path": None}]
+    kinds_after = kinds | {"label": datasets.ClassLabel(names=["new", "x", "y"]), "note": datasets.Value("string")}
+    hashes = set()
+    for row, types in ((before, kinds), (after, kinds_after)):
+        for image in media:
+            values = {name: held_out._stable(value, types[name]) for name, value in (row | {"image": image}).items()}
+            hashes.add(held_out._hash(values))
+    assert len(hashes) == 1
+    assert held_out._hash(before) not in {held_out._hash(before | {"label": 0}), *hashes}
+
+
+def test_packed_documents_and_rows_of_a_mixture(fields, tmp_path, small):
+    splits = open_rows(fields, tmp_path / "packed", ROWS, packing=True, max_length=24)
+    assert sum(part.stats["source_rows"] for part in splits.values()) == len(ROWS)
+    assert repeated(splits)[0] == 0 < repeated(splits)[1]
+    plain = open_rows(fields, tmp_path / "plain", ROWS)
+    files = write(tmp_path / "parts", ROWS, 2)
+    mixture = {name: {"train_file": str(file)} for name, file in zip("ab", files, strict=True)}
+    _, mixed = kit.open_data(**fields, mixture=json.dumps(mixture), cache_dir=tmp_path / "cache")
+    assert set(ids_of(mixed["validation"])) == set(ids_of(plain["validation"]))
+    assert [name for name, *_ in mixed["validation"].segments()] == ["a", "b"]
+
+
+def test_only_images_of_the_split_are_decoded(tmp_path):
+    """The hash is of the file, wherever it is, not of the decoded pixels."""
+    kept = {}
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        images.write_pictures(tmp_path / name / "train.parquet", 30)
+        task, splits = opened(Pictures, tmp_path / name, validation_split=SHARE)
+        assert len(task.seen) == 30 == sum(map(len, splits.values()))
+        kept[name] = [row["flat"].tobytes() for row in splits["validation"].rows(np.arange(len(splits["validation"])))]
+    assert 0 < len(kept["here"]) < 15
+    assert kept["here"] == kept["there"]
+
+
+def test_numbers_of_rows_follow_the_rows_kept(fields, tmp_path, small):
+    """A held-out row needs no weight; another row without one is named with its line."""
+    chosen = held_out.are_held_out({"input_ids": ROWS}, {"input_ids": datasets.List(datasets.Value("int64"))}, SHARE)
+    rows = [{"input_ids": row, "n": -1 if out else i} for i, (row, out) in enumerate(zip(ROWS, chosen, strict=True))]
+    more = {"sample_weight_column": "n", "cache_dir": tmp_path / "cache"}
+    file = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
+    _, splits = kit.open_data(**fields, train_file=file, **more)
+    expected = [row["n"] for row in rows if row["n"] >= 0]
+    assert np.diff(splits["train"].read_numbers("sample_weight_column"), prepend=0).tolist() == expected
+    line = int(np.flatnonzero(~chosen)[50])
+    kit.write_jsonl(file, [row | {"n": -2} if i == line else row for i, row in enumerate(rows)])
+    with pytest.raises(UsageError, match=f"rows.jsonl, line {line + 1}: .*`n` is -2"):
+        kit.open_data(**fields, train_file=file, **more)
+
+
+# ---- runs --------------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_repeats_and_resume_keeps_the_held_out_rows(fields, tmp_path):
+    data = write(tmp_path / "data", ROWS, 2)
+    values = fields | {"train_file": data, "cache_dir": tmp_path / "cache", "dtype": "float64", "global_batch_size": 8}
+    values |= {"per_device_batch_size": 4, "max_steps": 4, "eval_steps": 4, "save_steps": 4}
+    given, cache = kit.flags(**values), kit.flags(cache_dir=values["cache_dir"])
+    one = kit.run_training(1, tmp_path / "one", *given)
+    two = kit.run_training(2, tmp_path / "two", *given)
+    line = one.kind("eval")[-1]
+    assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-12)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    again = kit.run_evaluation(2, tmp_path / "again", "--checkpoint", one.folder, *cache)
+    assert (again["loss"], again["examples"]) == (line["loss"], line["examples"])
+    shutil.move(tmp_path / "data", tmp_path / "moved")
+    moved = [tmp_path / "moved" / file.name for file in data]
+    again = kit.run_evaluation(1, tmp_path / "again", "--checkpoint", one.folder, *kit.flags(train_file=moved), *cache)
+    assert again["loss"] == line["loss"]
+    shutil.move(tmp_path / "moved", tmp_path / "data")
+    given = kit.flags(**values | {"output_dir": one.folder, "validation_split": 0.3})
+    codes, texts = kit.run_command("train.py", *given, folder=tmp_path / "resume")
+    assert codes == [2]
+    assert "validation_split: 0.2 → 0.3" in texts[0]
+
+
+def test_plan_names_the_held_out_rows(fields, tmp_path):
+    given = kit.flags(**fields | {"train_file": write(tmp_path / "data", ROWS)}, max_steps=1, dry_run=True)
+    codes, texts = kit.run_command("train.py", *given, folder=tmp_path / "run")
+    assert codes == [0]
+    assert "validation_split 0.2" in texts[0]
+
+
+# ---- dataset_split -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["folder", "saved"])
+def splits_folder(request, tmp_path):
+    """A folder with the splits train, validation and extra, as files or as `save_to_disk` writes it."""
+    folder, parts = tmp_path / "set", {"train": ROWS[:9], "validation": ROWS[9:12], "extra": ROWS[12:100]}
+    tables = {name: datasets.Dataset.from_list([{"input_ids": row} for row in rows]) for name, rows in parts.items()}
+    if request.param == "saved":
+        datasets.DatasetDict(tables).save_to_disk(folder)
+    else:
+        files = {}
+        folder.mkdir()
+        for name, table in tables.items():
+            table.to_json(folder / f"{name}.jsonl")
+            files[name] = f"{name}.jsonl"
+        configs = [{"config_name": "default", "data_files": [{"split": n, "path": f} for n, f in files.items()]}]
+        (folder / "README.md").write_text("---\n" + json.dumps({"configs": configs}) + "\n---\n")
+    return folder
+
+
+def test_dataset_split_is_trained(fields, splits_folder, tmp_path, capsys):
+    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache", "dataset_name": splits_folder}
+    for name, count in ((None, 9), ("train", 9), ("extra", 88)):
+        _, splits = kit.open_data(**more | ({"dataset_split": name} if name else {}))
+        assert len(splits["train"]) == count
+        assert ids_of(splits["validation"]) == [tuple(row) for row in ROWS[9:12]]
+    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
+        kit.open_data(**more, dataset_split="extras")
+    with pytest.raises(UsageError, match="dataset_split is validation, which is also the evaluation data"):
+        kit.open_data(**more, dataset_split="validation")
+    assert "not used" not in capsys.readouterr().err
+    _, splits = kit.open_data(**more, dataset_split="extra", validation_split=SHARE)
+    assert {*ids_of(splits["train"]), *ids_of(splits["validation"])} == set(map(tuple, ROWS[12:100]))
+    assert "the split validation" in capsys.readouterr().err
+    _, splits = kit.open_data(**more, dataset_split="validation", validation_split=0.5)
+    assert sum(map(len, splits.values())) == 3
+    name = str(splits_folder)
+    mixture = {"a": {"dataset_name": name}, "b": {"dataset_name": name, "dataset_split": "extra"}}
+    del more["dataset_name"]
+    _, splits = kit.open_data(**more, mixture=json.dumps(mixture))
+    assert [len(part) for *_, part in splits["train"].segments()] == [9, 88]
+    mixture["b"]["dataset_split"] = "extras"
+    with pytest.raises(UsageError, match="mixture: b: dataset_split is extras"):
+        kit.open_data(**more, mixture=json.dumps(mixture))
+
+
+@pytest.mark.parametrize("splits_folder", ["folder"], indirect=True)
+def test_dataset_split_of_a_stream(fields, splits_folder, tmp_path):
+    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache", "dataset_name": splits_folder}
+    more |= {"streaming": True, "max_steps": 1, "global_batch_size": 8}
+    streams = {name: kit.open_data(**more, dataset_split=name)[1]["train"] for name in ("train", "extra")}
+    assert streams["train"].stats["rows"] != streams["extra"].stats["rows"]
+    assert sum(len(table) for table in streams["extra"].shards.blocks(0)) == 88
+    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
+        kit.open_data(**more, dataset_split="extras")
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"validation_split": 1e-9}, "validation_split is 1e-09, which holds out none of the 230 rows"),
+        ({"validation_split": 1 - 1e-9}, "which holds out all of the 230 rows"),
+        ({"validation_split": 1}, "validation_split is 1.0: it must be below 1"),
+        ({"validation_file": "x.jsonl"}, "validation_split and validation_file are both given"),
+        ({"streaming": True, "max_steps": 1}, "validation_split and streaming are both given"),
+        ({"dataset_split": "extra"}, "dataset_split is given without dataset_name"),
+        (
+            {
+                "mixture": '{"a": {"train_file": "a", "validation_file": "b"}, "b": {"train_file": "b"}}',
+                "train_file": None,
+            },
+            "validation_split and mixture: a: validation_file are both given",
+        ),
+    ],
+)
+def test_invalid_splits_are_one_sentence(fields, tmp_path, change, message):
+    values = fields | {"train_file": write(tmp_path / "data", ROWS), "cache_dir": tmp_path / "cache"} | change
+    with pytest.raises(UsageError, match=message) as found:
+        kit.open_data(**{name: value for name, value in values.items() if value is not None})
+    assert "\n" not in str(found.value)
+
+
+def test_evaluation_takes_no_split_to_train_on(fields, tmp_path):
+    given = kit.flags(model_name_or_path=tmp_path, dataset_name=tmp_path, dataset_split="extra")
+    codes, texts = kit.run_command("eval.py", *given, folder=tmp_path / "run")
+    assert codes == [2]
+    assert "dataset_split is extra" in texts[0]
