@@ -79,7 +79,7 @@ test: .venv/done ## test every guarantee (ARGS='-m conformance' after editing a 
 test-gpu: .venv/done ## test what needs a GPU
 	$(VENV)/python -m pytest tests/gpu -v $(ARGS)
 
-test-cluster: .venv/done ## test FSDP2, HSDP, ZeRO, two nodes and a real Slurm; skips what is not installed
+test-cluster: .venv/done ## test FSDP2, HSDP, ZeRO, two nodes, a real Slurm, extra packages; skips what is not installed
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting

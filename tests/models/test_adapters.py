@@ -14,6 +14,7 @@ from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
 
 peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.cluster  # needs an extra package
 
 LORA = {"type": "lora", "r": 4, "target": ["c_attn", "c_fc"], "lora_alpha": 16}
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
@@ -263,7 +264,6 @@ def test_field_without_the_package_is_an_error(monkeypatch):
         adapter_options.read_options(RunConfig(peft={"type": "lora"}))
 
 
-@pytest.mark.cluster
 def test_lora_under_fsdp2(tmp_path):
     """On two processes: weights of one process, resumed, one merged file, and the base model sharded as well."""
     values = fields(tmp_path) | {"check_save": True}
@@ -274,7 +274,6 @@ def test_lora_under_fsdp2(tmp_path):
     assert found["loss"] == pytest.approx(kit.Run(final.parent).kind("eval")[-1]["loss"], rel=1e-6)
 
 
-@pytest.mark.cluster
 @pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"compile": True}], ids=str)
 def test_lora_with_recomputation_or_compilation(tmp_path, more):
     """Recomputation needs a gradient of its inputs in its reentrant form, which a frozen embedding does not give."""

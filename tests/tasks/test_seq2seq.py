@@ -240,6 +240,7 @@ def test_rouge_without_its_package_names_the_file_to_install(monkeypatch):
         load_metric("rouge", False)
 
 
+@pytest.mark.cluster  # needs an extra package
 def test_rouge_is_the_mean_of_f_measures():
     pytest.importorskip("rouge_score")
     texts, references = ["the cat sat", "nothing"], ["the cats sat down", "something else"]

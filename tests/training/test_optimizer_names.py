@@ -182,6 +182,7 @@ def test_a_norm_of_the_shard_is_refused_under_fsdp2(tmp_path):
 NAMES = ["lion", "soap", "adan", "prodigy", "adamp", "lamb", "ranger", "shampoo", "came", "adopt", "mars", "muonclip"]
 
 
+@pytest.mark.cluster  # needs an extra package
 def test_every_name_of_pytorch_optimizer_works_or_is_refused_with_a_reason():
     package = pytest.importorskip("pytorch_optimizer")
     kinds = [kind for kind in vars(package).values() if isinstance(kind, type)]
@@ -199,12 +200,14 @@ def test_every_name_of_pytorch_optimizer_works_or_is_refused_with_a_reason():
     assert "schedule_free" in str(reasons["ScheduleFreeAdamW"])
 
 
+@pytest.mark.cluster  # needs an extra package
 @pytest.mark.parametrize("name", ["lion", "soap"])
 def test_optimizers_of_the_package_resume(tmp_path, name):
     pytest.importorskip("pytorch_optimizer")
     technique_runs.check_resume(tmp_path, fields(tmp_path, name))
 
 
+@pytest.mark.cluster  # needs an extra package
 def test_lion_is_that_of_its_paper(tmp_path):
     pytest.importorskip("pytorch_optimizer")
     values = fields(tmp_path, "lion", learning_rate=1e-3)

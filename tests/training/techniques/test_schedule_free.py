@@ -47,6 +47,7 @@ def test_schedule_free_is_exact_for_every_split(tmp_path):
     assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-6
 
 
+@pytest.mark.cluster  # needs an extra package
 def test_schedule_free_is_that_of_pytorch_optimizer(tmp_path):
     package = pytest.importorskip("pytorch_optimizer")
     values = fields(tmp_path, optim="sgd", weight_decay=0.0, warmup_steps=0, learning_rate=0.1)
