@@ -80,7 +80,8 @@ class Checkpointer:
             check_shared_folder(self.accelerator, self.hosts, self.folder)
         if due.complete():
             return
-        check_best_metric(self.cfg, self.datasets.get("validation"), self.model, self.strategy)
+        if not self.state.best_step:  # no evaluation has had the metric yet
+            check_best_metric(self.cfg, self.datasets.get("validation"), self.model, self.strategy)
         if self.resume_from is None and self.cfg.check_save:
             saved = {"progress": asdict(self.state)} | self.metadata
             try_to_save(self.strategy, self.writer, self.model, self.parts, saved)

@@ -3,7 +3,14 @@
 docs/troubleshooting.md lists what only the run itself can check. Tests: tests/config/test_dry_run.py.
 """
 
+import sys
+from contextlib import redirect_stderr
+from io import StringIO
+
+import torch
+
 from src.checkpointing.locate_weights import init_weights
+from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import optimizer_trial, strategy_checks
 from src.distributed.init_accelerator import check_trackers
@@ -18,6 +25,7 @@ from src.training.train_state import TrainState
 from src.training.trial_evaluation import check_best_metric
 from src.training.trial_loss import check_trial_loss
 
+BUILT = 1e9  # parameters of a model that gets its weights; more may not fit into this machine
 TRIED = 1e8  # parameters of a model whose optimizer is tried on the CPU; more would take minutes
 
 
@@ -27,9 +35,9 @@ def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) ->
     Raise UsageError, with the sentence of the run, for what the run would refuse before its first step."""
     check_trackers(cfg.report_to)
     strategy, techniques = planned_strategy(cfg), TechniqueChain(cfg)
-    weights = init_weights(cfg)
-    model = task.build_model(str(weights) if weights else None)
-    check_trial_loss(model, task, datasets["train"])
+    model, parameters = _build(cfg, task)
+    if parameters <= BUILT:
+        check_trial_loss(model, task, datasets["train"])
     module = ModelWithLoss(model, task)
     techniques.change_model(module, cfg)
     check_recompute(model, cfg)
@@ -38,9 +46,22 @@ def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) ->
     strategy_checks.check_groups(module, optimizer)
     if strategy.accelerator.distributed_type.value == "FSDP":
         strategy_checks.check_shardable(model, strategy.name)
-    if sum(p.numel() for p in module.parameters()) <= TRIED:
+    if parameters <= TRIED:
         optimizer_trial.try_optimizer(strategy, optimizer)
     state = TrainState()
     techniques.check(Run(cfg, strategy, strategy.hosts, task, module, module, optimizer, num_steps, state))
-    check_best_metric(cfg, datasets.get("validation"), module)
+    check_best_metric(cfg, datasets.get("validation"), module, has_weights=parameters <= BUILT)
     return module
+
+
+def _build(cfg: RunConfig, task: Task) -> tuple[torch.nn.Module, int]:
+    """Return (model, number of its parameters); with more than BUILT, these have no values, and take no memory."""
+    weights = init_weights(cfg)
+    with redirect_stderr(StringIO()) as warnings:
+        model = task.build_model(empty=True)
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters <= BUILT:
+        return task.build_model(str(weights) if weights else None), parameters
+    print(warnings.getvalue(), end="", file=sys.stderr)
+    warn("the model is too large for a dry run to make or read its weights: the run checks them and its first loss")
+    return model, parameters

@@ -18,7 +18,7 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.data.data_loader import collate, seed_everything
 from src.distributed.strategies import Strategy
-from src.training.evaluation import Results, eval_line, eval_mode, is_size, on_main, uncompiled
+from src.training.evaluation import Results, eval_line, eval_mode, evaluate, is_size, on_main, uncompiled
 from src.training.evaluation_plan import Plan, make_plan
 from src.training.step import ModelWithLoss
 from src.training.technique_chain import TechniqueChain
@@ -27,11 +27,14 @@ from src.training.trial_loss import LIMIT
 ROWS = (2, 100)  # of each source; the second number only if an evaluation of the first rows lacks the metric
 
 
-def check_best_metric(cfg: RunConfig, split: Any, model: ModelWithLoss, strategy: Strategy | None = None) -> None:
-    """Raise UsageError on all ranks if an evaluation of the first rows of `split` lacks metric_for_best_model.
+def check_best_metric(
+    cfg: RunConfig, split: Any, model: ModelWithLoss, strategy: Strategy | None = None, has_weights: bool = True
+) -> None:
+    """Raise UsageError on all ranks if an evaluation of `split` lacks metric_for_best_model.
 
-    A collective; costs nothing if the metric is a loss. Buffers and the random state stay as they are. Without
-    `strategy` (a dry run), this process does it alone on the CPU, and only warns where that would take minutes."""
+    A collective; costs nothing if the metric is a loss, two rows if they have it, and a whole evaluation if the first
+    rows lack it. Buffers and the random state stay as they are. Without `strategy` (a dry run), this process does it
+    alone on the CPU with the first rows, and only warns where these do not tell."""
     wanted, _ = best_by(cfg)
     averages = TechniqueChain(cfg).averages
     if split is None:
@@ -40,18 +43,26 @@ def check_best_metric(cfg: RunConfig, split: Any, model: ModelWithLoss, strategy
     if wanted in _with_averages(losses, averages):
         return
     names, why_not = [], ""
+    longest = max(min(len(part), cfg.max_eval_examples or len(part)) for *_, part in split.segments())
     for rows in ROWS:
         tokens = sum(int(np.sum(part.lengths[:rows])) for *_, part in split.segments())
-        if strategy is None and sum(p.numel() for p in model.parameters()) * tokens > LIMIT:
+        too_large = not has_weights or sum(p.numel() for p in model.parameters()) * tokens > LIMIT
+        if strategy is None and too_large:
             why_not = "the model is too large for a few rows on this CPU"
             break
-        names, why_not = _names(replace(cfg, max_eval_examples=rows), split, model, strategy)
+        names, why_not = _names(replace(cfg, max_eval_examples=min(rows, longest)), split, model, strategy)
         names = _with_averages(names, averages)
         if wanted in names:
             return
-    if not why_not:
+    if not why_not and longest > ROWS[-1]:
+        why_not = f"the first {ROWS[-1]} rows have {', '.join(names)}"
+        if strategy:
+            warn(f"metric_for_best_model: {why_not}, but no {wanted}: evaluating all rows to look for it")
+            names, why_not = _with_averages(_names_of_all(cfg, split, model, strategy), averages), ""
+    if not why_not and wanted not in names:
         raise missing_metric(wanted, names)
-    warn(f"metric_for_best_model {cfg.metric_for_best_model} is not checked before the first evaluation: {why_not}")
+    if why_not:
+        warn(f"metric_for_best_model {wanted} is not checked before the first evaluation: {why_not}")
 
 
 def _with_averages(names: list[str], averages: list[str]) -> list[str]:
@@ -81,6 +92,14 @@ def _names(cfg: RunConfig, split: Any, model: ModelWithLoss, strategy: Strategy 
         return list(line), f"the first {plan.examples} rows have no targets" if empty else ""
 
     return found() if strategy is None else on_main(strategy, found)
+
+
+def _names_of_all(cfg: RunConfig, split: Any, model: ModelWithLoss, strategy: Strategy) -> list[str]:
+    """Return the names in the eval line of all rows: some tasks name a metric only if its class occurs."""
+    with strategy.buffers.unchanged(), random_state_kept(strategy.accelerator.device):
+        line = evaluate(strategy, strategy.hosts, model, model.task, split, cfg)
+    strategy.reshard(model)
+    return list(line or {})
 
 
 @torch.no_grad()

@@ -121,3 +121,15 @@ def test_run_refuses_the_same(plain, tmp_path, name):
 
 def _both(flags: list) -> list[str]:
     return refusals([flags])[0]
+
+
+def test_large_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path, capsys):
+    """A dry run of billions of parameters needs no memory for them: `build` is asked for an empty model only."""
+    asked, build = [], plain_task.Task.build
+    monkeypatch.setattr("src.reporting.dry_run.BUILT", 100)
+    monkeypatch.setattr(
+        plain_task.Task, "build", lambda task, weights=None, empty=False: asked.append(empty) or build(task, None, True)
+    )
+    assert refusal(given(plain, output_dir=tmp_path, metric_for_best_model="f1", dry_run=True)) == ""
+    assert asked == [True]
+    assert "too large for a dry run" in capsys.readouterr().err

@@ -55,6 +55,38 @@ def test_metric_that_needs_more_rows_is_found(plain):
     assert check(plain, "rare", metrics=lambda task, sums, weight: {"rare": 1.0} if weight > 20 else {}) == []
 
 
+def has_rare_metric(task, sums, weight):
+    """Return a metric that the first 100 rows lack, which have 273 labels in all."""
+    return {"rare": 1.0} if weight > 300 else {"accuracy": 0.5}
+
+
+def train_with_rare_metric(flags: list) -> None:
+    import train
+
+    plain_task.Task.metrics = has_rare_metric  # in this process only
+    train.main([str(word) for word in flags])
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_metric_that_the_first_rows_lack_is_looked_for_in_all_rows(plain, tmp_path, world, capsys):
+    """A class may be rare: a run with a right name is not refused, one with a wrong name is before step 1."""
+    data = plain_task.write_data(tmp_path, validation=130)
+    fields = data | {"max_steps": 2, "output_dir": tmp_path / "run"}
+    kit.spawn(
+        world,
+        train_with_rare_metric,
+        plain_task.flags(data, **fields, metric_for_best_model="rare"),
+        out=tmp_path / "out",
+    )
+    assert (tmp_path / "run/final").exists()
+    with pytest.raises(kit.RankFailed, match="no 'rear'; did you mean rare"):
+        flags = plain_task.flags(data, **fields | {"output_dir": tmp_path / "other"}, metric_for_best_model="rear")
+        kit.spawn(world, train_with_rare_metric, flags, out=tmp_path / "out")
+    assert not (tmp_path / "other/checkpoints").exists()
+    assert check(data, "rare", metrics=has_rare_metric) == []  # a dry run
+    assert "the first 100 rows have loss, weight, examples, accuracy" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("method", ["metrics", "row_metrics"])
 def test_metrics_that_fail_on_few_rows_do_not_refuse_the_run(plain, method, capsys):
     def fails(task, *args):
