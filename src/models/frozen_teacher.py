@@ -144,8 +144,8 @@ class FrozenModel:
         """Return the model with its own weights, or those that the seed gives, on the CPU in `cfg.dtype`."""
         from transformers import AutoModelForCausalLM
 
-        # Without model_name_or_path: under eval.py it is the trained checkpoint.
-        cfg = replace(self.cfg, model_name_or_path=None)
+        # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
+        cfg = replace(self.cfg, model_name_or_path=None, peft=None)
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 
