@@ -41,7 +41,9 @@ class Unfreeze(Technique):
         run, field = self.run, "techniques: unfreeze: steps"
         trainable = {name: p.requires_grad for name, p in named_parameters(run.model).items()}
         if frozen := [name for name in self.first_step if not trainable[name]]:
-            warn(f"{field} has no effect on {frozen[0]}, which freeze matches, too ({len(frozen)} such parameters)")
+            warn(
+                f"{field} has no effect on {frozen[0]}, which freeze or peft freezes for the whole run ({len(frozen)} such parameters)"
+            )
         late = [n for n, first in self.first_step.items() if trainable[n] and first > run.num_steps]
         if not late:
             return
