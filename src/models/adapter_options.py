@@ -43,13 +43,15 @@ def read_options(cfg: RunConfig) -> tuple[type, Any]:
     """Return peft's classes for the field `peft`: the tuner, which injects layers, and its configuration.
 
     Raise UsageError for an unknown type or option, a value of the wrong type, and what cannot work here."""
+    if not cfg.peft:
+        raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:
         raise UsageError(
             f"peft: the package peft cannot be imported: {error}; install it: pip install peft (requirements-extra.txt)"
         ) from error
-    given = {name: value for name, value in (cfg.peft or {}).items() if value is not None}
+    given = {name: value for name, value in cfg.peft.items() if value is not None}
     configs = {kind.value.lower(): found for kind, found in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     tuners = {kind.value.lower(): found for kind, found in PEFT_TYPE_TO_TUNER_MAPPING.items()}
     works = sorted(name for name in configs if _why_refused(name, configs[name], tuners.get(name)) is None)
@@ -95,6 +97,10 @@ def _check_options(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
         if not _fits(hints[name], value):
             expected = re.sub(r"typing\.|<class '|'>", "", str(hints[name]))
             raise UsageError(f"peft: {short} is {value!r}: expected {expected}")
+        if name.endswith("dropout") and not 0 <= value < 1:
+            raise UsageError(f"peft: {short} is {value!r}: give a probability below 1")
+        if name.endswith("alpha") and value <= 0:
+            raise UsageError(f"peft: {short} is {value!r}: the adapter is multiplied by it; give a number above 0")
         if name == "init_lora_weights" and value not in INITIAL:
             raise UsageError(
                 f"peft: {short} is {value!r}, which changes the base model or needs data: give one of "

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, did_you_mean
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.adapter_options import read_options
@@ -55,6 +55,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
+    _check_names(model, cfg.peft or {})
     vars(model)["base_names"] = _base_names(model, names, tied)
     if not empty:
         _check_mergeable(model, kind)
@@ -64,6 +65,16 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     if folder:
         _load(model, folder)
     return tuner
+
+
+def _check_names(model: torch.nn.Module, given: Mapping[str, Any]) -> None:
+    """Raise UsageError for a name of a module that the model lacks: peft ignores it if another one exists."""
+    modules = [f".{name}" for name, _ in model.named_modules()]
+    for option, before in (("target", "."), ("target_modules", "."), ("modules_to_save", "")):
+        for name in given[option] if isinstance(given.get(option), list) else ():
+            if not any(module.endswith(f"{before}{name}") for module in modules):
+                leaves = sorted({module.rpartition(".")[2] for module in modules})
+                raise UsageError(f"peft: {option}: this model has no module {name!r}{did_you_mean(name, leaves)}")
 
 
 def _architecture(model: torch.nn.Module) -> str | None:
@@ -178,6 +189,8 @@ def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Ten
         base if base and not Path(locate(base)).exists() else None
     )  # no path of this machine
     config.revision, config.inference_mode = task.cfg.model_revision if base else None, True
+    if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
+        config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it
     config.save_pretrained(folder / ADAPTER)
     named = {f"base_model.model.{name}": value.clone() for name, value in export.items()}
     save_file(named, folder / ADAPTER / "adapter_model.safetensors", {"format": "pt"})

@@ -31,7 +31,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
 def make_task(cfg: RunConfig, options) -> Task:
     """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong, and for local
     SGD with a loss over the whole batch."""
-    if cfg.peft:
+    if cfg.peft is not None:
         read_options(cfg)  # raises UsageError for invalid ones
     task = import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
     if task.has_batch_loss and cfg.local_sgd_steps:

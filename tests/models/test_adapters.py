@@ -1,6 +1,7 @@
 """Adapters: exact however a step is split, resumed and evaluated bitwise, merged in final/, checked before the first step."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -112,6 +113,18 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
         task.build_model(checkpoint)
 
 
+def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
+    """Also if the student has an adapter: the teacher has none."""
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
+    fields |= {"task": "distillation", "output_dir": tmp_path}
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
+    with pytest.raises(UsageError, match="beside it, the adapter"):
+        task.build_model()
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
+    assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
+
+
 def test_plain_module_with_an_adapter(tmp_path):
     """DDP on two processes; the merged weights load into the module without peft."""
     with plain_task.registered():
@@ -151,7 +164,7 @@ def llama(tmp_path_factory) -> dict:
         {"modules_to_save": ["lm_head"]},
         {"target": ["lm_head"]},
         {"bias": "lora_only"},
-        {"type": "ia3", "target": ["k_proj"], "feedforward_modules": []},
+        {"type": "ia3"},
         {"type": "lokr", "r": 2},
         {"type": "oft"},
         {"type": "hra"},
@@ -183,10 +196,14 @@ def check_files(task, model, first: torch.Tensor, folder) -> None:
     assert not torch.allclose(logits, first, rtol=0, atol=1e-8)
     model_folder.write_model(ModelWithLoss(model, task), folder)
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
+    start = shutil.copytree(folder, folder / "start")
     model_folder.merge_adapter(folder, task)
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
     assert torch.allclose(merged, logits, rtol=0, atol=1e-10)
+    base = AutoModelForCausalLM.from_pretrained(start)
+    adapted = peft.PeftModel.from_pretrained(base, folder / "adapter").eval()(input_ids=IDS).logits
+    assert torch.allclose(adapted, logits, rtol=0, atol=1e-10)
 
 
 def test_layer_that_cannot_be_merged_is_an_error(llama):
@@ -219,6 +236,9 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
         ({"type": "loha", "module_dropout": 0.1}, ["module_dropout", "rank_dropout"]),
         ({"peft_type": "LORA"}, ["peft_type", "type"]),
         ({"target": ["a"], "target_modules": ["a"]}, ["target_modules", "keep one"]),
+        ({}, ["whole model", "{type: lora}"]),
+        ({"lora_dropout": 1}, ["lora_dropout is 1", "below 1"]),
+        ({"lora_alpha": 0}, ["lora_alpha is 0", "above 0"]),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -226,6 +246,14 @@ def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words)
     with pytest.raises(UsageError) as error:
         kit.open_data(**llama, peft=json.dumps(options))
     assert all(word in str(error.value) for word in ["peft", *words]), error.value
+
+
+@pytest.mark.parametrize("option", ["target", "target_modules", "modules_to_save"])
+def test_one_wrong_name_among_right_ones_is_an_error(llama, option):
+    """peft would train the others alone."""
+    task, _ = kit.open_data(**llama, peft=json.dumps({"type": "lora", option: ["v_proj", "o_prj"]}))
+    with pytest.raises(UsageError, match=rf"{option}.*o_prj.*o_proj"):
+        task.build_model()
 
 
 @pytest.mark.parametrize("target", [["qproj"], ["embed_tokens"]], ids=str)
