@@ -45,11 +45,13 @@ class RawRows:
     splits: tuple[str, ...] = ()  # names of all splits of a dataset given by name
 
     def describe_row(self, row: int) -> str:
-        """Return the file and line of a row, if they can be found, and its row number in the split."""
-        found = locate_row(self.files, row) or ""
+        """Return the file and line of a row, else its number in the split."""
+        found, split = locate_row(self.files, row), f"{self.source.split} data"
+        if not found:
+            return f"{split}, row {row}"
         for file, url in self.source.origins.items():
             found = found.replace(file, url)
-        return (f"{found}: " if found else "") + f"{self.source.split} data, row {row}"
+        return f"{found}: {split}"
 
 
 def load_raw_rows(source: Source, cfg: RunConfig, work: SharedWork) -> RawRows | None:

@@ -119,14 +119,16 @@ CASES = {
         "validation data", {"validation_file": "b.jsonl"}, {"b.jsonl": [{"other": 1}]}
     ),
     "text without tokenizer": rows("--tokenizer_name", {"text": "a cat"}),
-    "text a number": rows("train data, row 0: `text` holds int", {"text": 5}, changed=TEXT),
-    "id outside": rows("row 1: `input_ids` holds 500|0 to 499", {"input_ids": [1, 2]}, {"input_ids": [1, 500]}),
-    "id negative": ids("row 0: `input_ids` holds -1", [1, -1, 3]),
-    "id of 40 bits": ids("row 0: `input_ids` holds 1099511627776", [1, 2**40]),
-    "ids null": rows("row 1: `input_ids` must be a list", {"input_ids": [1, 2]}, {"input_ids": None}),
-    "ids in words": ids("row 0: `input_ids` must be a list", "hello"),
-    "ids with fractions": ids("row 0: `input_ids` must be a list", [1.5, 2.5]),
-    "ids nested": ids("row 0: `input_ids` must be a list", [[1, 2], [3]]),
+    "text a number": rows("line 1: train data: `text` holds int", {"text": 5}, changed=TEXT),
+    "id outside": rows(
+        "line 2: train data: `input_ids` holds 500|0 to 499", {"input_ids": [1, 2]}, {"input_ids": [1, 500]}
+    ),
+    "id negative": ids("line 1: train data: `input_ids` holds -1", [1, -1, 3]),
+    "id of 40 bits": ids("line 1: train data: `input_ids` holds 1099511627776", [1, 2**40]),
+    "ids null": rows("line 2: train data: `input_ids` must be a list", {"input_ids": [1, 2]}, {"input_ids": None}),
+    "ids in words": ids("line 1: train data: `input_ids` must be a list", "hello"),
+    "ids with fractions": ids("line 1: train data: `input_ids` must be a list", [1.5, 2.5]),
+    "ids nested": ids("line 1: train data: `input_ids` must be a list", [[1, 2], [3]]),
     "label id outside": ids("`labels` holds 999", [1, 2], labels=[1, 999]),
     "label id of -1": ids("`labels` holds -1", [1, 2], labels=[1, -1]),
     "labels of another length": ids("2 labels for 3 input_ids", [1, 2, 3], labels=[1, 2]),
@@ -143,12 +145,14 @@ CASES = {
     "classifier without tokenizer": Case("--tokenizer_name", LABELS | {"tokenizer_name": None}),
     "classifier of another kind": Case("model_type vit", LABELS, {"bert.yaml": {"model_type": "vit"}}),
     "no label column": Case("`lab`|--label_column", LABELS | {"train_file": "text.jsonl", "label_column": "lab"}),
-    "label null": rows("row 1: `label`", *[{"text": "a", "label": n} for n in (1, None, 0)], changed=LABELS),
+    "label null": rows(
+        "line 2: train data: `label`", *[{"text": "a", "label": n} for n in (1, None, 0)], changed=LABELS
+    ),
     "label a list": rows("`label` holds list", {"text": "a", "label": [1, 2]}, changed=LABELS),
     "label a fraction": rows("`label` holds float", {"text": "a", "label": 1.5}, changed=LABELS),
     "one label": rows("`label` is 1 in every row", {"text": "a", "label": 1}, changed=LABELS),
     "label unknown": Case(
-        "validation data, row 0: the label '7'",
+        "line 1: validation data: the label '7'",
         LABELS | {"train_file": "text.jsonl", "validation_file": "b.jsonl"},
         {"b.jsonl": [{"text": "a", "label": 7}]},
     ),

@@ -66,7 +66,7 @@ CASES = {
             "a.jsonl": lines(*GOOD),
             "b.jsonl": among(GOOD, f'{{"text": "{ODD} \udcff y"}}').encode("utf-8", "surrogateescape"),
         },
-        "b.jsonl, line {line}: train data, row 14: not UTF-8 text",
+        "b.jsonl, line {line}: train data: not UTF-8 text",
         "b.jsonl, row 5: train data: not UTF-8 text",
     ),
     "invalid UTF-8 in csv": Case(
@@ -138,17 +138,17 @@ CASES = {
     "a column fewer, parquet": Case({"a.parquet": EXTRA, "b.parquet": PLAIN}, None, None, code_streamed=0),
     "no text, jsonl": Case(
         {"a.jsonl": lines(*[r | {"n": 1} for r in GOOD]), "b.jsonl": "\n" + lines({"n": ODD})},
-        "b.jsonl, line {line}: train data, row 9: `text` holds nothing",
+        "b.jsonl, line {line}: train data: `text` holds nothing",
         "b.jsonl: there is no column `text` among n",
     ),
     "no text, csv": Case(
         {"a.csv": "text,n\nx def,1\n", "b.csv": f"n\n{ODD}\n2\n"},
-        "b.csv, line {line}: train data, row 1: `text` holds nothing",
+        "b.csv, line {line}: train data: `text` holds nothing",
         "b.csv: there is no column `text` among n",
     ),
     "no text, parquet": Case(
         {"a.parquet": EXTRA, "b.parquet": {"n": [1] * 3}},
-        "b.parquet, row 0: train data, row 9: `text` holds nothing",
+        "b.parquet, row 0: train data: `text` holds nothing",
         "b.parquet: there is no column `text`",
     ),
     # ---- nothing where something was expected
@@ -173,23 +173,23 @@ CASES = {
     "no rows but in parquet": Case({"a.parquet": NONE}, "a.parquet |at least one row", code_streamed=2),
     "null text": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')},
-        "b.jsonl, line {line}: train data, row 14: `text` holds nothing",
+        "b.jsonl, line {line}: train data: `text` holds nothing",
         "b.jsonl, row 5: train data: `text` holds nothing",
     ),
     "null text in parquet": Case(
         {"a.parquet": PLAIN, "b.parquet": {"text": ["x", "y", None, "z"]}},
-        "b.parquet, row 2: train data, row 11: `text` holds nothing",
+        "b.parquet, row 2: train data: `text` holds nothing",
         "b.parquet, row 2: train data: `text` holds nothing",
     ),
     "null text in csv": Case(
         {"a.csv": f'text,n\n"x\ndef",1\n,{ODD}\n'},
-        "a.csv, line {line}: train data, row 1: `text` holds nothing",
+        "a.csv, line {line}: train data: `text` holds nothing",
         "a.csv, row 1: train data: `text` holds nothing",
         code_streamed=2,
     ),
     "null throughout": Case(
         {"a.jsonl": lines({"text": None, "n": ODD}, {"text": None, "n": 1})},
-        "a.jsonl, line {line}: train data, row 0: `text` holds nothing",
+        "a.jsonl, line {line}: train data: `text` holds nothing",
         "a.jsonl, row 0: train data: `text` holds nothing",
         code_streamed=2,
     ),
@@ -346,12 +346,12 @@ def test_location_of_every_row(tools, tmp_path, kind):
             expected = f"line {before}"  # where the row begins
         elif kind == "spread":
             expected = f"line {(1, 5, 1, 3)[i]}"  # where its object begins
-        assert seen[f"r{i}"] == f"{file}, {expected}: train data, row {i}"
+        assert seen[f"r{i}"] == f"{file}, {expected}: train data"
 
 
 def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
     """The number of the row for that of the line; and no file at all."""
-    message = "a.jsonl, line {line}: train data, row 5: `text` holds nothing"
+    message = "a.jsonl, line {line}: train data: `text` holds nothing"
     files = write(tmp_path, {"a.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     check(text, code, message, 2, odd_line(files))
@@ -401,14 +401,14 @@ def test_location_ignores_files_of_other_splits(tools, tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set", {"test.jsonl": lines(*GOOD), "train.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
     fields = fields_of(tools, dataset_name=tmp_path / "set")
-    with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data, row 5: `text` holds nothing"):
+    with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data: `text` holds nothing"):
         kit.open_data(**fields, cache_dir=tmp_path / "cache")
 
 
 def test_location_in_a_downloaded_file_is_its_url(tmp_path):
     [file] = map(str, write(tmp_path, {"a.jsonl": lines(*GOOD)}))
     source = Source("train_file", "train", (file,), "json", origins={file: "https://host/a.jsonl"})
-    assert RawRows(source, None, (file,)).describe_row(3) == "https://host/a.jsonl, line 4: train data, row 3"
+    assert RawRows(source, None, (file,)).describe_row(3) == "https://host/a.jsonl, line 4: train data"
 
 
 def test_errors_in_json_over_several_lines(tmp_path):

@@ -412,7 +412,7 @@ def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
 def test_failed_preparation_leaves_nothing(tools, tmp_path):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", [{"text": "good"}] * 5 + [{"text": 3.5}])
     file.write_text(file.read_text().replace("3.5", "null"))
-    with pytest.raises(UsageError, match="train data, row 5: `text` holds nothing"):
+    with pytest.raises(UsageError, match="line 6: train data: `text` holds nothing"):
         open_data(tools, tmp_path, train_file=file)
     left = [path for path in (tmp_path / "cache" / "prepared").rglob("*") if not path.name.endswith(".lock")]
     assert left == []

@@ -171,9 +171,9 @@ def test_class_labels_keep_the_order_of_their_names(folder):
         (
             {},
             ["red", "purple"],
-            r"validation data, row 1: .*'purple'.* 3 known labels: blue, green, red",
+            r"line 2: validation data: .*'purple'.* 3 known labels: blue, green, red",
         ),
-        ({}, ["red", "blue", None], r"validation data, row 2: `label` holds nothing"),
+        ({}, ["red", "blue", None], r"line 3: validation data: `label` holds nothing"),
         ({"label_column": "color"}, ["red"], r"no column `color` among text, .*--label_column"),
         ({"metrics": ["no_such_metric"]}, ["red"], r"no_such_metric.*--trust_remote_code"),
     ],
@@ -335,5 +335,5 @@ def test_correlations(scored):
 def test_regression_refuses_labels_that_are_no_numbers(folder, value):
     file = labelled(folder, "scores.jsonl", [0.5, 1.5])
     bad = labelled(folder, "no_numbers.jsonl", [value, value])
-    with pytest.raises(UsageError, match=r"validation data, row 0: `label` holds .*number"):
+    with pytest.raises(UsageError, match=r"line 1: validation data: `label` holds .*number"):
         open_data(folder, train_file=file, validation_file=bad, regression=True)
