@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import yaml
 
@@ -27,6 +27,7 @@ from src.config.yaml_files import read_yaml
 SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
 CHOOSE_A_RUN |= {"dataset_name", "train_file", "validation_file", "mixture"}
+NOTHING = (["none"], ["null"])  # words after a flag that clear a field of the run file, as null does in YAML
 HUB_DATA = {"dataset_name", "dataset_config_name", "dataset_revision"}
 TRAINING_DATA = {  # a flag that names training data -> fields of the run file that it replaces
     "dataset_name": {"train_file", "mixture"},
@@ -92,6 +93,9 @@ def parse(
         if name not in types:
             errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
             continue
+        if value in NOTHING and type(None) in get_args(types[name]):
+            found.pop(name, None)
+            continue
         try:
             found[name] = read_value(types[name], rules[name], value)
         except ValueError as error:
@@ -106,7 +110,7 @@ def parse(
 
 def _replaced_by(flags: list[tuple[str, list[str]]]) -> set[str]:
     """Return the fields of the run file that flags replace because they name other training data."""
-    return set().union(*(TRAINING_DATA.get(name, set()) for name, _ in flags))
+    return set().union(*(TRAINING_DATA.get(name, set()) for name, words in flags if words not in NOTHING))
 
 
 def _task(given: list[Given], tasks: Tasks) -> str:

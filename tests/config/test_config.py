@@ -96,6 +96,15 @@ def test_yaml_values(here, text, value):
     assert type(found) is type(value)
 
 
+def test_none_on_the_command_line_clears_a_field(here):
+    """Without this, no flag trains for epochs where the run file gives steps; `none` replaces no data."""
+    cfg, _ = parsed("--max_steps", "none", "--dataset_name=null", max_steps=3, train_file="a.jsonl")
+    assert (cfg.max_steps, cfg.dataset_name, cfg.train_file) == (None, None, ["a.jsonl"])
+    cfg, _ = parsing.parse(["--max_eval_examples", "none"], OPTIONS, {"max_eval_examples": 8})
+    assert cfg.max_eval_examples is None
+    assert "'none' is not a whole number" in errors("--seed", "none")
+
+
 def test_list_default_is_copied(here):
     parsed()[0].train_file.append("x")
     assert parsed()[0].train_file == []
