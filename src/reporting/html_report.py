@@ -10,16 +10,17 @@ from pathlib import Path
 
 from src.config.errors import UsageError
 from src.config.redact import redact, redact_all
+from src.runtime.console import in_unit
 from src.runtime.exit_codes import run_main
 from src.storage import jsonl
 from src.storage.atomic_folder import read_json, rewrite
 
-FIGURES = [  # title, label of the y-axis, {kind of line in metrics.jsonl: key}
+FIGURES = [  # title, label of the y-axis ({unit}: what the task counts), {kind of line in metrics.jsonl: key}
     ("Loss", "per unit of weight", {"train": "loss", "eval": "loss"}),
     ("Learning rate", "", {"train": "learning_rate"}),
     ("Gradient norm", "before clipping", {"train": "grad_norm"}),
-    ("Throughput", "tokens per second", {"train": "tokens_per_second"}),
-    ("Padding", "share of padded tokens", {"train": "padding"}),
+    ("Throughput", "{unit} per second", {"train": "tokens_per_second"}),
+    ("Padding", "share of the {unit} in a micro-batch", {"train": "padding"}),
 ]
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 62em; margin: 2em auto; padding: 0 1em; color: #222 }
 h1 { margin-bottom: 0 } figure { display: inline-block; width: 49%; min-width: 24em; margin: 0 } svg { width: 100%; height: auto }
@@ -38,11 +39,16 @@ def write(folder: Path) -> Path:
     lines, unreadable = read_metrics(folder)
     by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
     body = [f"<p>{unreadable} unreadable line(s) of metrics.jsonl skipped.</p>"] if unreadable else []
-    body += figures(by_kind)
-    last = [f"<div><h2>Last {kind} line</h2>{table(found[-1])}</div>" for kind, found in by_kind.items() if found]
+    environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
+    unit = environment.pop("unit", "tokens")
+    body += figures(by_kind, unit)
+    last = [
+        f"<div><h2>Last {kind} line</h2>{table(in_unit(found[-1], unit))}</div>"
+        for kind, found in by_kind.items()
+        if found
+    ]
     body.append(f"<div class=pair>{''.join(last)}</div>")
     # The files are redacted when written. Redact again, because older versions did not.
-    environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
     body.append(f"<h2>Environment</h2>{table(redact_all(environment))}")
     config = redact(read(folder / "config.yaml")) or "config.yaml is missing"
     body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
@@ -69,14 +75,14 @@ def read(file: Path) -> str:
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
-def figures(by_kind: dict[str, list[dict]]) -> list[str]:
+def figures(by_kind: dict[str, list[dict]], unit: str) -> list[str]:
     """Return an inline SVG for each entry of FIGURES that has values. A null makes a gap in its curve."""
     import matplotlib
 
     matplotlib.rcdefaults()  # ignore a matplotlibrc in the working directory
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text, in the page's font
     made = []
-    for title, unit, keys in FIGURES:
+    for title, label, keys in FIGURES:
         curves = {}
         for kind, key in keys.items():
             points = [(line["step"], line.get(key)) for line in by_kind[kind]]
@@ -85,7 +91,7 @@ def figures(by_kind: dict[str, list[dict]]) -> list[str]:
             for name in averages(by_kind[kind], key):
                 curves[f"{kind}, {name}"] = [(line["step"], line.get(f"{name}/{key}")) for line in by_kind[kind]]
         if curves:
-            made.append(f"<figure>{draw(title, unit, curves)}</figure>")
+            made.append(f"<figure>{draw(title, label.format(unit=unit), curves)}</figure>")
     return made
 
 

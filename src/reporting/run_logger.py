@@ -26,7 +26,7 @@ from src.reporting.ledger import Ledger
 from src.reporting.meter import Meter
 from src.reporting.run_plan import plan_table, run_notes
 from src.runtime import console, run_status
-from src.runtime.console import Console, exact, table
+from src.runtime.console import Console, exact, in_unit, table
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
@@ -111,6 +111,7 @@ class RunLogger:
         starts = atomic_folder.read_json(self.folder / "environment.json").get("starts", []) if step else []
         atomic_folder.rewrite(self.folder / "config.yaml", config)
         known = environment(self.strategy, self.cfg)
+        known["unit"] = self.task.unit
         known["starts"] = [*starts, {"step": step, "world_size": known["world_size"], "time": time.time()}]
         atomic_folder.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
         save_diff(self.folder)
@@ -188,7 +189,7 @@ class RunLogger:
         for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
             if kind in last:
                 chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
-                self.say(f"\n{kind}\n{table(chosen)}")
+                self.say(f"\n{kind}\n{table(in_unit(chosen, self.task.unit))}")
         step = max((line["step"] for line in last.values()), default=0)
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", step, 0, **outcome)

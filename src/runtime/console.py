@@ -205,6 +205,11 @@ def exact(value) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def in_unit(line: dict, unit: str) -> dict:
+    """Return a line of metrics.jsonl to show, in what the task counts: `pixels_per_second` for tokens_per_second."""
+    return {name.replace("tokens_per", f"{unit}_per"): value for name, value in line.items()}
+
+
 def table(rows: dict) -> str:
     """Format (name, value) pairs as two aligned text columns."""
     width = max(len(name) for name in rows)

@@ -52,6 +52,15 @@ def test_report_of_a_real_run(files, tmp_path):
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
 
 
+def test_numbers_are_of_what_the_task_counts(tmp_path):
+    folder = run_folder(tmp_path / "run", {"kind": "train", "step": 1, "loss": 2.0, "tokens_per_second": 3.0})
+    (folder / "environment.json").write_text('{"unit": "pixels"}')
+    page = html_report.write(folder).read_text()
+    assert "<td>pixels per second<td>3.0" in page
+    assert ">pixels per second</text>" in page
+    assert "tokens" not in page
+
+
 def test_torn_line_and_missing_numbers(tmp_path):
     lines = [
         {"kind": "train", "step": 1, "loss": 2.5, "learning_rate": None, "grad_norm": None, "padding": 0.1},
