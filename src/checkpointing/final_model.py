@@ -10,7 +10,8 @@ from pathlib import Path
 from src.checkpointing.checkpoint_list import read_state
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.storage import atomic_folder
+from src.runtime.console import number
+from src.storage import atomic_folder, jsonl
 from src.storage.disk_errors import DiskError
 from src.training.train_state import TrainState
 
@@ -36,10 +37,21 @@ def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> 
 
 
 def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> None:
-    """Append the sentence of best() to the model card."""
-    card, text = folder / "README.md", best(cfg, progress, held, average)
-    if card.exists() and text:
-        card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
+    """Append the sentences of best() and evaluation() to the model card."""
+    card = folder / "README.md"
+    for text in filter(None, (best(cfg, progress, held, average), evaluation(cfg, held, average))):
+        if card.exists():
+            card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
+
+
+def evaluation(cfg: RunConfig, held: int, average: str = "") -> str:
+    """Return the metrics of the evaluation at step `held`, or an empty string if there was none."""
+    lines = jsonl.read_lines(Path(cfg.output_dir, "metrics.jsonl"))
+    line = next((line for line in reversed(lines) if (line["kind"], line["step"]) == ("eval", held)), {})
+    prefix = f"{average}/" if average else ""
+    values = {name.removeprefix(prefix): v for name, v in line.items() if name.startswith(prefix)}
+    shown = [f"{k} {number(v)}" for k, v in values.items() if "/" not in k and k not in ("kind", "step")]
+    return f"evaluation at step {held:,}: {', '.join(shown)}" if shown else ""
 
 
 def publish_copy(

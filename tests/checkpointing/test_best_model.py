@@ -1,5 +1,6 @@
 """The best model: saved when it is evaluated, kept, exported to final/, and reported."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -58,6 +59,7 @@ def test_final_is_the_best_checkpoint_and_is_reported(done, tmp_path):
     assert (best["step"], status["stopped_early"]) == (3, False)
     for text in (printed(done.folder), (done.folder / "final" / "README.md").read_text()):
         assert f"est: step 3, loss {best['loss']}; final/ holds it" in text
+        assert re.search(rf"valuation at step 3: loss {best['loss']:.4f}, weight [\d,.]+, examples \d+", text)
     found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", done.folder)
     assert (found["step"], found["loss"]) == (3, best["loss"])
 

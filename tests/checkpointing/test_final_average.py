@@ -55,6 +55,7 @@ def check_final(run: kit.Run, step: int, env=None, worlds=(1, 2, 3)) -> None:
     for said in (text, (run.folder / "final" / "README.md").read_text()):
         assert "average (ema)" in said
         assert str(step) in said
+    assert f"\nEvaluation at step {step}: loss {line['ema/loss']:.4f}, perplexity" in said
 
 
 @pytest.fixture(scope="module")
