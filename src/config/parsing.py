@@ -87,7 +87,7 @@ def parse(
 
     types = field_types(kinds[0]) | field_types(kinds[1])
     rules = declared_options(kinds[0]) | declared_options(kinds[1])
-    found = {}
+    found: dict[str, Any] = {}
     for one in given:
         source, name, value = _without_negation(one, types)
         if name not in types:
