@@ -52,7 +52,8 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     except Exception as error:
         leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
         raise UsageError(f"peft: {reason(error)} (linear layers of this model: {', '.join(leaves)})") from error
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad or name in task.new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
     _check_names(model, cfg.peft or {})

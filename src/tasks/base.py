@@ -51,7 +51,8 @@ class Task:
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
     decode_media: bool = True
 
-    # Parts of the names of a head that pretrained weights may lack: trained in full beside an adapter (`peft`).
+    # Parts of the names of a head that pretrained weights may lack, whole names of added parameters: trained in full
+    # beside an adapter (`peft`).
     new_head: tuple[str, ...] = ()
 
     unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console

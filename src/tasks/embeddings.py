@@ -50,6 +50,7 @@ class Options:
 
 class Task(base.Task):
     has_batch_loss = True
+    new_head = ("logit_scale",)
 
     def load(self) -> None:
         from transformers import AutoModel
