@@ -3,6 +3,7 @@
 docs/troubleshooting.md lists what only the run itself can check. Tests: tests/config/test_dry_run.py.
 """
 
+import inspect
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
@@ -56,12 +57,18 @@ def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) ->
 
 def _build(cfg: RunConfig, task: Task) -> tuple[torch.nn.Module, int]:
     """Return (model, number of its parameters); with more than BUILT, these have no values, and take no memory."""
-    weights = init_weights(cfg)
+    found = init_weights(cfg)
+    weights = str(found) if found else None
+    empty = "empty" in inspect.signature(task.build).parameters  # only sharded runs of a fork need it
     with redirect_stderr(StringIO()) as warnings:
-        model = task.build_model(empty=True)
+        model = task.build_model(empty=True) if empty else task.build_model(weights)
     parameters = sum(p.numel() for p in model.parameters())
-    if parameters <= BUILT:
-        return task.build_model(str(weights) if weights else None), parameters
+    if parameters <= BUILT and empty:
+        return task.build_model(weights), parameters
     print(warnings.getvalue(), end="", file=sys.stderr)
-    warn("the model is too large for a dry run to make or read its weights: the run checks them and its first loss")
+    if parameters > BUILT:
+        warn(
+            f"the model has {parameters:,} parameters, too many for a dry run to make or read them: the run checks them "
+            "and its first loss; `python -m src.reporting.memory_command` estimates activations"
+        )
     return model, parameters

@@ -132,4 +132,10 @@ def test_large_model_has_no_weights_in_a_dry_run(plain, monkeypatch, tmp_path, c
     )
     assert refusal(given(plain, output_dir=tmp_path, metric_for_best_model="f1", dry_run=True)) == ""
     assert asked == [True]
-    assert "too large for a dry run" in capsys.readouterr().err
+    assert "too many for a dry run" in capsys.readouterr().err
+
+
+def test_task_whose_build_cannot_be_empty_has_a_dry_run(plain, monkeypatch, tmp_path):
+    build = plain_task.Task.build
+    monkeypatch.setattr(plain_task.Task, "build", lambda task, weights=None: build(task, weights))
+    assert refusal(given(plain, output_dir=tmp_path, dry_run=True)) == ""

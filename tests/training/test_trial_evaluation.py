@@ -71,13 +71,11 @@ def train_with_rare_metric(flags: list) -> None:
 def test_metric_that_the_first_rows_lack_is_looked_for_in_all_rows(plain, tmp_path, world, capsys):
     """A class may be rare: a run with a right name is not refused, one with a wrong name is before step 1."""
     data = plain_task.write_data(tmp_path, validation=130)
-    fields = data | {"max_steps": 2, "output_dir": tmp_path / "run"}
-    kit.spawn(
-        world,
-        train_with_rare_metric,
-        plain_task.flags(data, **fields, metric_for_best_model="rare"),
-        out=tmp_path / "out",
-    )
+    fields = data | {"max_steps": 2, "output_dir": tmp_path / "run", "lr_scheduler_type": "constant"}
+    for steps, looks in ((2, True), (3, False)):  # a resumed run knows that evaluations have it
+        flags = plain_task.flags(data, **fields | {"max_steps": steps}, metric_for_best_model="rare")
+        kit.spawn(world, train_with_rare_metric, flags, out=tmp_path / "out")
+        assert ("evaluating all rows" in (tmp_path / "out/rank0.txt").read_text()) == looks
     assert (tmp_path / "run/final").exists()
     with pytest.raises(kit.RankFailed, match="no 'rear'; did you mean rare"):
         flags = plain_task.flags(data, **fields | {"output_dir": tmp_path / "other"}, metric_for_best_model="rear")
