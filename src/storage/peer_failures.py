@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 from filelock import FileLock, Timeout
 
 from src.config.errors import Failure, UsageError
@@ -41,8 +42,10 @@ class LaunchPeers:
         self.alone = self.world_size == 1
         self.host = socket.gethostname().replace(".", "-")
         self.launcher = os.getppid()
+        self.earliest = _earliest_report(self.launcher)
         self.root = root
-        self.folder = root / "crews" / (f"alone_{os.getpid()}" if self.alone else _launch_name())
+        self.folder = root / "crews" / self._launch_name()
+        self.has_prepared = False  # the data of this process
         self.locks_work = True  # False if `joined` finds that file locks have no effect on this file system
 
     @contextmanager
@@ -59,6 +62,7 @@ class LaunchPeers:
         self._own_file(".here").write_text(json.dumps({"time": time.time(), "pid": os.getpid()}))
         try:
             yield
+            self.has_prepared = True
         except BaseException as error:
             self.report_failure(error)
             raise
@@ -80,6 +84,7 @@ class LaunchPeers:
         is_first = self._is_first_to_report(text)
         vars(error).update(already_reported=is_first, reported_elsewhere=not is_first)
         report: dict[str, Any] = {"kind": type(error).__name__, "text": text, "time": time.time()}
+        report["prepared"] = _has_prepared()
         if isinstance(error, OSError) and is_unwritable(error, self.root):
             report["os_error"] = [error.errno, error.strerror, str(error.filename)]
         with suppress(OSError):  # on a full disk only the launcher stops the other processes
@@ -111,6 +116,10 @@ class LaunchPeers:
         report = read_json(path)
         if not report or not self.is_recent(report["time"], same_host):
             return
+        if (
+            report.get("prepared") and not _has_prepared()
+        ):  # of an earlier launch: no rank trains while one prepares data
+            return
         if path.suffix == ".failed":
             raise _reported_error(report, rank, printed_elsewhere=rank != self.rank)  # same rank: its worker
         if same_host and rank != self.rank and _is_dead(path, report["pid"]):
@@ -121,7 +130,7 @@ class LaunchPeers:
 
         Clocks of other hosts differ, so a report from another host must be newer than the start of this process.
         """
-        return moment > STARTED - START_SPREAD * same_host
+        return moment > (self.earliest if same_host else STARTED)
 
     def remove_if_old(self, path: Path) -> None:
         """Remove a file in `folder` if an earlier launch with the same name left it there."""
@@ -129,12 +138,24 @@ class LaunchPeers:
             if not self.is_recent(path.stat().st_mtime):
                 path.unlink()
 
+    def _launch_name(self) -> str:
+        """Return the name of this launch, which is the same in all its processes on all nodes.
+
+        Launches on one host have its name in theirs: on another host with this disk, the rest may be the same."""
+        if self.alone:
+            return f"{self.host}_alone_{os.getpid()}"
+        names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+        words = [os.environ.get(name, "") for name in names]
+        host = [self.host] if os.environ.get("LOCAL_WORLD_SIZE") == str(self.world_size) else []
+        return "_".join(host + words).replace("/", "_")
+
     def _own_file(self, ending: str) -> Path:
         return self.folder / f"{self.host}_{self.launcher}_{self.rank}{ending}"
 
     def _is_first_to_report(self, text: str) -> bool:
-        """Return True if this rank is the first of the launch to fail with this message. Only that rank prints it."""
-        claim = self.folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.reported"
+        """Return True if this rank is the first of its launcher to fail with this message. Only that rank prints it."""
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        claim = self.folder / f"{self.host}_{self.launcher}_{digest}.reported"
         self.remove_if_old(claim)
         with suppress(OSError), open(claim, "x") as file:
             file.write(self.rank)
@@ -170,10 +191,17 @@ def is_unlocked(lock: Path) -> bool:
         return free
 
 
-def _launch_name() -> str:
-    """Return the name of this launch, which is the same in all its processes on all nodes."""
-    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
-    return "_".join(os.environ.get(name, "") for name in names).replace("/", "_")
+def _has_prepared() -> bool:
+    return current is not None and current.has_prepared
+
+
+def _earliest_report(launcher: int) -> float:
+    """Return the time before which no process of this launch can have reported anything on this host.
+
+    A restarted container may give its launcher the same process number again."""
+    with suppress(psutil.Error):
+        return max(STARTED - START_SPREAD, psutil.Process(launcher).create_time() - 1)  # it is rounded to a second
+    return STARTED - START_SPREAD
 
 
 def _reported_error(report: dict, rank: str, printed_elsewhere: bool) -> Exception:

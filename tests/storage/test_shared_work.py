@@ -145,7 +145,7 @@ def stop_rank(rank: int, how):
     return stop
 
 
-def outcomes(folder: Path, before) -> tuple[list, float]:
+def outcomes(folder: Path, before, env=None) -> tuple[list, float]:
     """Return (kind, text, reported_elsewhere) of the error on each of three ranks (None: killed), and the seconds."""
     began = time.monotonic()
     folder.mkdir(exist_ok=True)
@@ -158,7 +158,7 @@ def outcomes(folder: Path, before) -> tuple[list, float]:
         return "nothing", "", False
 
     with suppress(kit.RankFailed):
-        kit.spawn(3, guarded, out=folder / "out", timeout=60)
+        kit.spawn(3, guarded, out=folder / "out", env=env, timeout=60)
     files = [folder / "out" / f"rank{rank}.pt" for rank in range(3)]
     results = [kit.torch.load(file, weights_only=False) if file.exists() else None for file in files]
     return results, time.monotonic() - began
@@ -192,9 +192,10 @@ def test_host_names_with_dots(tmp_path, monkeypatch):
     """Ranks 0 and 1 on one host, 2 on another: errors arrive from both, a death is noticed on the same host."""
     names = ("node.a.example.org", "node.a.example.org", "node.b_1.example.org")
     monkeypatch.setattr(socket, "gethostname", lambda: names[int(os.environ["RANK"])])
-    results, _ = outcomes(tmp_path / "fails", stop_rank(2, UsageError))
+    nodes = {"LOCAL_WORLD_SIZE": "2"}
+    results, _ = outcomes(tmp_path / "fails", stop_rank(2, UsageError), nodes)
     assert results[0][1] == "a cosmic ray"
-    results, _ = outcomes(tmp_path / "dies", stop_rank(1, "killed"))
+    results, _ = outcomes(tmp_path / "dies", stop_rank(1, "killed"), nodes)
     assert all("rank 1 ended" in results[rank][1] for rank in (0, 2))
     assert results[2][2]  # rank 0 has reported it
 
@@ -209,8 +210,8 @@ def peers(tmp_path, monkeypatch):
     return peers
 
 
-def leave_report(peers: LaunchPeers, host: str | None = None, other_launcher: bool = False, age: float = 0) -> None:
-    report = {"kind": "UsageError", "text": "a cosmic ray", "time": time.time() - age}
+def leave_report(peers: LaunchPeers, host: str | None = None, other_launcher=False, age: float = 0, **more) -> None:
+    report = more | {"kind": "UsageError", "text": "a cosmic ray", "time": time.time() - age}
     name = f"{host or peers.host}_{peers.launcher + other_launcher}_1.failed"
     (peers.folder / name).write_text(json.dumps(report))
 
@@ -233,6 +234,42 @@ def test_reports_of_an_earlier_launch_are_ignored(peers, monkeypatch, report):
     if report != (None, True, 0):
         with pytest.raises(UsageError):
             peers.raise_if_failed()
+
+
+def test_reports_of_training_do_not_stop_preparation(peers):
+    """They are of an earlier launch with the same name: it crashed on a host whose clock is ahead, and starts again."""
+    leave_report(peers, "elsewhere", True, -1, prepared=True)
+    peers.raise_if_failed()
+
+
+def test_launches_on_different_hosts_are_different(peers, tmp_path, monkeypatch):
+    """accelerate launch gives all of them the same address and port; containers have the same process numbers, too."""
+
+    def folders() -> int:
+        found = set()
+        for host in ("one", "other"):
+            monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+            found.add(LaunchPeers(tmp_path).folder)
+        return len(found)
+
+    assert folders() == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert folders() == 2
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert folders() == 2
+
+
+def test_launch_that_follows_at_once(peers, monkeypatch):
+    """Its error is printed, though an earlier launch had the same; a launcher's number in a container may be the same."""
+    monkeypatch.setattr(peers, "rank", "1")
+    peers.report_failure(UsageError("a cosmic ray"))
+    for name, value in {"launcher": peers.launcher + 1, "rank": "0"}.items():
+        monkeypatch.setattr(peers, name, value)
+    peers.report_failure(error := UsageError("a cosmic ray"))
+    assert error.already_reported
+    with subprocess.Popen(["sleep", "60"]) as launcher:
+        assert peer_failures._earliest_report(launcher.pid) > time.time() - 10
+        launcher.kill()
 
 
 def test_lock_freed_by_a_failure_is_not_taken(peers, tmp_path, monkeypatch):
