@@ -4,6 +4,7 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_lineage.
 """
 
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,8 +33,10 @@ class ResumePoint(NamedTuple):
 def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:
     """Return the main process's ResumePoint on every rank, or raise its error on every rank.
 
-    Replace `per_device_batch_size: auto` by the value in the checkpoint."""
-    start = run_on_main(accelerator, lambda: _choose_on_main(accelerator, cfg, options, splits))
+    Replace `per_device_batch_size: auto` by the value in the checkpoint. Set `run_status.launch`."""
+    start, run_status.launch = run_on_main(
+        accelerator, lambda: (_choose_on_main(accelerator, cfg, options, splits), f"{os.getpid()}_{time.time_ns()}")
+    )
     if start.folder and cfg.per_device_batch_size == "auto":
         cfg.per_device_batch_size = read_state(start.folder)["config"]["per_device_batch_size"]
     return start

@@ -20,6 +20,7 @@ from src.storage import atomic_folder, lost_run_folder
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
 FAILED = "logs/failed.json"
+launch = ""  # identifier of this launch on all ranks: reports of another one, whose ranks may still live, are ignored
 
 
 def write_status(
@@ -56,9 +57,11 @@ def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool
     """Return True if this rank is the first of its run to fail, after writing logs/failed.json: message and exit code."""
     file = folder / FAILED
     temporary = file.with_name(f".failed_{rank}.tmp")
-    report = {"rank": rank, "code": code, "message": redact(message)}
+    report = {"rank": rank, "code": code, "launch": launch, "message": redact(message)}
     try:
         lost_run_folder.check_held(file)
+        if file.exists() and not _failure(folder):
+            clear_failure(folder)
         temporary.write_text(json.dumps(report | {"time": time.time()}))
         os.link(temporary, file)  # fails if the file exists; no reader sees it half-written
     except FileExistsError:
@@ -73,16 +76,19 @@ def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool
 
 def failed_rank(folder: Path, rank: int) -> str | None:
     """Return the rank that failed first, or None if no rank failed or this rank (`rank`) was first."""
-    first = atomic_folder.read_json(folder / FAILED).get("rank", rank)
+    first = _failure(folder).get("rank", rank)
     return str(first) if first != rank else None
 
 
 def failed_code(folder: Path) -> int:
     """Return the exit code of the rank that failed first, with which the other ranks end, too."""
-    try:
-        return json.loads((folder / FAILED).read_text())["code"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return 1
+    return _failure(folder).get("code", 1)
+
+
+def _failure(folder: Path) -> dict:
+    """Return the report of the rank of this launch that failed first, or {}."""
+    report = atomic_folder.read_json(folder / FAILED)
+    return report if report.get("launch") == launch else {}
 
 
 def clear_failure(folder: Path) -> None:
