@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.runtime import run_lock, run_status
-from src.runtime.exit_codes import exit_process, is_exiting
+from src.runtime.exit_codes import code_of_failed_rank, exit_process, is_exiting
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import lost_run_folder
 
@@ -49,6 +49,7 @@ class StopSignals:
         self.reason: str | None = None  # why this rank wants to stop
         self.save_requested = False
         self.is_training = False
+        self.is_ending = False  # because another rank failed
         self.step_seconds = 0.0  # of the slowest step
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
@@ -101,11 +102,11 @@ class StopSignals:
         now, name = time.monotonic(), _display_name(number)
         if not self.is_training:
             self._record_early_stop(name)
-            _exit(EXIT_STOPPED, stopped_early(number))
+            _exit_early(number)
         if self.first_signal is None:
             self.first_signal = now
             self.reason = self.reason or name
-            if not is_exiting():
+            if not is_exiting() and not run_status.failed_rank(self.folder, self.rank):
                 text = f"{name}: saving after this step, then stopping; a second {name} stops without saving"
                 log.info("%s", text)
                 if self.is_main:  # print once, since Ctrl-C reaches all ranks
@@ -118,7 +119,8 @@ class StopSignals:
     def _record_early_stop(self, name: str) -> None:
         """Set the status in status.json to "stopped", if this launch has written that file."""
         status = run_status.read_status(self.folder)
-        if self.is_main and status.get("status") == "running" and status.get("launcher") == os.getppid():
+        is_own = status.get("status") == "running" and status.get("launcher") == os.getppid()
+        if self.is_main and is_own and not code_of_failed_rank():
             with suppress(OSError):
                 reason = f"Stopped by {name} before the first step."
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
@@ -131,11 +133,17 @@ class StopSignals:
         if not self.is_training:
             return
         if other := run_status.failed_rank(self.folder, self.rank):
-            log.info("rank %s failed", other)
-            time.sleep(2)  # so that the launcher sees the failed rank end first, and reports it
-            exit_process(run_status.failed_code(self.folder))
-        if self.is_main:
+            if not self.is_ending:
+                self.is_ending = True
+                log.info("rank %s failed", other)
+                threading.Thread(target=self._end_as_failed, name="end", daemon=True).start()
+        elif self.is_main:
             self._poll_requests()
+
+    def _end_as_failed(self) -> None:
+        """End with the code of the rank that failed; meanwhile the other thread notices a second signal."""
+        time.sleep(2)  # so that the launcher sees the failed rank end first, and reports it
+        exit_process(run_status.failed_code(self.folder))
 
     def _poll_requests(self) -> None:
         """Check the time limit and the files `save` and `stop`; delete these files."""
@@ -165,7 +173,13 @@ class StopSignals:
 def exit_on_signal() -> None:
     """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save."""
     for number in SIGNALS:
-        signal.signal(number, lambda number, frame: _exit(EXIT_STOPPED, stopped_early(signal.Signals(number))))
+        signal.signal(number, lambda number, frame: _exit_early(signal.Signals(number)))
+
+
+def _exit_early(number: signal.Signals) -> NoReturn:
+    """End this process, which does not train yet; silently if a launcher ends it because another rank has failed."""
+    code = code_of_failed_rank()
+    _exit(code or EXIT_STOPPED, "" if code else stopped_early(number))
 
 
 def stopped_early(number: signal.Signals, training: bool = True) -> str:

@@ -152,7 +152,7 @@ def _prints(code: int, message: str, error: Exception | None) -> bool:
         return not error.reported_elsewhere
     if error is None or (_run_folder is None and peer_failures.current is None):
         return os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0") == "0"
-    if _rank() > 0 and _code_of_failed_rank(COMMON_ERROR_WAIT):  # rank 0 prints an error of all ranks
+    if _rank() > 0 and code_of_failed_rank(COMMON_ERROR_WAIT):  # rank 0 prints an error of all ranks
         return False
     return _report(error, message, code)
 
@@ -163,7 +163,7 @@ def _fail(error: BaseException) -> NoReturn:
     _log(text)
     connection_lost = isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS)
     is_first = getattr(error, "already_reported", False)  # during data preparation
-    code = None if is_first else _code_of_failed_rank(ROOT_CAUSE_WAIT if connection_lost else 0.0)
+    code = None if is_first else code_of_failed_rank(ROOT_CAUSE_WAIT if connection_lost else 0.0)
     if code or not _report(error, text, EXIT_FAILED):
         time.sleep(LAUNCHER_WAIT)
         exit_process(code or EXIT_FAILED)
@@ -206,7 +206,7 @@ def _report(error: BaseException, text: str, code: int) -> bool:
     return getattr(error, "already_reported", True)
 
 
-def _code_of_failed_rank(seconds: float) -> int | None:
+def code_of_failed_rank(seconds: float = 0.0) -> int | None:
     """Return the exit code of another rank that has reported a failure; wait up to `seconds` for its report."""
     deadline = time.monotonic() + seconds
     while True:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import sys
 import time
 from pathlib import Path
@@ -149,6 +150,32 @@ def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
     assert "failed:" not in text
     if place != "build":
         assert run_status.read_status(tmp_path / "run")["exit_code"] == 2
+
+
+@pytest.mark.parametrize(
+    "place, error, code", [("build", UsageError("row 7 is bad"), 2), ("forward", ValueError("a cosmic ray"), 1)]
+)
+def test_launcher_ends_the_others(tiny, tmp_path, monkeypatch, place, error, code):
+    """torchrun sends SIGTERM as soon as one rank has ended: the others say nothing of a stop or a save."""
+    monkeypatch.setattr(exit_codes, "COMMON_ERROR_WAIT", 0.5)
+    raise_in(monkeypatch, place, 1, error)
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path / "here", world=2)
+    kit.until(lambda: ranks.processes[1].exitcode is not None)
+    ranks.signal(signal.SIGTERM, 0)
+    assert ranks.wait() == [code, code], ranks.text()
+    assert "SIGTERM" not in ranks.text()
+    assert ranks.text().count(str(error)) == 1
+
+
+def test_report_of_another_launch_is_ignored(tmp_path, monkeypatch):
+    """A rank whose launcher was killed may fail later, in a folder where the next launch trains already."""
+    (tmp_path / "logs").mkdir()
+    for launch, rank in (("first", 1), ("second", 2)):
+        monkeypatch.setattr(run_status, "launch", launch)
+        assert run_status.failed_rank(tmp_path, 0) is None
+        assert run_status.report_failure(tmp_path, rank, "a cosmic ray", rank)
+        assert not run_status.report_failure(tmp_path, 0, "connection lost")
+        assert (run_status.failed_rank(tmp_path, 0), run_status.failed_code(tmp_path)) == (str(rank), rank)
 
 
 def test_resume_ignores_an_old_failure(tiny, tmp_path):
