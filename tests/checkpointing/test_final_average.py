@@ -113,10 +113,11 @@ def test_best_step_before_the_first_average_is_copied(tiny, tmp_path):
 
 
 def test_saved_part_of_a_model_with_a_frozen_teacher(tmp_path):
+    kit.need_task(name := "distillation")
     values = {"train_file": tmp_path / "train.jsonl", "validation_file": tmp_path / "validation.jsonl", "max_steps": 3}
     values |= {"global_batch_size": 8, "per_device_batch_size": 4, "dtype": "bfloat16", "techniques": json.dumps(EMA)}
     values |= {"learning_rate": 1e-2}
-    run = kit.run_training(1, tmp_path / "run", *recipes.distillation(tmp_path), *kit.flags(**values))
+    run = kit.run_training(1, tmp_path / "run", *getattr(recipes, name)(tmp_path), *kit.flags(**values))
     expected = {n.removeprefix("student."): value for n, value in averaged(run.folder, 3).items()}
     assert {value.dtype for value in expected.values()} == {torch.float32}  # of weights in bfloat16
     assert not [name for name in expected if name.startswith("teacher")]

@@ -35,6 +35,9 @@ def test_copy_holds_the_named_tasks_and_nothing_of_the_others(copy):
         for file in (fork.REGISTRY, fork.RECIPES, "docs/architecture.md"):
             assert f"{task}.py" not in (copy / file).read_text()
             assert f'"{task}"' not in (copy / file).read_text()
+    for path in copy.glob("tests/**/*.py"):  # a test of the core that runs these tasks, too, skips them
+        text = path.read_text()
+        assert "need_task" in text or not [task for task in OTHERS[1:] if f'"{task}"' in text], path
 
 
 def test_tests_of_the_copy_pass(copy):

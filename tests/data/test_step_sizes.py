@@ -252,6 +252,7 @@ def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):
     names = ("model_config", "train_file", "max_length", "sequence_length_warmup_steps")
     with pytest.raises(UsageError, match="sequence_length_warmup_start is 11, not less than max_length, which is 11"):
         kit.open_data(**({name: fields[name] for name in names} | more))
+    kit.need_task("preference")
     with pytest.raises(UsageError, match="task preference cannot shorten its rows"):
         rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
         more |= {"task": "preference", "train_file": kit.write_jsonl(tmp_path / "pairs.jsonl", rows)}

@@ -50,6 +50,7 @@ def write_pictures(path, count: int, seed: int = 0) -> Path:
 
 def segmentation_flags(folder, **fields) -> list[str]:
     """Write 203 and 31 drawn images of 24 to 64 pixels and their classes; return flags of segmentation."""
+    kit.need_task("segmentation")
     features = datasets.Features(image=datasets.Image(), label=datasets.Image())
     for split, count in (("train", 203), ("validation", 31)):
         generator = np.random.default_rng(count)
@@ -71,6 +72,7 @@ def segmentation_flags(folder, **fields) -> list[str]:
 
 def classification_flags(folder, **fields) -> list[str]:
     """Write 203 and 31 images and a tiny ViT; return flags of image_classification."""
+    kit.need_task("image_classification")
     for split, count in (("train", 203), ("validation", 31)):
         write_pictures(folder / f"{split}.parquet", count, seed=count)
     return kit.flags(

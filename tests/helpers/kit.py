@@ -30,6 +30,7 @@ from tests.helpers.tiny_data import (
     LLAMA,
     TINY,
     flags,
+    need_task,
     open_data,
     save_model,
     tiny_files,

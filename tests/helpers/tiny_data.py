@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import yaml
 
@@ -32,6 +33,12 @@ GPT2 = {  # has dropout in the embedding, the attention and the residual stream
     "resid_pdrop": 0.2,
 }
 TINY = GPT2 | {"vocab_size": 50, "n_embd": 16, "n_layer": 1, "n_positions": 32}
+
+
+def need_task(name: str) -> None:
+    """Skip a test of the core that also runs this task, in a fork without it."""
+    if name not in OPTIONS:
+        pytest.skip(f"this fork has no task {name}")
 
 
 def write_jsonl(path, rows) -> Path:

@@ -115,6 +115,7 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
 
 def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
     """Also if the student has an adapter: the teacher has none."""
+    kit.need_task("distillation")
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
     fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
     fields |= {"task": "distillation", "output_dir": tmp_path}

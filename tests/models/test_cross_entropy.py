@@ -140,6 +140,7 @@ def test_invalid_class_weights_are_named():
 
 @pytest.mark.parametrize("task", ["text_classification", "token_classification"])
 def test_balanced_weights_are_those_of_scikit_learn(tmp_path, task):
+    kit.need_task(task)
     texts = ["a cat", "a red cat", "no fox", "a mat"]
     rows = [{"text": text, "label": text[0]} for text in texts]
     tags = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in texts]
@@ -200,6 +201,7 @@ def test_a_task_without_cross_entropy_refuses_the_options(tmp_path):
     from src.config import parsing, validation
     from src.tasks import OPTIONS as TASKS
 
+    kit.need_task("embeddings")
     with pytest.raises(UsageError, match="label_smoothing_factor: it belongs to task causal_lm"):
         parsing.parse(kit.flags(task="embeddings", label_smoothing_factor=0.1), TASKS)
     fields = {"task": "text_classification", "model_name_or_path": "x", "train_file": "y", "regression": True}

@@ -15,6 +15,7 @@ CONVNEXT |= {"num_stages": 2}
 
 
 def test_layers_are_dropped_alike_on_any_number_of_processes(tmp_path):
+    kit.need_task("image_classification")
     images.import_before_fork("convnext")
     values = {
         "task": "image_classification",
@@ -46,7 +47,7 @@ def test_fields_of_the_model_and_a_model_without_one(tmp_path, capsys):
     assert load(CONVNEXT, stochastic_depth=0.25).drop_path_rate == 0.25
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.25.*gpt2.*drop_path_rate"):
         load(kit.TINY, stochastic_depth=0.25)
-    cfg = parsing.parse(kit.flags(task="segmentation", stochastic_depth=0.5), OPTIONS)[0]
+    cfg = parsing.parse(kit.flags(stochastic_depth=0.5), OPTIONS)[0]
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.5, but Linear is not a model of transformers"):
         build_plain_model(cfg, lambda: torch.nn.Linear(2, 2))
     bart = load({"model_type": "bart", "encoder_layerdrop": 0.5})  # ranks would wait for each other's layers

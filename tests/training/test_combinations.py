@@ -37,6 +37,7 @@ def own(folder, model: dict | None = None, **more) -> dict:
 
 def of_recipe(folder, name: str, **more) -> dict:
     """Return the fields of a recipe of the conformance suite, for a short run."""
+    kit.need_task(name)
     values: dict = {"eval_steps": 5, "save_steps": 2, "save_total_limit": 10, "max_steps": 5, "logging_steps": 1}
     values |= {"global_batch_size": 16, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "dtype": "float64"}
     for split in ("train", "validation"):

@@ -92,7 +92,7 @@ def test_values_are_read_as_the_types_of_the_options():
         ({"OUTER": {}}, ["OUTER: unknown; did you mean outer?"]),
         ({"freeze": {}}, ["freeze: is a field of the run file"]),
         ({"stochastic_depth": {}}, ["is a field of the run file"]),
-        ({"mixup": {}, "z_loss": {}}, ["mixup: is an option of a task", "z_loss: is an option of a task"]),
+        ({"focal_gamma": {}, "z_loss": {}}, ["focal_gamma: is an option of a task", "z_loss: is an option of a task"]),
         ({"label_smoothing": {}, "r_drop": None}, ["give label_smoothing_factor", "give r_drop_alpha"]),
         ({"curriculum": {}, "muon": None}, ["give curriculum_column", "give optim muon"]),
         ({"outer": {"rate": 0}}, ["outer: rate is 0", "above 0"]),

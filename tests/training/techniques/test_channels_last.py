@@ -17,6 +17,7 @@ CONVNEXT = {
 
 def fields(folder, **more) -> dict:
     """Return fields of a run on 16 images, all of them in each global batch, without augmentation."""
+    kit.need_task("image_classification")
     images.import_before_fork("convnext", "vit")
     return {
         "task": "image_classification",

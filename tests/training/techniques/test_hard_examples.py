@@ -108,6 +108,7 @@ CROSS_ENTROPY = {"z_loss": 0.1, "label_smoothing_factor": 0.1}
 )
 def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     """In float64, with the options of the cross-entropy, and in several chunks of logits."""
+    kit.need_task(name)
     monkeypatch.setattr(losses, "chunk_rows", lambda *args: 7)
     monkeypatch.setattr(token_losses, "chunk_rows", lambda *args: 7)
     flags = getattr(recipes, name)(tmp_path)
