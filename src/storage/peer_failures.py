@@ -93,18 +93,21 @@ class LaunchPeers:
             temporary.replace(self._own_file(".failed"))
 
     def other_error(self) -> Exception | None:
-        """Return the error that another process of this launch reported, or None."""
+        """Return the error that another process of this launch reported, or None; a death is no report."""
         try:
-            self.raise_if_failed()
+            self._raise_reports(".failed")
         except (UsageError, Failure, OSError) as error:
             return error
         return None
 
     def raise_if_failed(self) -> None:
         """Raise the error that another process of this launch reported, or Failure if a process of this host died."""
+        self._raise_reports(".failed", ".here")
+
+    def _raise_reports(self, *endings: str) -> None:
         with suppress(FileNotFoundError):  # the folder does not exist yet, or a process ends and removes its file
             for path in list(self.folder.iterdir()):
-                if path.suffix in (".failed", ".here"):
+                if path.suffix in endings:
                     self._raise_report(path)
 
     def _raise_report(self, path: Path) -> None:

@@ -167,6 +167,23 @@ def test_launcher_ends_the_others(tiny, tmp_path, monkeypatch, place, error, cod
     assert ranks.text().count(str(error)) == 1
 
 
+def test_stop_while_data_is_prepared(tiny, tmp_path, monkeypatch):
+    """A rank that a signal ends is not one that failed, for a rank that gets the same signal later."""
+
+    def wait(self):
+        (tmp_path / f"waits{os.environ['RANK']}").touch()
+        time.sleep(600)
+
+    monkeypatch.setattr(causal_lm.Task, "load", wait)
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path / "here", world=2)
+    kit.until(lambda: len(list(tmp_path.glob("waits*"))) == 2)
+    ranks.signal(signal.SIGTERM, 1)
+    kit.until(lambda: ranks.processes[1].exitcode is not None)
+    ranks.signal(signal.SIGTERM, 0)
+    assert ranks.wait() == [75, 75], ranks.text()
+    assert ranks.text().count("Stopped by SIGTERM before training began") == 1
+
+
 def test_report_of_another_launch_is_ignored(tmp_path, monkeypatch):
     """A rank whose launcher was killed may fail later, in a folder where the next launch trains already."""
     (tmp_path / "logs").mkdir()
