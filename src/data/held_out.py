@@ -25,7 +25,7 @@ def are_held_out(rows: dict[str, list], features: Mapping[str, Any], share: floa
 
 
 def _hash(row: dict) -> int:
-    return xxhash.xxh3_64_intdigest(json.dumps(_without_nulls(row), sort_keys=True, default=repr).encode())
+    return xxhash.xxh3_64_intdigest(json.dumps(_normal(row), sort_keys=True, default=repr).encode())
 
 
 def _stable(value: Any, feature: Any) -> Any:
@@ -35,8 +35,7 @@ def _stable(value: Any, feature: Any) -> Any:
         return xxhash.xxh3_128_hexdigest(_content(value))
     if kind == "ClassLabel" and isinstance(value, int) and value >= 0:
         return feature.names[value]
-    # A column of whole numbers becomes one of fractions when a row with a fraction is added.
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return value
 
 
 def _content(media: dict) -> bytes:
@@ -46,10 +45,14 @@ def _content(media: dict) -> bytes:
         return b""  # `encode` is refused this row, with its location
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value without the null entries of its objects: a later row with another key adds them to all rows."""
+def _normal(value: Any) -> Any:
+    """Return a value as it is whatever other rows hold: without null entries of objects, and 1.0 as 1.
+
+    A later row with another key adds it to all rows, and one with a fraction makes all numbers fractions."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     if isinstance(value, dict):
-        return {name: _without_nulls(inside) for name, inside in value.items() if inside is not None}
-    if isinstance(value, list) and {dict, list} & set(map(type, value)):
-        return [_without_nulls(inside) for inside in value]
+        return {name: _normal(inside) for name, inside in value.items() if inside is not None}
+    if isinstance(value, list) and {dict, list, float} & set(map(type, value)):
+        return [_normal(inside) for inside in value]
     return value

@@ -112,9 +112,16 @@ def test_value_is_the_same_however_it_is_stored(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).write_bytes(b"image")
     kinds = {"number": datasets.Value("int64"), "turns": None, "label": datasets.ClassLabel(names=["x", "y"])}
+    kinds["numbers"] = datasets.List(datasets.Value("int64"))
     kinds["image"] = datasets.Image()
-    before = {"number": 3, "turns": [{"role": "user", "content": "hi"}], "label": 1}
-    after = {"turns": [{"content": "hi", "name": None, "role": "user"}], "number": 3.0, "label": 2, "note": None}
+    before = {"number": 3, "numbers": [1, 2], "turns": [{"role": "user", "content": "hi"}], "label": 1}
+    after = {
+        "turns": [{"content": "hi", "name": None, "role": "user"}],
+        "number": 3.0,
+        "numbers": [1.0, 2.0],
+        "label": 2,
+        "note": None,
+    }
     media = [{"bytes": None, "path": str(tmp_path / name)} for name in ("a", "b")] + [{"bytes": b"image", "path": None}]
     kinds_after = kinds | {"label": datasets.ClassLabel(names=["new", "x", "y"]), "note": datasets.Value("string")}
     hashes = set()
