@@ -16,7 +16,7 @@ from src.runtime import private_apis
 if TYPE_CHECKING:
     from src.distributed.strategies import Strategy
 
-FIX = "freeze them in `build` of the task, with requires_grad_(False)"
+FIX = "freeze them by the field freeze (an adapter of peft: name the layers in its exclude_modules)"
 
 
 class GradientCheck:

@@ -44,14 +44,16 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     if hasattr(config, "modules_to_save"):
         found = _new_head(model, task.new_head)
         config.modules_to_save = [*(config.modules_to_save or []), *found] or None
+    leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _has_matrix(part)})
     torch.manual_seed(cfg.seed)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
             tuner = kind(model, config, adapter_name=NAME)
     except Exception as error:
-        leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _is_linear(part)})
-        raise UsageError(f"peft: {reason(error)} (linear layers of this model: {', '.join(leaves)})") from error
+        raise UsageError(
+            f"peft: {reason(error)} (linear layers and convolutions of this model: {', '.join(leaves)})"
+        ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in task.new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
@@ -82,8 +84,8 @@ def _architecture(model: torch.nn.Module) -> str | None:
     return getattr(getattr(model, "config", None), "model_type", None)
 
 
-def _is_linear(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+def _has_matrix(module: torch.nn.Module) -> bool:
+    return isinstance(module, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)) or type(module).__name__ == "Conv1D"
 
 
 def _new_head(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
