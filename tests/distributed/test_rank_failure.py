@@ -14,7 +14,9 @@ import torch
 import train
 from src.checkpointing import checkpoint_format, checkpoint_list
 from src.config.errors import UsageError
+from src.distributed import stop_signals
 from src.runtime import exit_codes, run_status
+from src.storage import atomic_folder
 from src.storage.peer_failures import LaunchPeers
 from src.tasks import causal_lm
 from src.training import evaluation
@@ -165,6 +167,21 @@ def test_launcher_ends_the_others(tiny, tmp_path, monkeypatch, place, error, cod
     assert ranks.wait() == [code, code], ranks.text()
     assert "SIGTERM" not in ranks.text()
     assert ranks.text().count(str(error)) == 1
+
+
+def test_two_signals_end_the_wait_for_a_disk_that_hangs(tiny, tmp_path, monkeypatch):
+    """Rank 0 would wait a minute for its checkpoint after rank 1 has failed."""
+    monkeypatch.setattr(stop_signals, "COPY_SECONDS", 0.0)
+    monkeypatch.setattr(atomic_folder, "publish", lambda *_, **__: time.sleep(600))
+    raise_in(monkeypatch, "update", 1, ValueError("a cosmic ray"))
+    ranks = kit.Ranks("train.py", *recipe(tiny, check_save=False), folder=tmp_path / "here", world=2)
+    log = tmp_path / "here" / "run" / "logs" / "rank_0.log"
+    kit.until(lambda: log.exists() and "rank 1 failed" in log.read_text())
+    for _ in range(2):
+        ranks.signal(signal.SIGTERM, 0)
+        time.sleep(0.1)
+    assert ranks.wait(30) == [128 + signal.SIGTERM, 1], ranks.text()
+    assert "SIGTERM" not in ranks.text()
 
 
 def test_stop_while_data_is_prepared(tiny, tmp_path, monkeypatch):
