@@ -17,14 +17,15 @@ from src.storage import lost_run_folder
 SETTLING = 0.5  # seconds to wait for the end of a deletion of the folder
 SAVING = 120  # seconds that a run may take to save after the end of its launcher
 
-_lock: list[IO] = []  # the lock file, held open until the process ends
+_locks: dict[Path, IO] = {}  # run folder -> its lock file, held open until the process ends
 
 
 def lock_run_folder(folder: Path, patience: float = 60) -> None:
     """Lock the run folder for this process. Raise UsageError if another process holds it for `patience` seconds.
 
     The operating system releases the lock when the process ends, however it ends."""
-    if _lock:
+    key = folder.absolute()
+    if key in _locks:
         if reason := lost_run_folder.lost_folder(folder):
             raise UsageError(f"output_dir: {reason} while this process started: run the same command again")
         return
@@ -44,7 +45,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     if not _is_in_place(file, folder):  # the lock file was deleted while this process waited
         file.close()
         return lock_run_folder(folder, patience)
-    _lock.append(file)
+    _locks[key] = file
     lost_run_folder.hold(folder)
 
 
@@ -72,10 +73,11 @@ def lost(folder: Path) -> str:
 
     The folder may be deleted, moved or replaced, or another process may have locked it after its lock file was deleted.
     If only the lock file was deleted, create and lock it again."""
-    if (reason := lost_run_folder.lost_folder()) or not _lock or _is_in_place(_lock[0], folder):
+    held = _locks.get(folder.absolute())
+    if (reason := lost_run_folder.lost_folder(folder)) or held is None or _is_in_place(held, folder):
         return reason
     time.sleep(SETTLING)  # the deletion of the whole folder may be in progress
-    if reason := lost_run_folder.lost_folder():
+    if reason := lost_run_folder.lost_folder(folder):
         return reason
     try:
         file = _lock_file(folder).open("a")
@@ -86,8 +88,8 @@ def lost(folder: Path) -> str:
         return f"{_lock_file(folder).parent} was deleted"
     except OSError:  # the next call checks again
         return ""
-    _lock.append(file)
-    _lock.pop(0).close()
+    _locks[folder.absolute()] = file
+    held.close()
     warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", any_rank=True)
     return ""
 
@@ -107,9 +109,9 @@ def _is_in_place(file: IO, folder: Path) -> bool:
 
 
 def unlock_run_folder() -> None:
-    """Close the lock file in a forked child process; the parent keeps the lock."""
-    while _lock:
-        _lock.pop().close()
+    """Close the lock files in a forked child process; the parent keeps the locks."""
+    while _locks:
+        _locks.popitem()[1].close()
 
 
 def wait_for_end(folder: Path) -> None:

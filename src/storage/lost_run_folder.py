@@ -18,10 +18,10 @@ def hold(folder: Path) -> None:
             _held[folder.absolute()] = os.open(folder, os.O_RDONLY)
 
 
-def lost_folder(path: Path | None = None) -> str:
-    """Return the reason why a held folder (with `path`: the one that contains it) is gone, or an empty string."""
+def lost_folder(path: Path) -> str:
+    """Return the reason why the held folder that is or contains `path` is gone, or an empty string."""
     for folder, descriptor in _held.items():
-        if path is not None and not path.absolute().is_relative_to(folder):
+        if not path.absolute().is_relative_to(folder):
             continue
         try:
             if not os.path.samestat(os.stat(folder), os.fstat(descriptor)):

@@ -29,10 +29,16 @@ def plain(files, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("launch") / "plain", *recipe(files))
 
 
-def launch(launcher: list, files, folder: Path) -> subprocess.CompletedProcess:
-    """Launch train.py with no variable of accelerate in the environment."""
+def launch(launcher: list, files, folder: Path, env: dict | None = None) -> subprocess.CompletedProcess:
+    """Launch train.py with no variable of accelerate in the environment but those of `env`."""
     command = [*launcher, str(kit.REPOSITORY / "train.py"), *recipe(files, output_dir=folder / "run")]
-    options = {"env": PLAIN_ENVIRONMENT, "capture_output": True, "text": True, "timeout": 180, "check": False}
+    options = {
+        "env": PLAIN_ENVIRONMENT | (env or {}),
+        "capture_output": True,
+        "text": True,
+        "timeout": 180,
+        "check": False,
+    }
     return subprocess.run(command, cwd=folder, **options)
 
 

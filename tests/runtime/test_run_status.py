@@ -1,16 +1,20 @@
 """status.json, exit code of a run, and the lock of the run folder."""
 
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 
 import train
+from src.distributed import stop_signals
 from src.runtime import run_lock, run_status
 from tests.helpers import kit
 from tests.helpers.stopping import MAX_STEPS, begin, check_resumes, check_stopped, recipe
@@ -85,6 +89,23 @@ def test_lock_ends_with_its_process(tiny, straight, tmp_path, short_wait):
     ranks.signal(signal.SIGKILL)
     assert ranks.wait() == [-9, -9]
     check_resumes(tmp_path, flags, straight)
+
+
+def _train_twice(commands: list[list]) -> None:
+    for argv in commands:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        train.main([str(word) for word in argv])
+    time.sleep(3 * stop_signals.POLL_SECONDS)
+
+
+def test_two_runs_in_one_process_keep_their_locks(tiny, tmp_path):
+    """Each run watches its own lock file."""
+    commands = [[*recipe(tiny), "--max_steps", 2, "--output_dir", tmp_path / name] for name in ("one", "two")]
+    kit.spawn(1, _train_twice, commands, out=tmp_path / "out")
+    assert "was deleted" not in (tmp_path / "out" / "rank0.txt").read_text()
+    for name in ("one", "two"):
+        with (tmp_path / name / "logs" / "rank_0.log").open() as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # their process has ended
 
 
 def test_deleted_lock_file_is_locked_again(tiny, tmp_path, short_wait):

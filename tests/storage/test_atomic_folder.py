@@ -410,7 +410,7 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     lost_run_folder.hold(run)
     lines.add({"step": 1})
     lines.flush()
-    assert lost_run_folder.lost_folder() == ""
+    assert lost_run_folder.lost_folder(run) == ""
 
     def replace_and_write(folder: Path) -> None:
         (folder / "a").write_text("a")
@@ -426,7 +426,7 @@ def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, rec
     with pytest.raises(OSError, match="deleted or moved"):
         atomic_folder.publish(run / "checkpoints" / "step_00000001", replace_and_write)
     assert not (run / "checkpoints" / "step_00000001").exists()
-    assert lost_run_folder.lost_folder()
+    assert lost_run_folder.lost_folder(run)
     lines.add({"step": 2})
     for call in (
         lines.flush,
