@@ -48,7 +48,7 @@ def opened(folder: Path, **fields):
 
 
 def rows_of(folder: Path, lengths: np.ndarray) -> Path:
-    """Write a Parquet file whose rows are random token ids of the given lengths."""
+    """Write a Parquet file with rows of random token ids of the given lengths."""
     import pyarrow as pa
     import pyarrow.parquet
 

@@ -93,13 +93,13 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> dict:
-    """The fields of kit.tiny_files: a model with dropout whose steps take ten milliseconds, and its data."""
+    """The fields of kit.tiny_files: a model with dropout and steps of ten milliseconds, and its data."""
     return kit.tiny_files(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The data fields of tests/helpers/plain_task.py, whose task is registered while a module's tests run."""
+    """The data fields of tests/helpers/plain_task.py; its task is registered while a module's tests run."""
     with plain_task.registered():
         yield plain_task.write_data(tmp_path_factory.mktemp("plain"))
 

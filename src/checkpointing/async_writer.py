@@ -125,7 +125,7 @@ class CheckpointWriter:
         self.thread = writer_thread.start(self._write_final, work)
 
     def write_final(self, tensors: Tensors | None, state: TrainState, config: dict, average: str) -> None:
-        """Start writing final/ from the model in memory, whose weights are those of `final_step` or their `average`."""
+        """Start writing final/ from the model in memory, with the weights of `final_step` or their `average`."""
 
         def write(folder: Path) -> None:
             model_folder.write_final(folder, self.cfg, self.model, tensors, self.rank, self.world, config)

@@ -46,7 +46,7 @@ class Checkpointer:
         self.accelerator, self.folder = strategy.accelerator, Path(cfg.output_dir)
         self.is_main = strategy.accelerator.is_main_process
         self.resume_from: Path | None = None
-        self.average = ""  # name of the technique whose average final/ holds
+        self.average = ""  # name of the technique with the average that final/ holds
         self.notes: list[str] = []  # messages for the user about the chosen checkpoint
 
     # ---- at the start ------------------------------------------------------------------------------------------------

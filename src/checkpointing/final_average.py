@@ -14,14 +14,14 @@ from src.training.technique_chain import put_weights
 
 
 class FinalAverage:
-    """The technique among `parts` whose average final/ holds; `name` is empty if there is none."""
+    """The technique among `parts` with the average that final/ holds; `name` is empty if there is none."""
 
     def __init__(self, parts: dict[str, Any]):
         chosen = {name: part for name, part in parts.items() if getattr(part, "final", False)}
         self.name, self.technique = next(iter(chosen.items()), ("", None))
 
     def put(self, strategy: Strategy, model: torch.nn.Module, checkpoint: Path | None) -> bool:
-        """Replace the weights of `model`, whose training is over, by the average that `checkpoint` or memory holds.
+        """After training, replace the weights of `model` by the average that `checkpoint` or memory holds.
 
         Return False if there is no average: none is asked for, or no weights had been averaged by then."""
         if self.technique is None:

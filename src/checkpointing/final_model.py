@@ -17,7 +17,7 @@ from src.training.train_state import TrainState
 
 
 def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> str:
-    """Return a sentence about the best step, `held`, the step in final/, and the technique whose average final/ holds.
+    """Return a sentence about the best step, `held`, the step in final/, and the technique with the average that final/ holds.
 
     Return an empty string without metric_for_best_model and average."""
     what = f"the average ({average}) of " if average else ""

@@ -70,7 +70,7 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     """Return (flags without --checkpoint, values from the checkpoint's configuration, step of its weights).
 
     A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
-    use only fields whose `from_checkpoint` allows it. The typed path alone decides the folder of eval.json."""
+    use only fields that `from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", nargs="?", const="")
     known, argv = parser.parse_known_args(argv)
@@ -152,7 +152,7 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
         flags = [f"--{name} {values[name]}" for name in ("dataset_split", "validation_split") if values.get(name)]
         warn(f"dataset_name is given; to evaluate rows that this run has held out of it, give {' '.join(flags)}, too")
     if "validation_file" in given | values.keys():
-        dropped.add("train_file")  # it may be a URL whose credentials were removed
+        dropped.add("train_file")  # it may be a URL without its credentials
     return {name: value for name, value in values.items() if name not in dropped}
 
 

@@ -23,11 +23,11 @@ from src.training.train_state import TrainState
 def roll_back(
     strategy: Strategy, cfg: RunConfig, model_with_loss: ModelWithLoss, parts: dict, state: TrainState, before: int
 ) -> int | None:
-    """Restore the newest intact checkpoint below step `before` whose step is a multiple of save_steps, on all ranks.
+    """Restore the newest intact checkpoint below step `before` at a multiple of save_steps, on all ranks.
 
     Return its step, None without one.
 
-    The step counter goes on, so data, ledger and metrics stay functions of the step. `updates` returns to that of the
+    The step counter continues, so data, ledger and metrics stay functions of the step. `updates` returns to that of the
     checkpoint, and with it the learning rate. Checkpoints of steps that an earlier call has undone do not count."""
     checkpoint = run_on_main(strategy.accelerator, lambda: _choose(cfg, state, before))
     if checkpoint is None:

@@ -13,8 +13,8 @@ from src.config.fields import TYPES, declared_options, field_types
 
 DESCRIPTION = (
     "Precedence: defaults < the YAML of --config < flags. Without a run file, model or data, train.py trains "
-    "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; `--NAME none` clears a field that has no default. --task NAME --help shows "
-    "the options of another task. Docs: README.md."
+    "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; --NAME none clears a "
+    "field with the default none. --task NAME --help shows the options of another task. README.md links all docs."
 )
 
 

@@ -134,7 +134,7 @@ class RunConfig(ModelAndDataFields):
     )
     save_total_limit: int = option("newest checkpoints to keep", 2, min=1, may_change_on_resume=True)
     save_keep_every: int | None = option(
-        "also keep each checkpoint whose step is a multiple of this number", min=1, may_change_on_resume=True
+        "also keep each checkpoint at a multiple of this number of steps", min=1, may_change_on_resume=True
     )
     max_failed_saves: int = option("fail after this many failed saves in a row", 3, min=1, may_change_on_resume=True)
     check_save: bool = option(

@@ -50,7 +50,7 @@ def one_model(cfg: RunConfig) -> Iterator[str]:
 
 
 def given_model(cfg: RunConfig) -> Iterator[str]:
-    """Yield an error without a model; only for tasks whose `Options.needs_model` is true."""
+    """Yield an error without a model; only for tasks with `Options.needs_model` true."""
     if not cfg.model_name_or_path and not cfg.model_config:
         yield f"no model: give --model_name_or_path, or --model_config for random weights {TRY}"
 

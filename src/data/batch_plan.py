@@ -1,4 +1,4 @@
-"""The batch plan: which examples are in which micro-batch of which step, with which seed.
+"""The batch plan: the examples, micro-batch and seed of every step.
 
 Pure functions of the plan and the step: no torch, no processes, no files.
 Tests: tests/data/test_batch_plan.py and tests/conformance/.

@@ -18,7 +18,7 @@ from src.data.row_errors import RowLocations
 from src.storage import disk_errors
 from src.tasks import Task
 
-COLUMNS = 4  # number of columns whose values an error message shows
+COLUMNS = 4  # number of columns with values in an error message
 
 
 def encode_rows(

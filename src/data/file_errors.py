@@ -143,7 +143,7 @@ def _kind(value) -> str:
 
 
 def _other_kind(kinds: dict[str, str], row: dict) -> str | None:
-    """Return a message for a field whose type differs from earlier rows, or None. Add new fields to `kinds`."""
+    """Return a message for a field with another type than in earlier rows, or None. Add new fields to `kinds`."""
     for name, value in row.items():
         kind = None if value is None or value == [] else _kind(value)
         if kind and kinds.setdefault(name, kind) != kind:

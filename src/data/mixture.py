@@ -49,7 +49,7 @@ class Mixture:
         }
 
     def next_pass(self) -> None:
-        """Do nothing: only a stream must be told to begin its next pass."""
+        """Do nothing: only a stream has to begin its next pass."""
 
     def position(self, step: int, host_group) -> None:
         """Return None: the step alone determines where to resume."""

@@ -43,7 +43,7 @@ class Split:
         return sizes_of_run(cfg, len(self)).epochs_of(step)
 
     def next_pass(self) -> None:
-        """Do nothing: only a stream must be told to begin its next pass."""
+        """Do nothing: only a stream has to begin its next pass."""
 
     def position(self, step: int, host_group) -> None:
         """Return None: the step alone determines where to resume."""

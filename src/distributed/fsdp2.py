@@ -66,7 +66,7 @@ class FSDP2(Strategy):
     def build_model(self, task: Any, weights: Any, check: Callable[[torch.nn.Module], None] | None = None):
         """Return the task's model on the CPU; only the main process loads or initializes its weights.
 
-        The other processes build it with empty tensors, whose memory is never touched. `prepare` sends each process its
+        The other processes build it with empty tensors; their memory is never touched. `prepare` sends each process its
         shard. A UsageError on the main process is raised on all processes."""
         if not self.main_process_builds:
             return super().build_model(task, weights, check)

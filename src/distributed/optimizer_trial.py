@@ -92,7 +92,7 @@ class _Trial:
         # The copy refers to these parameters instead of the model's, and to empty ones instead of the rest.
         memo: dict[int, Any] = {id(p): torch.nn.Parameter(torch.zeros(0)) for p in _parameters(optimizer)}
         memo |= {id(p): own for p, own in zip(chosen, self.parameters, strict=True)}
-        # Not copy.deepcopy(optimizer): torch leaves out all attributes but state and groups.
+        # Not copy.deepcopy(optimizer): torch copies no attributes but state and groups.
         self.optimizer = memo[id(optimizer)] = object.__new__(type(optimizer))
         vars(self.optimizer).update(copy.deepcopy(vars(optimizer), memo))
         mine = {id(p) for p in self.parameters}

@@ -119,7 +119,7 @@ def in_words(names: list[str]) -> str:
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the leaves whose gradient the backward pass of `loss` would compute."""
+    """Return the leaves that get a gradient in the backward pass of `loss`."""
     nodes, seen, found = [loss.grad_fn], set(), []
     while nodes:
         node = nodes.pop()

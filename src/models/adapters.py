@@ -89,7 +89,7 @@ def _has_matrix(module: torch.nn.Module) -> bool:
 
 
 def _new_head(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
-    """Return the outermost modules whose name contains one of `parts`."""
+    """Return the outermost modules with a name that contains one of `parts`."""
     found: list[str] = []
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") for outer in found)

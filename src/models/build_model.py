@@ -28,7 +28,7 @@ def build_model(
     """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random from the seed.
 
     With `empty`, its parameters are allocated but not initialized. Raise UsageError if the files lack parameters.
-    Pretrained files may lack those whose name contains one of `new_weights` (a new head)."""
+    Pretrained files may lack those with a name that contains one of `new_weights` (a new head)."""
     torch.manual_seed(cfg.seed)
     options: dict = {"dtype": weight_dtype(cfg)}
     if cfg.attn_implementation:
@@ -87,7 +87,7 @@ def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missin
 
 
 def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) -> torch.nn.Module:
-    """Return a model whose parameters are allocated but never written. Such memory costs nothing until its first use.
+    """Return a model with parameters that are allocated but never written. Such memory costs nothing until its first use.
 
     The meta device does not work here: all its addresses are equal, and accelerate identifies parameters by address."""
     from accelerate import init_empty_weights

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 DEFAULT_MAX_LENGTH = 1024
-# Models whose positions begin after that of the padding token.
+# Models with positions that begin after that of the padding token.
 POSITIONS_AFTER_PADDING = (
     *("camembert", "data2vec-text", "esm", "ibert", "layoutlmv3", "lilt", "longformer", "luke", "markuplm", "mpnet"),
     *("roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod"),
@@ -90,7 +90,7 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
     try:
         defaults: Any = AutoConfig.for_model(model_type)
         names = {*defaults.to_dict(), *getattr(defaults, "attribute_map", {})}
-    except Exception:  # a model type whose default sizes contradict each other
+    except Exception:  # a model type with default sizes that contradict each other
         defaults = CONFIG_MAPPING[model_type]
         names = {field.name for field in fields(defaults)}
     for name in values:

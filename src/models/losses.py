@@ -30,7 +30,7 @@ def sums_from_logits(
 ) -> dict[str, torch.Tensor]:
     """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored.
 
-    In training, the loss is that of `options`, whose further sums it has if it is not the plain cross-entropy."""
+    In training, the loss is that of `options`, with its further sums unless it is the plain cross-entropy."""
     if training and not options.is_plain_loss:
         return options.sums(at_least_float32(logits), targets, class_weights)
     if training:

@@ -10,6 +10,7 @@ from io import StringIO
 
 import torch
 
+from src.checkpointing.checkpoint_list import list_checkpoints
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import warn
 from src.config.schema import RunConfig
@@ -27,7 +28,7 @@ from src.training.trial_evaluation import check_best_metric
 from src.training.trial_loss import check_trial_loss
 
 BUILT = 1e9  # parameters of a model that gets its weights; more may not fit into this machine
-TRIED = 1e8  # parameters of a model whose optimizer is tried on the CPU; more would take minutes
+TRIED = 1e8  # parameters of a model for which the optimizer is tried on the CPU; more would take minutes
 
 
 def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) -> ModelWithLoss:
@@ -57,7 +58,8 @@ def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) ->
 
 def _build(cfg: RunConfig, task: Task) -> tuple[torch.nn.Module, int]:
     """Return (model, number of its parameters); with more than BUILT, these have no values, and take no memory."""
-    found = init_weights(cfg)
+    resumes = cfg.resume == "auto" and list_checkpoints(cfg.output_dir)  # then `init_from` is not read
+    found = None if resumes else init_weights(cfg)
     weights = str(found) if found else None
     empty = "empty" in inspect.signature(task.build).parameters  # only sharded runs of a fork need it
     with redirect_stderr(StringIO()) as warnings:

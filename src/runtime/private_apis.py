@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replaced(functions: dict[tuple[Any, str], Callable]) -> Iterator[None]:
-    """Replace functions, {(module or class, name): function}, within; leave out those that this version lacks."""
+    """Replace functions, {(module or class, name): function}, within; ignore those that this version lacks."""
     originals = {(owner, name): getattr(owner, name) for owner, name in functions if hasattr(owner, name)}
     try:
         for owner, name in originals:
@@ -119,7 +119,7 @@ def fake_tensors():
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return an id of a tensor's memory. It also works for fake tensors, whose address is 0.
+    """Return an id of a tensor's memory. It also works for fake tensors, which have address 0.
 
     Test: tests/models/test_memory_estimate.py."""
     return tensor.untyped_storage()._cdata
@@ -200,7 +200,7 @@ def set_process_group_arguments(settings: Any, arguments: dict) -> None:
 
 
 def shard_over_gloo() -> None:
-    """Make accelerate run FSDP2 and DeepSpeed on CPUs, over gloo; by itself it would use DDP or separate replicas.
+    """Make accelerate run FSDP2 and DeepSpeed on CPUs, over gloo; otherwise it would use DDP or separate replicas.
 
     Test: tests/distributed/test_launch.py."""
     from accelerate.state import PartialState

@@ -20,7 +20,7 @@ from src.storage import atomic_folder, lost_run_folder
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
 FAILED = "logs/failed.json"
-launch = ""  # identifier of this launch on all ranks: reports of another one, whose ranks may still live, are ignored
+launch = ""  # identifier of this launch on all ranks: reports of another one are ignored: its ranks may still live
 
 
 def write_status(

@@ -27,7 +27,7 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
     `write` may return manifest entries of files that other processes have written, flushed and hashed.
 
     The temporary folder is beside the target, so one rename publishes it. All files are fsynced before the rename,
-    the manifest last. An OSError leaves nothing behind. A kill leaves a folder whose name begins with a dot. Nothing
+    the manifest last. An OSError leaves nothing behind. A kill leaves a folder with a name that begins with a dot. Nothing
     reads such a folder, and the next call removes it."""
     temporary, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))
     check_held(folder)

@@ -57,7 +57,7 @@ class Task:
 
     unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
 
-    max_length: int = 0  # tokens per row; set by `load` of a task whose rows are tokens
+    max_length: int = 0  # tokens per row; set by `load` of a task with rows of tokens
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options

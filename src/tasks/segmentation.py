@@ -1,6 +1,6 @@
 """Semantic segmentation: a class for every pixel; cross-entropy over the labeled pixels, mean IoU, pixel accuracy.
 
-A row is {"image": …, "label": …}: an image, and an image of the same size whose pixels are class ids. Without a model
+A row is {"image": …, "label": …}: an image, and an image of the same size with class ids as pixels. Without a model
 in the run file, a small U-Net takes images of their own sizes; padding has no effect on it. Models of transformers
 have no mask for padding, so they need --image_size: all images are resized. Tests: tests/tasks/test_segmentation.py.
 """

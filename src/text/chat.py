@@ -58,7 +58,7 @@ def render_chat(
 def tokenize_marked_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location
 ) -> tuple[list[int], list[int]]:
-    """Return ids and labels of a chat whose template marks the assistant's content with {% generation %}."""
+    """Return ids and labels of a chat with a template that marks the assistant's content with {% generation %}."""
     with _errors_of_rendering(location):
         chat = tokenizer.apply_chat_template(
             _check_messages(tokenizer, messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True

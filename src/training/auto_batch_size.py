@@ -19,7 +19,7 @@ from src.tasks import Task
 from src.training.batch_loss import scalar_of_vectors
 
 LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
-USABLE = 0.8  # of the free memory; the estimate leaves out what kernels need for a moment, and gaps between tensors
+USABLE = 0.8  # of the free memory; the estimate ignores what kernels need for a moment, and gaps between tensors
 
 
 def choose_batch_size(

@@ -22,7 +22,7 @@ from src.tasks import Batch, Task
 from src.training import batch_loss
 from src.training.evaluation_plan import Plan, Source, make_plan, share_of_rank
 
-FLUSH = 64  # micro-batches whose results stay on the device before they are copied to the host
+FLUSH = 64  # micro-batches; their results stay on the device before they are copied to the host
 ASK = 8  # micro-batches between two all-reduces of the stop requests
 TIMES_SEEN = "times seen"
 
@@ -107,7 +107,7 @@ class Results:
         self.pending.clear()
 
     def values(self) -> tuple[list[str], np.ndarray, dict[str, np.ndarray]]:
-        """Return (names, table, values by example) of an evaluation of which this rank computed everything."""
+        """Return (names, table, values by example) of an evaluation that this rank computed alone."""
         assert self.table is not None
         return self.names, self.table, {n: v for n, v in self.per_example.items() if n != TIMES_SEEN}
 

@@ -59,7 +59,7 @@ def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
 
 
 def _blocks(count: int, size: int, micro_batch: int, first_row: int, first_micro_batch: int) -> list[Block]:
-    """Return the blocks of `size` rows of a source of `count` rows, whose micro-batches never cross blocks."""
+    """Return the blocks of `size` rows of a source of `count` rows; micro-batches never cross blocks."""
     blocks = []
     for start in range(0, count, size):
         stop = min(start + size, count)

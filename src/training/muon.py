@@ -23,7 +23,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             own = [group for group in self.param_groups if group["hidden"] == hidden]
             if own:
                 self.parts[hidden] = part = kind([dict(group) for group in own], **options)
-                part.param_groups.clear()  # `step` gives it the groups, whose parameters may be sharded by then
+                part.param_groups.clear()  # `step` gives it the groups; their parameters may be sharded by then
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

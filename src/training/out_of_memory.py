@@ -84,7 +84,7 @@ def repeat_if_due(run: "Run", logger: Any, due: float) -> None:
 
 
 def repeat_step(run: "Run", logger: Any, ranks: float) -> bool:
-    """If `ranks` is not 0, undo the last step, whose update was skipped, halve the micro-batch, and return True."""
+    """If `ranks` is not 0, undo the last step (its update was skipped), halve the micro-batch, and return True."""
     if not ranks:
         return False
     strategy, state, cfg = run.strategy, run.state, run.cfg

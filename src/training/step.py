@@ -154,7 +154,7 @@ def optimizer_step(
 ) -> tuple[torch.Tensor, DeviceFlag]:
     """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
-    An update whose gradient norm is not finite is skipped: weights and moments stay unchanged on all ranks."""
+    An update with a gradient norm that is not finite is skipped: weights and moments stay unchanged on all ranks."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["lr_factor"]  # of Strategy.prepare
     norm, skipped = strategy.clip_and_step(module, optimizer, max_grad_norm)

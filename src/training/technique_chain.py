@@ -60,7 +60,7 @@ class TechniqueChain:
 
     @property
     def averages(self) -> list[str]:
-        """Return the names of the techniques whose average is evaluated beside the weights of training."""
+        """Return the names of the techniques with an average that is evaluated beside the weights of training."""
         return [name for name, each in self.techniques.items() if type(each).average is not Technique.average]
 
     def describe(self) -> str:

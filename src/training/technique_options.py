@@ -80,7 +80,7 @@ def differences(old: dict | None, new: dict | None) -> tuple[list[str], list[str
 
 
 def _in_order(value: Any) -> Any:
-    """Return a value that differs for another order of patterns, of which the first that matches decides."""
+    """Return a value that differs for another order of patterns: the first that matches decides."""
     return list(value.items()) if isinstance(value, dict) else value
 
 

@@ -57,7 +57,7 @@ def at_step(number: int) -> Path:
 
 
 def saved(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written beside them."""
+    """Return the steps of the checkpoints of a run; all must be intact, with nothing half-written beside them."""
     found = checkpoint_list.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not list((folder / "checkpoints").glob(".*"))

@@ -184,7 +184,7 @@ def leave_free(disk: Path, free: int) -> None:
 
 @pytest.fixture
 def disk(interrupted):
-    """An interrupted run, whose checkpoints/ with step 4 is a file system of its own."""
+    """An interrupted run; its checkpoints/ with step 4 is a file system of its own."""
     folder = interrupted()
     shutil.rmtree(folder / at_step(8))
     shutil.move(folder / "checkpoints", folder / "before")

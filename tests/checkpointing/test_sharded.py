@@ -46,7 +46,7 @@ def layer_of(name: str) -> str:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 9, 30])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
-    """Each rank computes the writers for itself: the order of the tensors must not matter."""
+    """Each rank computes the writers alone: the order of the tensors must not matter."""
     tensors = held(tied=tied)
     writer = assign_tensors_to_ranks(tensors, world)
     backwards = {part: dict(reversed(named.items())) for part, named in tensors.items()}

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
@@ -112,6 +113,8 @@ def test_dry_run_knows_the_launch(plain, monkeypatch, tmp_path, name):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_run_refuses_the_same(plain, tmp_path, name):
     launch, fields, _ = LAUNCHES[name]
+    if launch.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
     env = kit.where(launch, 2, mixed_precision="no")
     flags = given(plain, **{"dtype": "float32", "output_dir": tmp_path / "run"} | fields)
     [[dry, run], _] = kit.spawn(2, _both, flags, out=tmp_path / "out", env=env)
@@ -139,3 +142,12 @@ def test_task_whose_build_cannot_be_empty_has_a_dry_run(plain, monkeypatch, tmp_
     build = plain_task.Task.build
     monkeypatch.setattr(plain_task.Task, "build", lambda task, weights=None: build(task, weights))
     assert refusal(given(plain, output_dir=tmp_path, dry_run=True)) == ""
+
+
+def test_dry_run_of_a_run_to_resume_does_not_need_its_init_from(plain, tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    kit.run_training(1, one, *given(plain, max_steps=2))
+    kit.run_training(1, two, *given(plain, max_steps=2, init_from=one))
+    shutil.rmtree(one)
+    flags = given(plain, max_steps=2, init_from=one, output_dir=two)
+    assert kit.spawn(1, refusals, [flags], out=tmp_path / "out") == [[["", ""]]]

@@ -300,7 +300,7 @@ TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"
 
 
 def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
-    """Return a dataset folder whose `split` names evil data, or that holds evil code."""
+    """Return a dataset folder with a `split` that names evil data, or that holds evil code."""
     rows = [{"input_ids": [1, 2, 3]}] * 20
     data = folder / "data"
     data.mkdir()

@@ -157,7 +157,7 @@ class _Guarded(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def guarded(tmp_path, monkeypatch):
-    """The fields of a tiny run whose data needs a password and a signature."""
+    """The fields of a tiny run with data that needs a password and a signature."""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # inherited by forked processes
     (tmp_path / "served").mkdir()
     fields = kit.tiny_files(tmp_path / "served")

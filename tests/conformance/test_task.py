@@ -87,7 +87,7 @@ def test_loss_is_a_sum_over_independent_rows(opened):
 
 
 def test_numbers_do_not_depend_on_the_split(flags, whole, tmp_path):
-    """On four ranks, one of which has no micro-batch in the tail of the epoch."""
+    """On four ranks; one has no micro-batch in the tail of the epoch."""
     run = kit.run_training(4, tmp_path / "run", *flags, "--per_device_batch_size", MICRO_BATCH)
     assert kit.distance(whole.weights, run.weights) <= 1e-10
     for kind in ("train", "eval"):

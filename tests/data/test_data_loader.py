@@ -257,7 +257,7 @@ def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch
 
 
 def threads(data_of, folder: Path) -> tuple[int, list[int]]:
-    """Record the threads of loader processes whose rank has several; return those of the rank."""
+    """Record the threads of loader processes of a rank that has several; return those of the rank."""
     from threadpoolctl import threadpool_info, threadpool_limits
 
     torch.set_num_threads(2)
@@ -397,7 +397,7 @@ def test_column_values(part):
 
 
 def _copies(batch: pa.RecordBatch) -> list[str]:
-    """Return the columns of numbers and lists whose values are copies."""
+    """Return the columns of numbers and lists with copied values."""
     found = []
     for name, values in taken(batch).items():
         column = batch[name]
@@ -441,7 +441,7 @@ def test_mutant_that_copies_columns(monkeypatch):
 
 
 def test_smaller_micro_batches_end_the_old_loader_process(data):
-    """A rank ran out of memory in step 2: the plan goes on after step 1 with micro-batches of 2 rows."""
+    """A rank ran out of memory in step 2: the plan continues after step 1 with micro-batches of 2 rows."""
     task, split = data
     cfg = RunConfig(dataloader_num_workers=1, global_batch_size=8, per_device_batch_size=4)
     one = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")), data_rank=0, data_world_size=1)

@@ -254,7 +254,7 @@ def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
 
 
 class Drawing(causal_lm.Task):
-    """A task whose collator draws from every random generator."""
+    """A task with a collator that draws from every random generator."""
 
     def collate(self, rows, training):
         drawn = torch.cat(
@@ -416,9 +416,9 @@ def test_failed_preparation_leaves_nothing(tools, tmp_path):
         open_data(tools, tmp_path, train_file=file)
     left = [path for path in (tmp_path / "cache" / "prepared").rglob("*") if not path.name.endswith(".lock")]
     assert left == []
-    file.write_text(file.read_text().replace("null", '"mended"'))
+    file.write_text(file.read_text().replace("null", '"fixed"'))
     task, splits = open_data(tools, tmp_path, train_file=file)
-    assert texts(task, splits["train"]) == ["good"] * 5 + ["mended"]
+    assert texts(task, splits["train"]) == ["good"] * 5 + ["fixed"]
 
 
 def test_no_data_and_no_rows_are_refused(tools, tmp_path):

@@ -61,7 +61,7 @@ def texts_of(tools, folder, **fields) -> list[str]:
             row
             for i in range(len(split.shards))
             for table in split.shards.blocks(i)
-            for row in split.shards._encode(table, i, 0)["input_ids"]
+            for row in split.shards._encode(table, i, 0)[0]["input_ids"]
         ]
     else:
         rows = [row["input_ids"] for row in split.rows(np.arange(len(split)))]

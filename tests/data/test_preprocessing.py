@@ -287,7 +287,7 @@ def test_mutant_that_packs_in_file_order(tools, tmp_path, monkeypatch):
 
 
 def test_memory_does_not_grow_with_the_data(tools, tmp_path):
-    """60 MB of texts whose words are one token each, so that tokenization is fast."""
+    """60 MB of texts with words of one token each, so that tokenization is fast."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

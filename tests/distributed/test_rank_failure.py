@@ -202,7 +202,7 @@ def test_stop_while_data_is_prepared(tiny, tmp_path, monkeypatch):
 
 
 def test_report_of_another_launch_is_ignored(tmp_path, monkeypatch):
-    """A rank whose launcher was killed may fail later, in a folder where the next launch trains already."""
+    """A rank may fail later than its launcher was killed, in a folder where the next launch trains already."""
     (tmp_path / "logs").mkdir()
     for launch, rank in (("first", 1), ("second", 2)):
         monkeypatch.setattr(run_status, "launch", launch)

@@ -24,7 +24,7 @@ HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
 
 @pytest.fixture(scope="module")
 def recipe(files, tmp_path_factory):
-    """Flags of a model whose heads have 32 dimensions, which the fast kernels of attention take."""
+    """Flags of a model with heads of 32 dimensions, which the fast kernels of attention take."""
     model = kit.write_yaml(tmp_path_factory.mktemp("gpu") / "llama.yaml", kit.LLAMA | HEADS)
     values = {"model_config": model, "validation_file": files / "validation.jsonl", "learning_rate": 1e-3}
     values |= {"train_file": files / "train.jsonl", "global_batch_size": 32, "per_device_batch_size": 8}

@@ -211,7 +211,7 @@ class Hub:
 
 
 def adopt(environment: dict[str, str]) -> None:
-    """Apply these variables to a forked process, whose libraries have read their environment already."""
+    """Apply these variables to a forked process: its libraries have read their environment already."""
     import datasets.config
     from huggingface_hub import constants, hf_api
 

@@ -91,7 +91,7 @@ def during_steps(rng: random.Random, folder: Path, kills_left: int, total: int) 
 def storm(argv: list, folder: Path, world: int, kills: int, minutes: float = 60, seed: int | None = None) -> dict:
     """Return kills that hit a living job, seconds, and the differences between the killed runs and the undisturbed one.
 
-    A killed run that was complete before its next kill is compared, and the storm goes on in a new one.
+    A killed run that was complete before its next kill is compared, and the storm continues in a new one.
     """
     rng, began, done, found = random.Random(seed), time.monotonic(), 0, []
     deadline = began + 60 * minutes

@@ -1,6 +1,6 @@
 """A task with a plain torch module, as a fork would write it: one file, and one line in OPTIONS (see `registered`).
 
-A row holds eight numbers and four labels, some of which are -100 (ignored); the weight is the number of labels. The
+A row holds eight numbers and four labels, some -100 (ignored); the weight is the number of labels. The
 module is a small U-Net of linear layers with dropout. Options switch on what forks do: batch norm, tied weights, a
 parameter that the loss does not use, a frozen teacher.
 """

@@ -76,7 +76,7 @@ def at_step(run: kit.Run | Path, number: int) -> Path:
 
 
 def saved(folder: Path) -> list[int]:
-    """Return the steps of the checkpoints of a run, all of which must be intact, with nothing half-written anywhere."""
+    """Return the steps of the checkpoints of a run; all must be intact, with nothing half-written anywhere."""
     found = checkpoint_list.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".parts", ".old")]

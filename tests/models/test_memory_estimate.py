@@ -147,7 +147,7 @@ def test_activations_are_what_autograd_saves(tmp_path, name):
     forward = Forward(model, task.loss, lambda rows: task.collate([row] * rows, True).inputs)
     ids = torch.zeros(3, 64, dtype=torch.long)
     real = saved_bytes(model, lambda: model.base_model(input_ids=ids, use_cache=False))
-    real += 3 * 64 * 32 * 4  # the input of the head, whose logits are made in chunks
+    real += 3 * 64 * 32 * 4  # the input of the head; its logits are made in chunks
     measured = activation_memory.measure(forward, forward.inputs(3), torch.float32, False)
     assert (measured.saved, measured.layer_input) == (real, 3 * 64 * 32 * 4)
     logits = 3 * 64 * 500 * 16

@@ -85,7 +85,7 @@ def test_a_meter_without_any_weight_has_no_loss():
 
 
 def test_evaluation_and_saving_are_no_part_of_the_throughput(monkeypatch):
-    """Also between two train lines; the mutant, a clock set anew after the pause, would forget the training before it."""
+    """Also between two train lines; the mutant, a clock that starts again after the pause, would forget the training before it."""
     clock = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     meter = Meter()

@@ -48,7 +48,7 @@ def fields(flags, **more):
 
 
 def test_padding_has_no_effect_on_the_unet():
-    """An image alone, and in the corner of a larger one; the mutant is told that the padding is real."""
+    """An image alone, and in the corner of a larger one; the mutant takes the padding for real."""
     torch.manual_seed(0)
     model = MaskedUNet(3, 5, [8, 8, 8]).double()
     image = torch.randn(1, 3, 12, 16, dtype=torch.float64)

@@ -24,7 +24,7 @@ NUMBERS = {"one": 1, "two": 2, "five": 5}
 
 
 def write_rows(folder) -> dict:
-    """Write rows whose target is a cat for each unit of the number in their source; return the fields that name them."""
+    """Write rows with a cat in the target for each unit of the number in their source; return the fields that name them."""
     generator = np.random.default_rng(0)
     fields = {}
     for split, count in (("train", 400), ("validation", 31)):
@@ -46,7 +46,7 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(data, tmp_path_factory):
-    """A T5 whose generated texts end after different numbers of tokens."""
+    """A T5 with generated texts that end after different numbers of tokens."""
     folder = tmp_path_factory.mktemp("trained")
     return kit.run_training(
         1,

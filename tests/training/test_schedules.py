@@ -149,7 +149,7 @@ def test_wrong_arguments_of_an_own_schedule_are_refused(name):
 
 @pytest.fixture(scope="module")
 def plateau(tmp_path_factory):
-    """Flags of a run whose accuracy stops improving several times, and the run on two processes."""
+    """Flags of a run with an accuracy that stops improving several times, and the run on two processes."""
     folder = tmp_path_factory.mktemp("plateau")
     fields = {"lr_scheduler_type": PLATEAU, "metric_for_best_model": "accuracy", "dtype": "float64"}
     fields |= {"lr_scheduler_kwargs": '{"factor": 0.5, "patience": 1, "cooldown": 1, "min_lr": 0.02}'}

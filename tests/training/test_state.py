@@ -116,7 +116,7 @@ def test_non_finite_update_is_skipped_on_all_ranks(tiny, tmp_path, monkeypatch, 
     for world, run in runs.items():
         check_skipped(run, [5])
         assert kit.distance(run.weights, runs[1].weights) <= 1e-10
-        ids = json.loads((tmp_path / "5.json").read_text())  # of the last run, whose rank 2 has another micro-batch
+        ids = json.loads((tmp_path / "5.json").read_text())  # of the last run: its rank 2 has another micro-batch
         said = (tmp_path / f"{world}.out" / f"rank{world - 1}.txt").read_text()
         log = (run.folder / "logs" / f"rank_{world - 1}.log").read_text()
         if fault is one_gradient_not_a_number:

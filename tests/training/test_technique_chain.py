@@ -213,7 +213,7 @@ def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
 
 
 class Halve(Technique):
-    """A technique whose author has not thought of autograd."""
+    """A technique that does not think of autograd."""
 
     counts_skipped = False
 

@@ -12,7 +12,7 @@ from tests.helpers import kit, plain_task
 
 
 def check(plain, metric: str, metrics=None, row_metrics=None, **fields):
-    """Check a run of the plain task, of which one method may be replaced; return the names in the refusal, or []."""
+    """Check a run of the plain task; one method may be replaced; return the names in the refusal, or []."""
     given = plain | {"metric_for_best_model": metric, "task": plain_task.NAME, "max_steps": 1} | fields
     given = {n: json.dumps(v) if isinstance(v, dict) else v for n, v in given.items() if v is not None}
     task, splits = kit.open_data(**given)

@@ -15,7 +15,7 @@ def opened(plain):
 
 
 def check(opened, change=None, **attributes):
-    """Check a task of which one method is replaced by `change(original)`."""
+    """Check a task with one method replaced by `change(original)`."""
     task, splits = opened
     for name, replacement in attributes.items():
         setattr(task, name, replacement(getattr(task, name)))
@@ -74,7 +74,7 @@ def test_micro_batch_of_one_row_is_known_before(batch, micro, steps, expected):
 
 
 def test_batch_norm_with_one_row_is_refused(plain):
-    """83 rows: the last step of an epoch has three, of which two micro-batches of two leave one."""
+    """83 rows: the last step of an epoch has three: two micro-batches of two leave one."""
     task, splits = kit.open_data(
         task=plain_task.NAME, norm=True, global_batch_size=8, per_device_batch_size=2, max_steps=24, **plain
     )
@@ -87,7 +87,7 @@ def test_batch_norm_with_one_row_is_refused(plain):
 
 @pytest.mark.parametrize("strategy", [None, pytest.param("fsdp2", marks=pytest.mark.cluster)])
 def test_all_ranks_are_refused(files, tmp_path, strategy):
-    """A model whose sizes do not fit; under FSDP2 only rank 0 has the weights, and tries them."""
+    """A model with sizes that do not fit; under FSDP2 only rank 0 has the weights, and tries them."""
     values = {"model_type": "bart", "d_model": 32, "vocab_size": 320, "max_position_embeddings": 64}
     for side in ("encoder", "decoder"):
         values |= {f"{side}_layers": 1, f"{side}_ffn_dim": 32, f"{side}_attention_heads": 2}

@@ -31,7 +31,7 @@ class Run:
     strategy: Strategy
     hosts: HostGroup
     task: Task
-    model: torch.nn.Module  # ModelWithLoss, whose parameters are trained; sharded under FSDP2
+    model: torch.nn.Module  # ModelWithLoss: its parameters are trained; sharded under FSDP2
     module: torch.nn.Module  # the wrapped module, to call
     optimizer: torch.optim.Optimizer
     num_steps: int
@@ -126,7 +126,7 @@ class Technique:
         None; only at multiples of save_steps. A technique that does so has an option `action` with the value roll_back.
 
         Return the same on every rank, without waiting for the device: judge the update before this one. Weights,
-        optimizer, techniques and schedule roll back; training goes on with the data of the next step."""
+        optimizer, techniques and schedule roll back; training continues with the data of the next step."""
         return None
 
     # ---- beside the model --------------------------------------------------------------------------------------------

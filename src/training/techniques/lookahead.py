@@ -13,7 +13,7 @@ from src.training.weight_copies import TrainedTensors, assign
 class Lookahead(Technique):
     """Every `k` steps move the slow weights towards the weights by the share `alpha`, and continue from there.
 
-    Reference: Zhang et al. 2019, https://arxiv.org/abs/1907.08610. The optimizer keeps its moments. A step whose update
+    Reference: Zhang et al. 2019, https://arxiv.org/abs/1907.08610. The optimizer keeps its moments. A step with an update that
     is skipped counts, too. Keeps one copy of the trained weights."""
 
     k: int = option("steps between two moves of the slow weights", 10, min=1)

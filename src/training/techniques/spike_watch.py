@@ -1,4 +1,4 @@
-"""Spike watch: skip a step whose gradient norm is far above the median, or roll back to the checkpoint before it.
+"""Spike watch: skip a step with a gradient norm far above the median, or roll back to the checkpoint before it.
 
 Skipping: Takase et al., "Spike No More", 2023, and OLMo's skip-step optimizer. Rolling back and going on with the next
 data: Chowdhery et al., "PaLM", 2022, section 5.1. Tests: tests/training/techniques/test_spike_watch.py.
@@ -23,7 +23,7 @@ class SpikeWatch(Technique):
     The norm is the same on every rank and the median stays on the device, so nothing is sent and nothing waits."""
 
     action: str = option(
-        "skip: skip the update; roll_back: also return to the last checkpoint (of save_steps) before it; the data goes on",
+        "skip: skip the update; roll_back: also return to the last checkpoint (of save_steps) before it; the data continues",
         "skip",
         choices=("skip", "roll_back"),
     )

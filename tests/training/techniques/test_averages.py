@@ -135,7 +135,7 @@ def test_averages_and_lookahead_under_other_meshes(tmp_path, name):
 
 @pytest.mark.cluster
 def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
-    """An EMA whose state is the local shard: one rank's rows of it come back on every rank."""
+    """An EMA with the local shard as state: one rank's rows of it come back on every rank."""
     monkeypatch.setattr(
         EMA, "state_dict", lambda self: {f"average/{n}": local_part(value) for n, value in self.weights.items()}
     )

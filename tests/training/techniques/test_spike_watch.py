@@ -1,4 +1,4 @@
-"""A spike of the gradient is skipped, or undone by a rollback; the step counter and the data go on."""
+"""A spike of the gradient is skipped, or undone by a rollback; the step counter and the data continue."""
 
 import copy
 import json
@@ -25,7 +25,7 @@ OPTIONS = {"factor": 8.0, "window": 8, "warmup": 2}
 
 @pytest.fixture
 def spikes(monkeypatch):
-    """Return a set of steps, by default {SPIKE}, whose gradients are a hundred times too large on all ranks."""
+    """Return a set of steps, by default {SPIKE}, with gradients a hundred times too large on all ranks."""
     steps, compute = {SPIKE}, train.compute_gradient
 
     def spiked(strategy, module, window, total_weight):
@@ -41,7 +41,7 @@ def fields(folder, **more) -> dict:
 
 
 def rolled(folder, **more) -> dict:
-    """Return fields of a run that sees other rows in each step, and whose learning rate falls with each update."""
+    """Return fields of a run that sees other rows in each step, with a learning rate that falls with each update."""
     return fields(folder, action="roll_back", **more) | {
         "global_batch_size": 4,
         "max_steps": STEPS,
@@ -146,7 +146,7 @@ def test_no_checkpoint_before_the_spike(tmp_path, spikes):
 
 @pytest.mark.parametrize("save_steps, at, to", [(3, {5, 8}, [3, 6]), (2, {6, 8}, [4, 4])])
 def test_other_checkpoints_do_not_change_a_rollback(tmp_path, spikes, monkeypatch, save_steps, at, to):
-    """One run saves when save_steps says so, the other after every step, of which it keeps two."""
+    """One run saves when save_steps says so, the other after every step, and keeps two."""
     spikes.clear()
     spikes |= at
     values = rolled(tmp_path) | {"save_steps": save_steps}
