@@ -346,11 +346,13 @@ def test_one_rank_prints_the_error(tiny, tmp_path, monkeypatch, small, how):
 
 
 def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
-    def act(_):
+    def act(_):  # the other processes wait, or they could make all pieces before a helper of rank 0 has one
         if multiprocessing.current_process().daemon and os.environ["RANK"] == "0":
+            (tmp_path / "reached").touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1)  # or the other rank could make all pieces
+        kit.until((tmp_path / "reached").exists)
 
+    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
     before_each_block(monkeypatch, act)
     codes, texts = command(tiny, tmp_path / "here", 2, preprocessing_num_workers=3)
     assert codes == [1, 1], texts
@@ -363,8 +365,11 @@ def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
 def test_error_of_a_helper_is_printed_once(tiny, tmp_path, monkeypatch, small):
     def act(_):
         if multiprocessing.current_process().daemon:
+            (tmp_path / "reached").touch()
             raise UsageError("a cosmic ray")
+        kit.until((tmp_path / "reached").exists)
 
+    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
     before_each_block(monkeypatch, act)
     codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
     assert codes == [2]
