@@ -1,13 +1,18 @@
 """The trial evaluation before step 1: an unknown metric_for_best_model is refused, a task's own metric is found."""
 
 import json
+import random
 import types
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
+import torch
 
 from src.config.errors import UsageError
+from src.data.data_loader import seed_everything
 from src.training.step import ModelWithLoss
-from src.training.trial_evaluation import check_best_metric
+from src.training.trial_evaluation import check_best_metric, random_state_kept
 from tests.helpers import kit, plain_task
 
 
@@ -125,3 +130,21 @@ def test_run_with_such_a_metric_is_bitwise_the_same(plain, tmp_path, strategy):
     first, second = run("loss"), run("accuracy", metric_for_best_model="accuracy")
     assert kit.same(first.weights, second.weights)
     assert first.kind("train")[-1]["loss"] == second.kind("train")[-1]["loss"]
+
+
+def test_trial_keeps_the_random_state():
+    """All three generators continue as if the trial had drawn nothing; the mutant keeps nothing."""
+
+    def draw() -> tuple:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    def after(within) -> tuple:
+        seed_everything(7)
+        with within:
+            draw()
+        return draw()
+
+    seed_everything(7)
+    expected = draw()
+    assert after(random_state_kept(torch.device("cpu"))) == expected
+    assert after(nullcontext()) != expected
