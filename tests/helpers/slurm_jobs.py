@@ -39,17 +39,18 @@ time.sleep(120)
 """
 
 
-def make_project(folder: Path, remove: str = "", replace: tuple[str, str] = ("", "")) -> Path:
+def make_project(folder: Path, remove: str = "", replace: tuple[tuple[str, str], ...] = ()) -> Path:
     """Return a folder to submit from: this project without .venv, with its slurm files changed for a mutant."""
     folder.mkdir(parents=True)
     for name in ("train.py", "src", "accelerate_configs"):
         (folder / name).symlink_to(kit.REPOSITORY / name)
     (folder / "slurm").mkdir()
-    old, new = (remove, ":") if remove else replace
     for script in SCRIPTS:
         text = script.read_text()
-        assert old in text or script.name != "train.sbatch"
-        (folder / "slurm" / script.name).write_text(text.replace(old, new) if old else text)
+        for old, new in ((remove, ":"), *replace) if remove else replace:
+            assert old in text or script.name != "train.sbatch", old
+            text = text.replace(old, new)
+        (folder / "slurm" / script.name).write_text(text)
     kit.write_yaml(folder / "x.yaml", {})
     return folder
 
