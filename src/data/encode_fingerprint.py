@@ -10,17 +10,21 @@ import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType, ModuleType
 
+from src.tasks import base
+
 ROOTS = ("inspect_columns", "encode")  # the methods that turn raw rows into prepared ones
+# Methods that `encode` does not call: in its code these names are methods of other objects, such as `image.load()`.
+LATER = vars(base.Task).keys() - {*ROOTS}
 
 
 def encode_fingerprint(task) -> str:
     """Return the code in src/ that a task's `inspect_columns` and `encode` can reach, without comments and docstrings.
 
-    The search follows names: functions, classes and constants of a module, attributes of modules, and task methods.
-    It does not find code called in other ways, such as through a dict of functions: add that to the task's
+    The search follows names: functions, classes and constants of a module, attributes of modules, methods and attributes
+    of the task. It does not find code called in other ways, such as through a dict of functions: add that to the task's
     `fingerprint`."""
-    kind = type(task)
-    pending = [getattr(kind, name) for name in ROOTS]
+    methods = _methods(type(task))
+    pending: list = [method for name in ROOTS for method in methods[name]]
     found: dict[str, str] = {}
     while pending:
         item = inspect.unwrap(pending.pop())
@@ -29,15 +33,37 @@ def encode_fingerprint(task) -> str:
             continue
         found[key] = _source(item)
         for function in _functions(item):
-            methods = [getattr(kind, name, None) for name in _names(function.__code__)]
-            pending += [method for method in methods if isinstance(method, FunctionType)]
+            names = _names(function.__code__)
+            if function in methods.get(function.__name__, ()):
+                pending += [method for name in names - LATER for method in methods.get(name, ())]
+                used = [type(vars(task)[name]) for name in names & vars(task).keys() - {"cfg", "options"}]
+                pending += [kind for kind in used if _ours(kind.__module__)]
             for name, value in _globals(function):
                 if isinstance(value, FunctionType | type) or hasattr(value, "__wrapped__"):
                     if _ours(value.__module__):
                         pending.append(value)
-                elif isinstance(value, int | float | str | bytes | tuple | frozenset):
-                    found[f"{function.__module__}:{name}"] = repr(value)
+                elif text := _constant(name, value):
+                    found[f"{function.__module__}:{name}"] = text
     return "\n".join(f"{name} {text}" for name, text in sorted(found.items()))
+
+
+def _methods(kind: type) -> dict[str, list[FunctionType]]:
+    """Return the methods of a task by name, also those that `super()` calls."""
+    found: dict[str, list[FunctionType]] = {}
+    for base_class in kind.__mro__:
+        for name, value in vars(base_class).items():
+            if isinstance(function := _function(value), FunctionType):
+                found.setdefault(name, []).append(function)
+    return found
+
+
+def _constant(name: str, value) -> str | None:
+    """Return a constant of a module as text, the same in every process; None for any other variable."""
+    is_container = isinstance(value, list | dict | set) and name.rpartition(".")[2].isupper()
+    if not (is_container or isinstance(value, int | float | str | bytes | tuple | frozenset)):
+        return None
+    text = repr(sorted(value, key=repr) if isinstance(value, set | frozenset) else value)
+    return None if " at 0x" in text else text  # the address of an object
 
 
 def _ours(module: str | None) -> bool:
@@ -50,9 +76,15 @@ def _functions(item) -> list[FunctionType]:
         return [item]
     if not isinstance(item, type):
         return []
-    members = [value for kind in item.__mro__ if _ours(kind.__module__) for value in vars(kind).values()]
-    members = [getattr(value, "__func__", getattr(value, "fget", value)) for value in members]
+    members = [_function(value) for kind in item.__mro__ if _ours(kind.__module__) for value in vars(kind).values()]
     return [value for value in members if isinstance(value, FunctionType)]
+
+
+def _function(member):
+    """Return the function of a static method, class method or property; any other member as it is."""
+    for name in ("__func__", "fget", "func"):
+        member = getattr(member, name, None) or member
+    return inspect.unwrap(member) if callable(member) else member
 
 
 def _names(code: CodeType) -> set[str]:

@@ -22,8 +22,10 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, local_files, preprocessing
 from src.data.batch_plan import PlanConfig, training_order
+from src.data.encode_fingerprint import encode_fingerprint
 from src.storage import peer_failures, shared_work
-from src.tasks import Batch, causal_lm
+from src.tasks import OPTIONS, Batch, base, causal_lm
+from src.text.encode_rows import Encoder
 from tests.helpers import kit
 
 TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
@@ -367,6 +369,49 @@ def test_only_edits_of_encode_code_prepare_again(tmp_path):
     shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     [found] = kit.spawn(1, fingerprints, tmp_path, out=tmp_path / "out")
     assert found == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
+
+
+WORDS = ["one", "two"]
+
+
+class Parent(base.Task):
+    def encode(self, batch, locations):
+        return locations.load(self.helper, self.made_by_property)
+
+
+class Child(Parent):
+    def load(self):
+        return peer_failures.STARTED
+
+    @property
+    def made_by_property(self):
+        return WORDS
+
+    def inspect_columns(self, examples, split, whole=True):
+        return super().inspect_columns(examples, split)
+
+    def encode(self, batch, locations):
+        return super().encode(batch, locations)
+
+
+def test_fingerprint_finds_what_a_task_of_ones_own_uses(monkeypatch):
+    task = Child(None, None)
+    task.helper = object.__new__(Encoder)
+    first = encode_fingerprint(task)
+    assert "Parent.encode " in first
+    assert "src.text.encode_rows.Encoder " in first  # an object that `load` made
+    monkeypatch.setattr(peer_failures, "STARTED", 1.0)
+    assert encode_fingerprint(task) == first  # `image.load()` is not the task's `load`
+    monkeypatch.setitem(globals(), "WORDS", ["one", "three"])
+    assert encode_fingerprint(task) != first
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_fingerprint_of_a_task_is_the_same_in_every_process(name, monkeypatch):
+    task = importlib.import_module(f"src.tasks.{name}").Task(None, None)
+    first = encode_fingerprint(task)
+    monkeypatch.setattr(peer_failures, "STARTED", 1.0)  # the time at which this process started
+    assert encode_fingerprint(task) == first
 
 
 def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):
