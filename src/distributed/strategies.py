@@ -220,7 +220,8 @@ class Strategy:
         for skips in by_rule:
             skipped = skipped | skips
         # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
-        first_momentum = bool(optimizer.defaults.get("momentum")) and optimizer_state.has_new_gradient(optimizer)
+        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)  # cycle_momentum changes them
+        first_momentum = has_momentum and optimizer_state.has_new_gradient(optimizer)
         if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
             is_left_out = any(map(bool, by_rule))
             (self.accelerator.scaler.update if is_left_out else optimizer.step)()

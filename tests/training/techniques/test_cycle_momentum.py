@@ -1,11 +1,13 @@
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.training.schedules import make_schedule, one_cycle_momentum
 from src.training.techniques.cycle_momentum import CycleMomentum
 from tests.helpers import kit, technique_runs
+from tests.training.test_state import not_a_number, poison
 
 # torch: the peak is at update pct_start × total_steps − 1, the end at the last update
 TORCH = {"max_lr": 2.0, "total_steps": 41, "pct_start": 0.275, "div_factor": 25, "final_div_factor": 4}
@@ -59,6 +61,15 @@ def test_cycle_momentum_is_exact_and_resumes(tmp_path):
     expected, mutant = plain_weights(values), plain_weights(values, constant=0.9)
     assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
     assert kit.distance(run.weights, {name: mutant[name] for name in run.weights}) > 1e-6
+
+
+def test_first_update_may_be_skipped_without_momentum_in_the_run_file(tmp_path, monkeypatch):
+    """A fused SGD would leave the first momentum as memory happened to be."""
+    poison(monkeypatch, not_a_number, {1})
+    values = fields(tmp_path) | {"adam_beta1": 0.0, "save_steps": 1}
+    run = technique_runs.train(tmp_path / "run", values, 1, 4, env={"NOTES": str(tmp_path)})
+    assert [line["skipped"] for line in run.kind("train")] == [1] * technique_runs.STEPS
+    assert load_file(run.folder / "checkpoints" / "step_00000001" / "optimizer.safetensors") == {}
 
 
 @pytest.mark.cluster
