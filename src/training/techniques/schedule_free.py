@@ -6,7 +6,7 @@ import torch
 
 from src.config.errors import UsageError, warn
 from src.config.fields import option
-from src.config.optimizer_class import BUILT_IN
+from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
 from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
@@ -29,10 +29,12 @@ class ScheduleFree(Technique):
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if cfg.dtype == "bfloat16":
             raise UsageError("techniques: schedule_free: dtype is bfloat16, in which small moves of an average vanish")
-        if cfg.optim in BUILT_IN and cfg.adam_beta1:
+        if cfg.adam_beta1 and find_class(cfg.optim).__name__ in ARGUMENTS_OF_FIELDS:
             raise UsageError(
                 f"techniques: schedule_free replaces momentum, but adam_beta1 is {cfg.adam_beta1:g}: give --adam_beta1 0"
             )
+        if "cycle_momentum" in (cfg.techniques or {}):
+            raise UsageError("techniques: schedule_free replaces momentum, which cycle_momentum sets: keep one of them")
         if not cfg.lr_scheduler_type.startswith("constant"):
             warn(f"techniques: schedule_free needs no schedule, but lr_scheduler_type is {cfg.lr_scheduler_type}")
 

@@ -77,7 +77,15 @@ def test_schedule_free_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path, eval_steps=1))
 
 
-@pytest.mark.parametrize("given, text", [({}, "adam_beta1 is 0.9"), ({"dtype": "bfloat16"}, "dtype is bfloat16")])
+@pytest.mark.parametrize(
+    "given, text",
+    [
+        ({}, "adam_beta1 is 0.9"),
+        ({"optim": "nadam"}, "adam_beta1 is 0.9"),
+        ({"adam_beta1": 0.0, "techniques": {"cycle_momentum": None}}, "which cycle_momentum sets"),
+        ({"dtype": "bfloat16"}, "dtype is bfloat16"),
+    ],
+)
 def test_schedule_free_refuses_momentum_and_16_bits(given, text):
     with pytest.raises(UsageError, match=text):
         ScheduleFree().change_model(torch.nn.Linear(1, 1), RunConfig(**given))
