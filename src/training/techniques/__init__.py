@@ -18,6 +18,8 @@ def _technique(name: str, file: str | None = None):
 # Name in the run file -> function that returns its class. The first is the outermost: it decides how often those below
 # it compute a gradient. This order holds for any order in the run file.
 TECHNIQUES = {
+    # sees the update of the optimizer before others change the weights
+    "gradient_statistics": _technique("GradientStatistics", "gradient_statistics"),
     # weights at which all below computes gradients
     "schedule_free": _technique("ScheduleFree", "schedule_free"),
     # two passes over a window: weights, then rows
@@ -30,7 +32,6 @@ TECHNIQUES = {
     "progressive_resizing": _technique("ProgressiveResizing", "progressive_resizing"),
     "neftune": _technique("NEFTune"),
     # the gradient of the global batch
-    "gradient_statistics": _technique("GradientStatistics", "gradient_statistics"),
     "unfreeze": _technique("Unfreeze"),
     "gradient_noise": _technique("GradientNoise", "gradient_noise"),
     "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),

@@ -18,10 +18,10 @@ def fields(folder, **options) -> dict:
     return technique_runs.files(folder) | {"logging_steps": 2, "adam_epsilon": 1e-4, "techniques": techniques}
 
 
-def plain_lines(values: dict) -> list[dict[str, float]]:
+def plain_lines(values: dict, **options) -> list[dict[str, float]]:
     """Return the statistics of each layer at each step of a plain loop, by name."""
     plain = technique_runs.Plain(values)
-    optimizer, lines = plain.optimizer(eps=1e-4), []
+    optimizer, lines = plain.optimizer(eps=1e-4, **options), []
 
     def total(tensors: dict, layer: str) -> float:
         return torch.cat([t.flatten() for name, t in tensors.items() if name.startswith(layer)]).norm().item()
@@ -54,6 +54,16 @@ def test_statistics_of_each_layer_are_those_of_a_plain_loop(tmp_path, world, mic
     for line in lines:
         found = {name: value for name, value in line.items() if "/" in name}
         assert found == pytest.approx(expected[line["step"] - 1], rel=bar)
+
+
+def test_update_beside_schedule_free_is_that_of_its_fast_weights(tmp_path):
+    """With beta 0 they are the weights of a loop without it; the average would move less."""
+    techniques = json.dumps({"schedule_free": {"beta": 0.0}, "gradient_statistics": EVERY})
+    values = fields(tmp_path) | {"techniques": techniques, "adam_beta1": 0.0}
+    expected = plain_lines(values, betas=(0.0, 0.999))
+    for line in technique_runs.train(tmp_path / "run", values).kind("train"):
+        found = {name: value for name, value in line.items() if "/" in name}
+        assert found == pytest.approx(expected[line["step"] - 1], rel=1e-9)
 
 
 def test_groups_by_pattern_and_a_layer_without_number(tmp_path):
