@@ -10,6 +10,8 @@ import numpy as np
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Return the linear correlation of two vectors, NaN if one of them is constant."""
+    if (x == x[0]).all() or (y == y[0]).all():  # their mean may differ from them by rounding
+        return float("nan")
     x, y = x - x.mean(), y - y.mean()
     scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
     return float(np.sum(x * y) / scale) if scale else float("nan")
