@@ -45,6 +45,6 @@ class AdaptiveClipping(Technique):
                 continue
             limits = unit_norms(parameter.detach()).clamp(min=self.eps) * self.clip_factor
             norms = unit_norms(parameter.grad)
-            # A norm that is not finite gives NaN: then the update is skipped.
             factors = torch.where(norms > limits, limits / norms.clamp(min=SMALLEST_NORM), torch.ones_like(norms))
-            parameter.grad.mul_(factors)
+            # 0 × a norm that is not finite is NaN: then the update is skipped, also if only the squares overflow.
+            parameter.grad.mul_(factors + 0 * norms)

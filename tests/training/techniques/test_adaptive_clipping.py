@@ -61,6 +61,19 @@ def test_adaptive_clipping_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "sgd"})
 
 
+@pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
+def test_norm_that_is_not_finite_skips_the_update(value):
+    """Also if every element is finite, and only its square is not."""
+    parameter = torch.nn.Parameter(torch.ones(2, 2))
+    parameter.grad = torch.tensor([[value, 1.0], [1.0, 1.0]])
+    technique = adaptive_clipping.AdaptiveClipping()
+    technique.clipped = [parameter]
+    with torch.no_grad():
+        technique.change_gradient()
+    assert not parameter.grad[0].isfinite().any()
+    assert parameter.grad[1].isfinite().all()
+
+
 def test_pattern_that_matches_nothing_is_named(tmp_path):
     options = {"adaptive_clipping": {"exclude": ["no_such_layer"]}}
     values = technique_runs.files(tmp_path) | {"techniques": json.dumps(options)}
