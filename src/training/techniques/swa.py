@@ -54,5 +54,6 @@ class SWA(Technique):
                 f"{self.run.num_steps:,} steps, it would have begun at step {self.first:,}, which is past: resume with the length "
                 f"that it had, or with one whose start is after step {state['step']:,}"
             )
+        self.step = state["step"]
         self.count = state["count"] if state["first"] == self.first else 0
         assign(self.weights, {name: state[f"average/{name}"] for name in self.weights})
