@@ -4,6 +4,7 @@ A range test: the run's first steps with a growing learning rate. It writes noth
 """
 
 import json
+import math
 from pathlib import Path
 
 from src.checkpointing.locate_weights import init_weights
@@ -126,7 +127,8 @@ def draw(file: Path, found: Result) -> None:
         axes.axvline(found.suggestion, linestyle=":", color="gray", label=f"suggestion {found.suggestion:g}")
     margin = 0.2 * (max(found.smooth[0], min(found.smooth)) - min(found.smooth) or 1.0)
     axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-    axes.set_ylim(min(found.smooth) - margin, max(found.smooth[0], min(found.smooth)) + 3 * margin)
+    if math.isfinite(margin):  # not if the first loss is not
+        axes.set_ylim(min(found.smooth) - margin, max(found.smooth[0], min(found.smooth)) + 3 * margin)
     axes.legend(frameon=False)
     figure.savefig(file)
 

@@ -67,6 +67,11 @@ def test_no_suggestion_if_the_loss_never_fell(kind):
     assert ("it diverged" in found.reason) == (kind not in ("noise", "rises"))
 
 
+def test_first_loss_that_is_not_finite_is_drawn(tmp_path):
+    find_lr.draw(tmp_path / "curve.svg", result(RangeTest(), [1e-7], [math.nan]))
+    assert (tmp_path / "curve.svg").exists()
+
+
 def test_loss_that_still_falls_at_the_end_is_said():
     test = RangeTest()
     found = result(test, [test.rate(i) for i in range(100)], np.linspace(5, 4, 100).tolist())
