@@ -24,9 +24,9 @@ def is_simple(optimizer: torch.optim.Optimizer) -> bool:
     return type(getattr(optimizer, "optimizer", optimizer)) in SIMPLE
 
 
-def has_new_gradient(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a parameter has its first gradient."""
-    parameters = (p for group in optimizer.param_groups for p in group["params"])
+def has_first_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the next update is the first one with momentum of a parameter (cycle_momentum changes groups)."""
+    parameters = (p for group in optimizer.param_groups if group.get("momentum") for p in group["params"])
     return any(p.grad is not None and p not in optimizer.state for p in parameters)
 
 

@@ -220,8 +220,7 @@ class Strategy:
         for skips in by_rule:
             skipped = skipped | skips
         # If a fused SGD skips the first update of a parameter, torch leaves its momentum uninitialized.
-        has_momentum = any(group.get("momentum") for group in optimizer.param_groups)  # cycle_momentum changes them
-        first_momentum = has_momentum and optimizer_state.has_new_gradient(optimizer)
+        first_momentum = optimizer_state.has_first_momentum(optimizer)
         if self.accelerator.scaler is not None:  # it checks for non-finite gradients, and waits for the device
             is_left_out = any(map(bool, by_rule))
             (self.accelerator.scaler.update if is_left_out else optimizer.step)()
