@@ -79,6 +79,7 @@ class Task(base.Task):
     def __init__(self, cfg: RunConfig, options: Options):
         super().__init__(cfg, options)
         self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+        self.are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
 
     def load(self) -> None:
         from transformers import AutoModelForImageClassification
@@ -105,7 +106,7 @@ class Task(base.Task):
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
         self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
-        if self.labels is None or split == "train":
+        if self.labels is None or (split == "train" and not self.are_of_data):
             known = self.labels is not None and not whole and self.class_names is None
             found = self.labels if known else labels_of_data(examples, needed[1], split, self.class_names, whole)
             if not set(found) <= set(self.labels or ()):  # other classes than those of the pretrained model
@@ -122,7 +123,7 @@ class Task(base.Task):
         return {"image": images, "label": ids, "length": ones, "targets": ones, "cut": [0] * len(ids)}
 
     def on_prepared(self, features) -> None:
-        self.labels = features["label"].names
+        self.labels, self.are_of_data = features["label"].names, True
 
     def on_train_data(self, train_set) -> None:
         self.options.set_classes(self.labels, train_set, "label")
