@@ -207,7 +207,7 @@ def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: di
         if data_files:  # otherwise `datasets` would open the files of other splits too
             builder.config.data_files = {split: data_files[split]}
         rows = builder.as_streaming_dataset(split=split)
-        rows = rows.take(cfg.max_eval_examples) if cfg.max_eval_examples else rows
+        rows = rows.take(source.first_rows) if source.first_rows else rows
         generator = datasets.Dataset.from_generator(
             rows.__iter__, features=rows.features, cache_dir=options["cache_dir"]
         )

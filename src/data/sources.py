@@ -37,6 +37,7 @@ class Source:
     revision: str | None = None  # Hub revision, replaced by its commit when looked up
     dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
     held_out: float | None = None  # share of the training rows that are evaluation data (src/data/held_out.py)
+    first_rows: int | None = None  # read only so many rows of a Hub dataset (evaluation beside a stream)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
     remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # streamed URL -> its size and ETag
 
@@ -49,8 +50,8 @@ class Source:
 
     @property
     def hub(self) -> tuple | None:
-        """(config name, revision, split) of a dataset given by name, and dataset_split if it is given; else None."""
-        given = (self.dataset_split,) if self.dataset_split else ()
+        """(config name, revision, split) of a dataset given by name, and what else chooses its rows; else None."""
+        given = [value for value in (self.dataset_split, self.first_rows) if value]
         return None if self.builder else (self.config_name, self.revision, self.rows_of, *given)
 
     @property
@@ -166,7 +167,9 @@ def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
         files = tuple(local.get(file, file) for file in source.files)
         fetched = replace(source, files=files, origins={file: url for url, file in local.items()})
         return drop_empty_files(fetched) if urls else source
-    return source if source.files else _at_commit(source, root, work)
+    if source.files:
+        return source
+    return _at_commit(replace(source, first_rows=cfg.max_eval_examples if cfg.streaming else None), root, work)
 
 
 def look_up_stream(source: Source, cfg: RunConfig, work: SharedWork) -> Source:

@@ -304,12 +304,29 @@ def stop_before_training():
     dataset.Stream, dataset._check = Empty, stop
 
 
+def count_validation_rows():
+    from src.data import dataset
+
+    def stop(cfg, splits, wanted):
+        raise UsageError(f"{len(splits['validation'])} validation rows")
+
+    dataset._check = stop
+
+
 def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):
     before, argv = len(hub.requests), ["--streaming", "true", *recipe(tmp_path)]
     environment, words = hub.environment(tmp_path), "the validation data is ready"
     refused(environment, tmp_path, argv, words, before=stop_before_training)
     assert since(hub, before, "validation.jsonl", "GET")
     assert not since(hub, before, "train.jsonl")
+
+
+def test_a_limit_of_streamed_evaluation_rows_holds_for_this_run_only(hub, tmp_path):
+    """A later run with the same cache evaluates all rows."""
+    argv = ["--streaming", "true", *recipe(tmp_path)]
+    for limit, count in (("2", 2), (None, 4)):
+        words, more = f"{count} validation rows", ["--max_eval_examples", limit] if limit else []
+        refused(hub.environment(tmp_path), tmp_path, argv + more, words, before=count_validation_rows)
 
 
 # ---- pushed ----------------------------------------------------------------------------------------------------------
