@@ -71,6 +71,10 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [i for i, keep in zip(items, basic, strict=True) if keep or "tests/conformance" not in i.nodeid]
 
 
+def pytest_runtest_teardown(item):
+    kit.kill_all()
+
+
 def pytest_sessionfinish(session, exitstatus):
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 

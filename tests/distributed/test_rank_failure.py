@@ -1,5 +1,6 @@
 """An error on one rank ends all ranks soon, and the last thing printed is that error."""
 
+import ctypes
 import json
 import os
 import re
@@ -200,6 +201,28 @@ def test_stop_while_data_is_prepared(tiny, tmp_path, monkeypatch):
     ranks.signal(signal.SIGTERM, 0)
     assert ranks.wait() == [75, 75], ranks.text()
     assert ranks.text().count("Stopped by SIGTERM before training began") == 1
+
+
+def test_crash_of_one_rank_ends_the_other(tiny, tmp_path, monkeypatch):
+    """malloc notices a double free and aborts while it holds its lock: what prints the stacks must not need memory."""
+    libc, original, calls = ctypes.CDLL(None), train.optimizer_step, 0
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+    def crash(*args):
+        nonlocal calls
+        calls += 1
+        if calls == 3 and os.environ["RANK"] == "1":
+            blocks = [libc.malloc(3000) for _ in range(3)]  # too large for the cache of a thread, which has no lock
+            for _ in range(2):
+                libc.free(blocks[1])
+        return original(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", crash)
+    monkeypatch.setattr(exit_codes, "ROOT_CAUSE_WAIT", 0.5)
+    codes, text, _ = run_two_ranks(tmp_path, recipe(tiny))
+    assert codes == [1, -signal.SIGABRT], text
+    assert "in crash" in text  # the stack
+    assert "rank 0 lost the connection to another rank" in text
 
 
 def test_report_of_another_launch_is_ignored(tmp_path, monkeypatch):

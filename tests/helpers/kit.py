@@ -19,6 +19,7 @@ from tests.helpers.ranks import (
     RankFailed,
     fork,
     free_port,
+    kill_all,
     spawn,
     until,
     where,

@@ -24,6 +24,7 @@ from src.runtime import private_apis
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 USED_PORTS: set[int] = set()  # by free_port
+STARTED: list = []  # the processes of `fork`
 
 
 def free_port() -> int:
@@ -124,10 +125,14 @@ def _enter(rank, world, port, out, target, args, env):
 
 
 def _explain_crashes(stream) -> None:
-    """Print the stacks of all threads, those of gloo and autograd too, if this process crashes (SIGSEGV, SIGABRT)."""
-    faulthandler.enable(stream)
+    """Print the stacks of all threads if this process crashes; after SIGSEGV those of gloo and autograd, too.
+
+    torch needs memory to print these. After SIGABRT it would wait for ever, because malloc aborts within its own lock."""
+    faulthandler.disable()  # pytest's
     torch._C._set_print_stack_traces_on_fatal_signal(True)
-    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))  # which torch counts among the crashes
+    for number in (signal.SIGABRT, signal.SIGINT):  # torch counts SIGINT among the crashes
+        signal.signal(number, signal.getsignal(number))
+    faulthandler.enable(stream)
 
 
 # Imported before the fork, which saves seconds in every child.
@@ -167,7 +172,15 @@ def fork(world: int, target, *args, out, env=None) -> list:
     ]
     for process in ranks:
         process.start()
+    STARTED.extend(ranks)
     return ranks
+
+
+def kill_all() -> None:
+    """Kill the ranks that a failed test leaves: pytest would wait for them at its end."""
+    while STARTED:
+        if (process := STARTED.pop()).is_alive():
+            process.kill()
 
 
 def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
@@ -175,8 +188,9 @@ def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> lis
 
     Raise RankFailed with the output of all ranks if one fails or does not end in time."""
     ranks, out = fork(world, target, *args, out=out, env=env), Path(out)
+    end = time.monotonic() + timeout  # one for all: a rank that hangs keeps the others waiting, too
     for process in ranks:
-        process.join(timeout)
+        process.join(max(0.0, end - time.monotonic()))
     late = [process for process in ranks if process.is_alive()]
     codes = [process.exitcode for process in ranks]
     for process in late:
