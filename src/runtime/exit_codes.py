@@ -222,7 +222,8 @@ def code_of_failed_rank(seconds: float = 0.0) -> int | None:
 def _record(code: int, message: str) -> None:
     """Write the outcome to status.json, and to torchrun's error file, from which it quotes the first error."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
+        with suppress(OSError):  # the launcher's folder in /tmp is full or gone: the code and the message still count
+            Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
     if _run_folder is None:
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
