@@ -41,7 +41,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
             _wait(folder, time.monotonic() - began, patience)
         except OSError as error:
             warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
-            return lost_run_folder.hold(folder)
+            break
     if not _is_in_place(file, folder):  # the lock file was deleted while this process waited
         file.close()
         return lock_run_folder(folder, patience)

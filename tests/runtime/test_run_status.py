@@ -1,5 +1,6 @@
 """status.json, exit code of a run, and the lock of the run folder."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -16,6 +17,7 @@ from accelerate.state import AcceleratorState
 import train
 from src.distributed import stop_signals
 from src.runtime import run_lock, run_status
+from src.storage import lost_run_folder
 from tests.helpers import kit
 from tests.helpers.stopping import MAX_STEPS, begin, check_resumes, check_stopped, recipe
 
@@ -67,6 +69,14 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
     assert exit_code(folder, launcher_code=1) == 0
 
 
+def test_full_folder_of_the_launcher_changes_neither_code_nor_message(tmp_path):
+    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}
+    codes, texts = kit.run_command("train.py", "--learning_rate", "fast", folder=tmp_path / "here", env=env)
+    assert codes == [2], texts
+    assert "error: --learning_rate" in texts[0]
+    assert "Traceback" not in texts[0]
+
+
 # ---- lock --------------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +116,19 @@ def test_two_runs_in_one_process_keep_their_locks(tiny, tmp_path):
     for name in ("one", "two"):
         with (tmp_path / name / "logs" / "rank_0.log").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # their process has ended
+
+
+def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    for module, name in ((run_lock, "_locks"), (lost_run_folder, "_held")):
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    for _ in range(3):  # a start locks its folder three times
+        run_lock.lock_run_folder(tmp_path / "run")
+    assert run_lock.lost(tmp_path / "run") == ""
+    assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
 
 
 def test_deleted_lock_file_is_locked_again(tiny, tmp_path, short_wait):
