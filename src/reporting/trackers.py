@@ -133,7 +133,7 @@ def start(accelerator: "Accelerator", cfg: RunConfig, config: str, step: int, li
     settings = _settings(cfg, folder, known["run_id"])
     with _no_stdin():
         for name in map(str, accelerator.log_with):
-            complete = min(step, known["complete"].get(name, 0))
+            complete = known["complete"].get(name, 0)
             options = dict(settings.get(name, {}))
             if name == "tensorboard":
                 options["purge_step"] = complete + 1
@@ -187,7 +187,8 @@ def _run_identity(folder: Path, config: str, step: int) -> dict:
     digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], atomic_folder.read_json(folder / FILE)
     if not (known.get("run_id") and (step or known.get("config") == digest)):
         known = {"run_id": uuid.uuid4().hex}
-    known = {"run_id": known["run_id"], "config": digest, "complete": known.get("complete", {}) if step else {}}
+    complete = {name: min(last, step) for name, last in known.get("complete", {}).items()}  # later lines are sent again
+    known = {"run_id": known["run_id"], "config": digest, "complete": complete}
     with suppress(OSError):
         atomic_folder.rewrite(folder / FILE, json.dumps(known))
     return known

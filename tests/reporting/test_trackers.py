@@ -193,6 +193,7 @@ def test_resume_sends_lines_that_a_tracker_may_lack(tmp_path, registered, monkey
     assert trackers.close()
     assert [step for step, *_ in losses(received(tmp_path / "run"))] == [1, 2, 3, 3, 4]
     assert json.loads((tmp_path / "run" / "trackers.json").read_text())["complete"] == {"good": 4}
+    assert start(tmp_path / "run", "a: 2", 3)["complete"] == {"good": 3}  # from an older checkpoint: step 4 comes again
 
 
 def test_only_a_new_run_gets_a_new_id(tmp_path):
