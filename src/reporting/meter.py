@@ -54,6 +54,8 @@ class Meter:
 
     def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
         """Add named sums of this rank; all ranks call this equally often."""
+        if "loss" in sums:
+            raise UsageError("logger.add_sums gives a sum the name 'loss' of a train line: rename it")
         self.pending.append({name: widen(value) for name, value in sums.items()})
 
     @contextmanager

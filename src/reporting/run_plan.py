@@ -3,6 +3,7 @@
 Tests: tests/config/test_command_line.py.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,8 +110,9 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
     width = torch.finfo(getattr(torch, cfg.dtype)).bits // 8
     checkpoint = width * (parameters + memory_estimate.optimizer_moments(cfg) * trainable)
     checkpoint += copies * max(width, 4) * trainable
-    # Old checkpoints are deleted after the next one is written, and the best one is kept besides the newest.
+    # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
     kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)
+    kept += total // math.lcm(cfg.save_steps, cfg.save_keep_every) if cfg.save_keep_every else 0
     saved = max(1, total // cfg.save_steps) + 1
     return checkpoint * min(kept, saved) + width * parameters
 

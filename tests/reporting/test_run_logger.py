@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.reporting import run_plan
 from src.reporting.environment import arithmetic
 from src.reporting.meter import Meter
 from src.reporting.run_logger import RunLogger
-from src.storage.jsonl import strict_json
 from src.tasks import causal_lm
 from src.training.step import StepTotals
 from src.training.train_state import StepLosses
@@ -62,13 +64,6 @@ def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
     assert {"loss", "weight", "examples", "perplexity"} <= set(run.kind("eval")[0])
 
 
-def test_numbers_that_are_not_finite_become_null():
-    values = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": 3}
-    assert json.dumps(strict_json(values), allow_nan=False) == '{"a": null, "b": [null, 1.5], "c": {"d": null}, "e": 3}'
-    with pytest.raises(ValueError):
-        json.dumps(values, allow_nan=False)
-
-
 def totals(weight: float, tokens: float) -> StepTotals:
     return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
 
@@ -112,9 +107,17 @@ def test_evaluation_and_saving_are_no_part_of_the_throughput(monkeypatch):
     ],
 )
 def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
-    from src.config.schema import RunConfig
-
     assert arithmetic(RunConfig(global_batch_size=batch, per_device_batch_size=micro), world) == text
+
+
+def test_disk_of_the_plan_counts_all_checkpoints_that_are_kept():
+    def planned(**fields) -> int:
+        return run_plan._disk_bytes(RunConfig(save_steps=10, **fields), 10, 10, 1000, 0)
+
+    checkpoint = planned(save_total_limit=3) - planned(save_total_limit=2)
+    assert checkpoint == 3 * 10 * 4  # weights and two moments
+    assert planned(save_keep_every=15) == planned() + 33 * checkpoint  # steps 30, 60, …
+    assert planned(save_keep_every=1) == planned(save_total_limit=1000)  # all of them
 
 
 def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
@@ -196,3 +199,5 @@ def test_a_sum_with_the_name_of_a_field_is_refused(files, tmp_path, monkeypatch)
     codes, texts = kit.run_command("train.py", *flags(files), folder=tmp_path / "run", world=2)
     assert codes == [2, 2]
     assert "'skipped'" in "".join(texts)
+    with pytest.raises(UsageError, match="'loss'"):
+        Meter().add_sums({"loss": torch.ones(())})

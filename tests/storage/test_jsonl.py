@@ -24,7 +24,8 @@ def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
         lines.add({"loss": float("nan")})
     lines.flush()
     assert read(tmp_path / "a.jsonl") == [{"step": 1}, {"step": 2}]
-    assert jsonl.strict_json({"a": [float("inf"), 1.0]}) == {"a": [None, 1.0]}
+    values = {"a": float("nan"), "b": [float("inf"), 1.5], "c": {"d": -float("inf")}, "e": 3}
+    assert jsonl.strict_json(values) == {"a": None, "b": [None, 1.5], "c": {"d": None}, "e": 3}
 
 
 def test_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
