@@ -76,11 +76,14 @@ def has_trained(output_dir: Path) -> bool:
 
 
 def copy_best_checkpoint(start: Path, output_dir: Path, lineage: dict) -> None:
-    """Copy the best checkpoint of the run that saved `start` to `output_dir`, with `lineage` as its lineage."""
+    """Copy the best checkpoint of the run that saved `start` to `output_dir`, with `lineage` as its lineage.
+
+    It is beside `start`, where a user may also keep checkpoints of other runs."""
     best_step = read_state(start)["progress"]["best_step"]
     candidates = [start, *sorted(start.resolve().parent.iterdir())]
     found = [path for path in candidates if best_step and path.is_dir() and step_of(path) == best_step]
-    best = next((path for path in found if not atomic_folder.verify(path)), None)
+    same_run = [path for path in found if run_id(path) == run_id(start)]
+    best = next((path for path in same_run if not atomic_folder.verify(path)), None)
     if best is None:
         return
 

@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
 from src.checkpointing import checkpoint_list
-from src.checkpointing.run_lineage import run_id
+from src.checkpointing.run_lineage import copy_best_checkpoint, run_id
 from src.config.errors import UsageError
 from src.runtime import run_status
+from src.storage import atomic_folder
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step, find
 from tests.helpers import kit
@@ -81,6 +83,25 @@ def test_link_or_copy_made_by_the_user_stays(tiny, straight, interrupted, how):
     left = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert left == ["mine", "step_00000004", "step_00000008"]
     assert recipe.same_run(kit.run_training(1, run, *recipe.flags(tiny)), straight[1])
+
+
+def test_best_checkpoint_is_not_taken_from_another_run(tmp_path):
+    """A user keeps checkpoints of several runs in one folder."""
+
+    def keep(name: str, run: str, step: int) -> Path:
+        def write(folder: Path) -> None:
+            state = {"progress": {"step": step, "best_step": 2}, "lineage": {"run_id": run}}
+            (folder / "state.json").write_text(json.dumps(state))
+            (folder / "weights").write_text(run)
+
+        atomic_folder.publish(tmp_path / "kept" / name, write)
+        return tmp_path / "kept" / name
+
+    keep("a", "another", 2), keep("b", "mine", 2)
+    copy_best_checkpoint(keep("last", "mine", 4), tmp_path / "run", {"run_id": "new"})
+    copied = tmp_path / "run" / at_step(2)
+    assert (copied / "weights").read_text() == "mine"
+    assert run_id(copied) == "new"
 
 
 def test_fork_keeps_the_best_checkpoint_and_its_own_identity(tiny, tmp_path):
