@@ -63,7 +63,7 @@ class CheckpointWriter:
         self.saved: tuple[int | None, int | None] = (None, None)  # (step, last evaluation) of the newest checkpoint
         self.final_step = 0  # step of the weights in final/
         self.intact = True  # whether the checkpoint that was verified is undamaged
-        self.pauses: list[float] = []  # seconds that each checkpoint paused training
+        self.pauses: list[float] = []  # seconds for which each saved checkpoint paused training
 
     # ---- called by the main thread -----------------------------------------------------------------------------------
 
@@ -113,8 +113,7 @@ class CheckpointWriter:
 
     def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
         """Start writing a checkpoint. Training was paused for `paused` seconds, including `copying` for the copy."""
-        self.pauses.append(paused)
-        self.thread = writer_thread.start(self._write_checkpoint, tensors, state, copying)
+        self.thread = writer_thread.start(self._write_checkpoint, tensors, state, paused, copying)
 
     def verify(self, checkpoint: Path) -> None:
         """Start to set `intact`, whether the checkpoint is undamaged; this reads all of its files."""
@@ -174,7 +173,7 @@ class CheckpointWriter:
 
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
-    def _write_checkpoint(self, tensors: dict[str, Tensors], state: dict, copying: float) -> None:
+    def _write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
         began, train_state = time.perf_counter(), state["progress"]
         step = train_state["step"]
         folder = self.folder / "checkpoints" / f"step_{step:08d}"
@@ -190,6 +189,7 @@ class CheckpointWriter:
             self.failures = 0
             if self.is_main:
                 self.saved = (step, train_state["evaluated"])
+                self.pauses.append(paused)
                 self._delete_old(train_state["best_step"], train_state["rollbacks"])
                 self._report_saved(folder, tensors, copying, time.perf_counter() - began)
         except Failure as error:  # another rank's error: that rank ends the run with its traceback

@@ -59,6 +59,7 @@ def test_failed_save_is_warned_about_and_changes_nothing(tiny, straight, tmp_pat
     codes, outputs = command(recipe.flags(tiny, save_total_limit=1), tmp_path, world=2)
     assert codes == [0, 0], outputs
     assert "warning: THE CHECKPOINT OF STEP 8 COULD NOT BE SAVED: No space left on device" in outputs[0]
+    assert "2 checkpoints saved; training paused" in outputs[0]
     assert saved(tmp_path / "run") == [12]
     assert recipe.same_run(kit.Run(tmp_path / "run"), straight[2])
 
@@ -263,7 +264,7 @@ def _slow(argv, held: int, released: int, mutant: bool = False, seconds: float =
     def slow(folder, write, **metadata):
         if folder.name == f"step_{held:08d}":
             time.sleep(seconds)
-            seen.append(gate.wait(30))
+            seen.append(gate.wait(100))
         return publish(folder, write, **metadata)
 
     train.optimizer_step, atomic_folder.publish = counted, slow
