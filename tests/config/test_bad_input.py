@@ -259,7 +259,7 @@ def test_exit_code_and_message_of_torchrun(here):
     """torchrun ends with 1 for any failure, and a report of the first rank that failed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [*launcher, str(kit.REPOSITORY / "train.py"), *flags({"learning_rat": 1})]
-    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=here, capture_output=True, text=True, timeout=300, check=False)
     error = "--learning_rat: unknown field; did you mean learning_rate?"
     assert done.returncode == 1
     assert done.stderr.count(f"error: {error}") == 1

@@ -38,7 +38,7 @@ def old_python(tmp_path) -> Path:
 def run(*words, folder=kit.REPOSITORY) -> tuple[int, list[str], str]:
     """Return (exit code, lines on stderr that are not make's, stdout)."""
     words = [str(word) for word in words]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     errors = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     return done.returncode, errors, done.stdout
 

@@ -35,6 +35,27 @@ def straight(tiny, tmp_path_factory) -> kit.Run:
     return kit.run_training(2, tmp_path_factory.mktemp("straight") / "run", *recipe(tiny))
 
 
+@pytest.fixture(autouse=True)
+def noted_signals(monkeypatch) -> None:
+    """Let a rank append a byte to the file handled_RANK after each signal that it has handled."""
+    handle = stop_signals.StopSignals._handle
+
+    def handle_and_note(self, number):
+        handle(self, number)
+        with open(f"handled_{self.rank}", "ab") as file:
+            file.write(b"x")
+
+    monkeypatch.setattr(stop_signals.StopSignals, "_handle", handle_and_note)
+
+
+def until_handled(folder: Path, chosen: tuple[int, ...] = (0, 1), count: int = 1) -> None:
+    """Wait until each of these ranks has handled so many signals."""
+    files = [folder / f"handled_{rank}" for rank in chosen]
+    kit.until(lambda: all(file.exists() and file.stat().st_size >= count for file in files))
+    for file in files:
+        file.unlink()
+
+
 # ---- signals at random moments -----------------------------------------------------------------------------------------
 
 
@@ -85,23 +106,28 @@ def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch
 
 
 @pytest.fixture
-def slow_evaluation(monkeypatch) -> None:
-    """Let each micro-batch of an evaluation take 0.1 s if SLOW is set, and create a file when it begins."""
+def waiting_evaluation(monkeypatch) -> None:
+    """Let rank 0 create the file evaluating_STEP in an evaluation and wait for go_STEP, if WAITS is set."""
     original = evaluation.seed_everything
 
     def seed_everything(value):
-        if "SLOW" in os.environ:
-            Path("evaluating").touch()
-            time.sleep(0.1)
+        if "WAITS" in os.environ and os.environ["RANK"] == "0":  # whose line of this step is written before
+            step = kit.last_step(Path("run"))
+            Path(f"evaluating_{step}").touch()
+            kit.until(Path(f"go_{step}").exists)
         original(value)
 
     monkeypatch.setattr(evaluation, "seed_everything", seed_everything)
 
 
-def begin_evaluation(folder: Path, flags: list[str]) -> kit.Ranks:
-    (folder / "evaluating").unlink(missing_ok=True)
-    ranks = kit.Ranks("train.py", *flags, folder=folder, world=2, env={"SLOW": "1"})
-    kit.until((folder / "evaluating").exists)
+def begin_evaluation(folder: Path, flags: list[str], step: int) -> kit.Ranks:
+    """Start the command, and return when it evaluates in this step; earlier evaluations do not wait."""
+    for mark in folder.glob("*_[0-9]*"):  # of an earlier launch
+        mark.unlink()
+    if step > 10:
+        (folder / "go_10").touch()
+    ranks = kit.Ranks("train.py", *flags, folder=folder, world=2, env={"WAITS": "1"})
+    kit.until((folder / f"evaluating_{step}").exists)
     return ranks
 
 
@@ -111,22 +137,25 @@ def evaluated_steps(folder: Path) -> list[int]:
 
 
 def evaluation_recipe(tiny, **fields) -> list[str]:
-    """An evaluation has 21 micro-batches, which take over a second if they are slow."""
     return recipe(tiny, max_steps=20, eval_steps=10, per_device_eval_batch_size=1, **fields)
 
 
-def test_interrupted_evaluation_is_repeated(tiny, tmp_path, slow_evaluation):
+def test_interrupted_evaluation_is_repeated(tiny, tmp_path, waiting_evaluation):
     """Interrupted in the middle of the run, again after the resume, and in the last evaluation of the run."""
     flags, folder = evaluation_recipe(tiny), tmp_path / "run"
     undisturbed = kit.run_training(2, tmp_path / "straight", *flags)
-    for chosen in ((1,), ()):
-        ranks = begin_evaluation(tmp_path, flags)
+    for chosen in ((1,), (0, 1)):
+        ranks = begin_evaluation(tmp_path, flags, 10)
         ranks.signal(signal.SIGTERM, *chosen)
+        until_handled(tmp_path, chosen)
+        (tmp_path / "go_10").touch()
         assert check_stopped(ranks, folder) == 10
         assert evaluated_steps(folder) == []
-    ranks = begin_evaluation(tmp_path, flags)
-    kit.until(lambda: evaluated_steps(folder) == [10] and kit.last_step(folder) == 20)
+    ranks = begin_evaluation(tmp_path, flags, 20)
+    assert evaluated_steps(folder) == [10]
     ranks.signal(signal.SIGUSR1, 0)
+    until_handled(tmp_path, (0,))
+    (tmp_path / "go_20").touch()
     assert check_stopped(ranks, folder) == 20
     assert evaluated_steps(folder) == [10]
     check_resumes(tmp_path, flags, undisturbed)
@@ -140,21 +169,23 @@ def test_interrupted_evaluation_is_repeated(tiny, tmp_path, slow_evaluation):
     assert not list(folder.glob("*.old*"))
 
 
-def test_file_save_during_an_evaluation(tiny, tmp_path, slow_evaluation):
-    ranks = begin_evaluation(tmp_path, evaluation_recipe(tiny, save_total_limit=9))
-    (tmp_path / "run" / "save").touch()
+def test_file_save_during_an_evaluation(tiny, tmp_path, waiting_evaluation):
+    ranks = begin_evaluation(tmp_path, evaluation_recipe(tiny, save_total_limit=9), 10)
+    save = tmp_path / "run" / "save"
+    save.touch()
+    kit.until(lambda: not save.exists())  # the request is noted
+    for step in (10, 20):
+        (tmp_path / f"go_{step}").touch()
     assert ranks.wait() == [0, 0], ranks.text()
-    assert not (tmp_path / "run" / "save").exists()
     steps = [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "run")]
-    assert steps[0] in (10, 11)
-    assert steps[1:] == [20]
+    assert steps == [11, 20]
 
 
 # ---- twice, early, by file, by clock -----------------------------------------------------------------------------------
 
 
-def block_step_5(monkeypatch, seconds: float, is_blocked=lambda rank: True) -> None:
-    """Let step 5 wait in a blocking call on some ranks; the others wait for them in a collective."""
+def block_step_5(monkeypatch, go: Path, is_blocked=lambda rank: True) -> None:
+    """Let step 5 wait for the file `go` on some ranks; the others wait for them in a collective."""
     original, calls = train.optimizer_step, 0
 
     def optimizer_step(*args):
@@ -163,7 +194,9 @@ def block_step_5(monkeypatch, seconds: float, is_blocked=lambda rank: True) -> N
         if calls == 5:
             Path("blocked").touch()
             if is_blocked(int(os.environ["RANK"])):
-                subprocess.run(["sleep", str(seconds)], check=False)
+                subprocess.run(
+                    ["sh", "-c", f"until [ -e {go} ]; do sleep 0.1; done"], check=False
+                )  # blocks this thread
         return original(*args)
 
     monkeypatch.setattr(train, "optimizer_step", optimizer_step)
@@ -171,10 +204,11 @@ def block_step_5(monkeypatch, seconds: float, is_blocked=lambda rank: True) -> N
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
 def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch, number):
-    block_step_5(monkeypatch, 600, lambda rank: rank == 1)
+    block_step_5(monkeypatch, Path("never"), lambda rank: rank == 1)
     ranks = begin(tmp_path, recipe(tiny))
     kit.until((tmp_path / "blocked").exists)
     ranks.signal(number)
+    until_handled(tmp_path)
     time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
     ranks.signal(number)
@@ -185,12 +219,14 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
 def test_copies_of_a_signal_within_a_second(tiny, straight, tmp_path, monkeypatch):
     """A launcher passes on a signal that the whole process group has received."""
     with monkeypatch.context() as patch:
-        block_step_5(patch, 2.5)
+        block_step_5(patch, Path("go"))
+        patch.setattr(stop_signals, "COPY_SECONDS", 600)  # of a slow machine
         ranks = begin(tmp_path, recipe(tiny))
         kit.until((tmp_path / "blocked").exists)
-        ranks.signal(signal.SIGTERM)
-        time.sleep(stop_signals.COPY_SECONDS / 4)
-        ranks.signal(signal.SIGTERM)
+        for _ in range(2):
+            ranks.signal(signal.SIGTERM)
+            until_handled(tmp_path)
+        (tmp_path / "go").touch()
         assert check_stopped(ranks, tmp_path / "run") == 5
     check_resumes(tmp_path, recipe(tiny), straight)
 
@@ -201,17 +237,20 @@ def test_copies_of_a_signal_within_a_second(tiny, straight, tmp_path, monkeypatc
     ids=["data", "model", "run folder"],
 )
 def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
-    original = getattr(holder, name)
+    receive = stop_signals.exit_on_signal
+
+    def receive_and_note():
+        receive()
+        Path(f"receives_{os.environ['RANK']}").touch()
 
     def slow(*args, **kwargs):
         Path("reached").touch()
         time.sleep(600)
-        return original(*args, **kwargs)
 
+    monkeypatch.setattr(stop_signals, "exit_on_signal", receive_and_note)
     monkeypatch.setattr(holder, name, slow)
     ranks = kit.Ranks("train.py", *recipe(tiny, cache_dir=tmp_path / "cache"), folder=tmp_path, world=2)
-    kit.until((tmp_path / "reached").exists)
-    time.sleep(0.3)
+    kit.until(lambda: {"receives_0", "receives_1", "reached"} <= set(os.listdir(tmp_path)))
     ranks.signal(signal.SIGTERM)
     assert ranks.wait() == [75, 75], ranks.text()
     assert not (tmp_path / "run" / "checkpoints").exists()
@@ -219,21 +258,13 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
 
 
-def test_files_save_and_stop(tiny, straight, tmp_path, monkeypatch):
-    original = train.optimizer_step
-
-    def optimizer_step(*args):
-        time.sleep(0.03)  # the files are polled twice a second, and the run must last longer than that
-        return original(*args)
-
+def test_files_save_and_stop(tiny, straight, tmp_path):
     flags, folder = recipe(tiny), tmp_path / "run"
-    with monkeypatch.context() as patch:
-        patch.setattr(train, "optimizer_step", optimizer_step)
-        ranks = begin(tmp_path, flags)
+    ranks = begin(tmp_path, flags)
     (folder / "save").touch()
     saved = kit.until(lambda: checkpoint_list.newest_intact(folder))
     assert atomic_folder.verify(saved) == []
-    kit.until(lambda: kit.last_step(folder) > checkpoint_list.step_of(saved) + 3)  # training continues
+    kit.until(lambda: kit.last_step(folder) > checkpoint_list.step_of(saved) + 1)  # training continues
     (folder / "stop").touch()
     assert check_stopped(ranks, folder) > checkpoint_list.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
@@ -242,13 +273,20 @@ def test_files_save_and_stop(tiny, straight, tmp_path, monkeypatch):
 
 
 def test_time_limit(tiny, tmp_path, monkeypatch):
-    start, limit = time.time(), 6.0
     monkeypatch.setattr(stop_signals, "PROCESS_START", time.monotonic())
-    ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=limit / 60), folder=tmp_path, world=2)
+    ranks = kit.Ranks("train.py", *recipe(tiny, max_steps=100_000, time_limit=2 / 60), folder=tmp_path, world=2)
     check_stopped(ranks, tmp_path / "run")
-    status = run_status.read_status(tmp_path / "run")
-    assert "the time limit" in status["reason"]
-    assert status["time"] <= start + limit
+    assert "the time limit" in run_status.read_status(tmp_path / "run")["reason"]
+
+
+@pytest.mark.parametrize("seconds, reason", [(27, "the time limit"), (40, None)])
+def test_time_limit_leaves_time_for_a_step_and_a_save(tmp_path, seconds, reason):
+    """One and a half steps of 10 s, two saves of 6 s, two polls."""
+    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
+    vars(signals).update(folder=tmp_path, reason=None, save_requested=False, step_seconds=10.0, save_seconds=6.0)
+    signals.deadline = time.monotonic() + seconds
+    signals._poll_requests()
+    assert signals.reason == reason
 
 
 # ---- launchers ---------------------------------------------------------------------------------------------------------

@@ -2,8 +2,12 @@
 
 import os
 import threading
+import time
 from pathlib import Path
 
+import pytest
+
+import train
 from src.checkpointing import checkpoint_list
 from src.distributed import stop_signals
 from src.runtime import run_status
@@ -34,10 +38,26 @@ def recipe(tiny: dict, **fields) -> list[str]:
     return kit.flags(**tiny | values | {"save_steps": 10_000} | fields)
 
 
+def _slow_soon(optimizer_step):
+    """Return an optimizer_step that takes 0.2 s after 15 steps, so that no run ends before a test on a loaded machine stops it."""
+    calls = 0
+
+    def step(*args):
+        nonlocal calls
+        calls += 1
+        if calls > 15:
+            time.sleep(0.2)
+        return optimizer_step(*args)
+
+    return step
+
+
 def begin(folder: Path, flags: list[str], world: int = 2, env=None) -> kit.Ranks:
-    """Start the command in `folder`, and return when it has trained a step more than before."""
+    """Start the command in `folder`, and return when it has trained a step more than before. It becomes slow soon."""
     before = kit.last_step(folder / "run")
-    ranks = kit.Ranks("train.py", *flags, folder=folder, world=world, env=env)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "optimizer_step", _slow_soon(train.optimizer_step))
+        ranks = kit.Ranks("train.py", *flags, folder=folder, world=world, env=env)
     kit.until(lambda: kit.last_step(folder / "run") > before)
     return ranks
 
