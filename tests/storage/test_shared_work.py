@@ -95,12 +95,13 @@ def test_each_piece_is_made_once(tmp_path, world):
     assert left == []
 
 
-def test_mutant_without_a_lock_makes_pieces_twice(tmp_path, monkeypatch):
+def test_mutant_without_a_lock_makes_a_piece_three_times(tmp_path, monkeypatch):
     monkeypatch.setattr(peer_failures, "FileLock", NoLock)
     monkeypatch.setattr(LaunchPeers, "raise_if_failed", lambda self: None)
-    results = kit.spawn(3, share_pieces, tmp_path, lambda i: None, 0.2, 3, out=tmp_path / "out")
-    assert results == [CONTENT[:3]] * 3  # no data is lost
-    assert len(made(tmp_path)) > 3
+    all_begun = functools.partial(wait_for, tmp_path, 3)
+    results = kit.spawn(3, share_pieces, tmp_path, all_begun, 0.0, 1, out=tmp_path / "out")
+    assert results == [CONTENT[:1]] * 3  # no data is lost
+    assert made(tmp_path) == [0, 0, 0]
 
 
 def test_two_launches_share_the_pieces(tmp_path):
@@ -135,33 +136,35 @@ def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
 # ---- errors and deaths -----------------------------------------------------------------------------------------------
 
 
-def stop_rank(rank: int, how):
-    """Return a function that raises `how`, or kills the process, on one rank."""
+def stop_rank(folder: Path, rank: int, how):
+    """Return a function that raises `how`, or kills the process, on one rank.
+
+    The other ranks wait for that, or they could make all pieces before this rank has one."""
 
     def stop(*_):
         if os.environ["RANK"] == str(rank):
+            (folder / "reached").touch()
             raise how("a cosmic ray") if how != "killed" else os.kill(os.getpid(), signal.SIGKILL)
+        kit.until((folder / "reached").exists)
 
     return stop
 
 
-def outcomes(folder: Path, before, env=None) -> tuple[list, float]:
-    """Return (kind, text, reported_elsewhere) of the error on each of three ranks (None: killed), and the seconds."""
-    began = time.monotonic()
+def outcomes(folder: Path, rank: int, how, env=None) -> list:
+    """Return (kind, text, reported_elsewhere) of the error on each of three ranks (None: killed) if `rank` ends by `how`."""
     folder.mkdir(exist_ok=True)
 
     def guarded():
         try:
-            share_pieces(folder, before, 0.2, 30)
+            share_pieces(folder, stop_rank(folder, rank, how), 0.2, 30)
         except (UsageError, Failure, RuntimeError) as error:
             return type(error).__name__, str(error), getattr(error, "reported_elsewhere", False)
         return "nothing", "", False
 
     with suppress(kit.RankFailed):
-        kit.spawn(3, guarded, out=folder / "out", env=env, timeout=60)
+        kit.spawn(3, guarded, out=folder / "out", env=env)
     files = [folder / "out" / f"rank{rank}.pt" for rank in range(3)]
-    results = [kit.torch.load(file, weights_only=False) if file.exists() else None for file in files]
-    return results, time.monotonic() - began
+    return [kit.torch.load(file, weights_only=False) if file.exists() else None for file in files]
 
 
 STOPPED = {  # how rank 1 ends: (what it raises, what the others raise)
@@ -174,17 +177,16 @@ STOPPED = {  # how rank 1 ends: (what it raises, what the others raise)
 @pytest.mark.parametrize("how", STOPPED)
 def test_failed_rank_stops_the_others(tmp_path, monkeypatch, how):
     own, kind, text = STOPPED[how]
-    results, seconds = outcomes(tmp_path / "right", stop_rank(1, how))
+    results = outcomes(tmp_path / "right", 1, how)
     assert results[1] == own
     for rank in (0, 2):
         assert results[rank][0] == kind
         assert text in results[rank][1]
     assert all(results[rank][2] for rank in (0, 2)) or how == "killed"
-    assert seconds < 60
     assert len(made(tmp_path / "right")) < 29  # they stop before the end
 
     monkeypatch.setattr(LaunchPeers, "raise_if_failed", lambda self: None)  # the mutant
-    results, _ = outcomes(tmp_path / "mutant", stop_rank(1, how))
+    results = outcomes(tmp_path / "mutant", 1, how)
     assert results[0] == results[2] == ("nothing", "", False)
 
 
@@ -193,9 +195,9 @@ def test_host_names_with_dots(tmp_path, monkeypatch):
     names = ("node.a.example.org", "node.a.example.org", "node.b_1.example.org")
     monkeypatch.setattr(socket, "gethostname", lambda: names[int(os.environ["RANK"])])
     nodes = {"LOCAL_WORLD_SIZE": "2"}
-    results, _ = outcomes(tmp_path / "fails", stop_rank(2, UsageError), nodes)
+    results = outcomes(tmp_path / "fails", 2, UsageError, nodes)
     assert results[0][1] == "a cosmic ray"
-    results, _ = outcomes(tmp_path / "dies", stop_rank(1, "killed"), nodes)
+    results = outcomes(tmp_path / "dies", 1, "killed", nodes)
     assert all("rank 1 ended" in results[rank][1] for rank in (0, 2))
     assert results[2][2]  # rank 0 has reported it
 
@@ -220,7 +222,7 @@ REPORTS = {  # (host, another launcher, age in seconds): whether it is of this l
     (None, False, 0): True,
     (None, False, 100): False,
     (None, True, 0): False,
-    ("elsewhere", True, 5): False,
+    ("elsewhere", True, 15): False,
     ("elsewhere", True, -1): True,
 }
 
@@ -267,8 +269,9 @@ def test_launch_that_follows_at_once(peers, monkeypatch):
         monkeypatch.setattr(peers, name, value)
     peers.report_failure(error := UsageError("a cosmic ray"))
     assert error.already_reported
-    with subprocess.Popen(["sleep", "60"]) as launcher:
-        assert peer_failures._earliest_report(launcher.pid) > time.time() - 10
+    began = time.time()
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        assert peer_failures._earliest_report(launcher.pid) > began - 10
         launcher.kill()
 
 
@@ -302,9 +305,7 @@ def command(tiny, folder: Path, world: int = 3, **fields) -> tuple[list, list[st
     folder.mkdir(exist_ok=True)
     values = {"output_dir": "run", "max_steps": 2, "global_batch_size": 8, "cache_dir": folder / "cache"}
     argv = kit.flags(**tiny | values | fields)
-    began = time.monotonic()
     codes, texts = kit.run_command("train.py", *argv, folder=folder, world=world)
-    assert time.monotonic() - began < 100
     assert "Traceback" not in "".join(texts) or 1 in codes or "a cosmic ray" in "".join(texts)
     return codes, texts
 
@@ -331,12 +332,7 @@ ENDS = {  # how rank 1 ends: exit codes, what is printed once, and by which rank
 
 @pytest.mark.parametrize("how", ENDS)
 def test_one_rank_prints_the_error(tiny, tmp_path, monkeypatch, small, how):
-    def act(_):  # the other ranks wait, or they could finish before rank 1 has a piece
-        (tmp_path / f"reached{os.environ['RANK']}").touch()
-        stop_rank(1, how)()
-        kit.until((tmp_path / "reached1").exists)
-
-    before_each_block(monkeypatch, act)
+    before_each_block(monkeypatch, stop_rank(tmp_path, 1, how))
     expected, words, ranks = ENDS[how]
     codes, texts = command(tiny, tmp_path / "here")
     assert codes == expected, texts
