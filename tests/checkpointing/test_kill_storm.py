@@ -13,7 +13,7 @@ def flags(tiny) -> list[str]:
 
 @pytest.mark.parametrize("world, kills", [(1, 6), (2, 8)])
 def test_storm_leaves_no_trace(tiny, tmp_path, world, kills):
-    found = storm(flags(tiny), tmp_path, world, kills, minutes=3)
+    found = storm(flags(tiny), tmp_path, world, kills, minutes=10)
     assert found["differences"] == []
     assert found["kills"] == kills
 
@@ -25,6 +25,6 @@ def test_mutant_that_replays_the_order_is_caught(tiny, tmp_path, monkeypatch):
         return original(config, rank, world, 0, stop - start)
 
     monkeypatch.setattr(data_loader, "training_order", replayed)
-    found = storm(flags(tiny), tmp_path, 1, 3, minutes=3, seed=3)
+    found = storm(flags(tiny), tmp_path, 1, 3, minutes=10, seed=3)
     assert any("final weights differ" in text for text in found["differences"])
     assert any("hash" in text for text in found["differences"])

@@ -79,13 +79,13 @@ def test_writers_are_balanced_by_size(world):
 # ---- many writers ------------------------------------------------------------------------------------------------------
 
 
-def writes(rank: int, pause: float = 0.0, error: Exception | None = None):
-    """Return a function that writes this rank's file slowly, in two halves, and may fail then."""
+def writes(rank: int, pause=lambda: None, error: Exception | None = None):
+    """Return a function that writes this rank's file in two halves, with `pause()` between them, and may fail then."""
 
     def write(folder: Path) -> None:
         with open(folder / f"part{rank}", "wb", buffering=0) as file:
             file.write(bytes([rank]) * 1000)
-            time.sleep(pause)
+            pause()
             file.write(bytes([rank + 100]) * 1000)
         if error:
             raise error
@@ -95,10 +95,10 @@ def writes(rank: int, pause: float = 0.0, error: Exception | None = None):
 
 def test_shards_are_collected_when_complete_and_published(tmp_path):
     """The file of rank 1 exists long before it is complete; the mutant would look for the file only."""
-    parts = tmp_path / ".step.1.parts"
+    parts, seen = tmp_path / ".step.1.parts", threading.Event()
     threads = [
-        threading.Thread(target=ShardWriters(rank, 3, 20).write_shard, args=(parts, writes(rank, pause)))
-        for rank, pause in ((1, 0.5), (2, 0.0))
+        threading.Thread(target=ShardWriters(rank, 3, 100).write_shard, args=(parts, writes(rank, pause)))
+        for rank, pause in ((1, lambda: seen.wait(100)), (2, lambda: None))
     ]
 
     def gather(folder: Path) -> dict:
@@ -107,7 +107,8 @@ def test_shards_are_collected_when_complete_and_published(tmp_path):
             thread.start()
         kit.until((parts / "1" / "part1").exists)
         assert (parts / "1" / "part1").stat().st_size <= 1000
-        return ShardWriters(0, 3, 20).collect_shards(parts, folder)
+        threading.Timer(0.5, seen.set).start()
+        return ShardWriters(0, 3, 100).collect_shards(parts, folder)
 
     atomic_folder.publish(tmp_path / "step", gather, step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import train
+from src.checkpointing import writer_thread
 from src.config.errors import UsageError
 from src.data import batch_plan, data_loader
 from src.reporting import ledger
@@ -51,7 +52,7 @@ def write_ledger(folder: Path, entries: list[dict], end: str = "") -> Path:
 def command(*argv) -> tuple[int, str]:
     """Return exit code and output of `python -m src.reporting.ledger ...`."""
     words = [sys.executable, "-m", "src.reporting.ledger", *map(str, argv)]
-    done = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -109,6 +110,7 @@ def test_ledger_after_a_kill_and_resume_on_more_processes(files, one, tmp_path):
 
         def dying_update(*args):
             count[0] += 1
+            writer_thread.finish()  # every checkpoint is written before the next update, also that of step 20
             if count[0] == 27:
                 os._exit(9)
             return update(*args)

@@ -1,6 +1,7 @@
 """Trackers: every line of a run under one id; a failing or hanging tracker is a warning."""
 
 import json
+import signal
 import sys
 import time
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 from src.config.schema import RunConfig
 from src.reporting import trackers
 from tests.helpers import kit
+from tests.helpers.stopping import send_here
 
 
 class Good(GeneralTracker):
@@ -103,32 +105,36 @@ def flags(files, **values):
     return kit.flags(**values)
 
 
-def _train(argv, folder, timeout, failing_rank=None):
-    """Run train.py with the trackers of this file; with `failing_rank`, that rank raises at step 4."""
+def _fail():
+    raise ZeroDivisionError("in the middle")
+
+
+def _train(argv, folder, timeout, rank=None, act=_fail):
+    """Run train.py with the trackers of this file; one `rank` calls `act()` in step 4."""
     import os
 
     import train
 
     _register()
     trackers.START_TIMEOUT = trackers.CLOSE_TIMEOUT = timeout
-    if failing_rank is not None and os.environ["RANK"] == str(failing_rank):
+    if os.environ["RANK"] == str(rank):
         original, calls = train.optimizer_step, []
 
         def update(*args):
             calls.append(1)
             if len(calls) == 4:
-                raise ZeroDivisionError("in the middle")
+                act()
             return original(*args)
 
         train.optimizer_step = update
     kit._command("train.py", argv, folder)
 
 
-def run(files, folder, timeout=10.0, world=1, failing_rank=None, **values):
+def run(files, folder, *at_step_4, timeout=10.0, world=1, **values):
     """Return the exit codes of a run, and the output of the main process."""
     folder.mkdir()
     argv, out = flags(files, **values), folder / "out"
-    ranks = kit.fork(world, _train, argv, folder, timeout, failing_rank, out=out)
+    ranks = kit.fork(world, _train, argv, folder, timeout, *at_step_4, out=out)
     for process in ranks:
         process.join(180)
         process.kill()
@@ -137,7 +143,7 @@ def run(files, folder, timeout=10.0, world=1, failing_rank=None, **values):
 
 def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
     names = [*registered, "good"]
-    codes, text = run(files, tmp_path / "all", timeout=2.0, max_steps=3, report_to=names)
+    codes, text = run(files, tmp_path / "all", timeout=4.0, max_steps=3, report_to=names)
     assert codes == [0], text
     folder = tmp_path / "all" / "run"
     assert (folder / "final" / "config.json").exists()
@@ -153,12 +159,19 @@ def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
     assert "good" not in text
 
 
-@pytest.mark.parametrize("end", ["complete", "time limit", "rank 0 fails", "rank 1 fails"])
+ENDS = {  # name: (exit code, rank and what it does in step 4)
+    "complete": (0, ()),
+    "SIGTERM": (75, (1, lambda: send_here(signal.SIGTERM))),
+    "rank 0 fails": (1, (0,)),
+    "rank 1 fails": (1, (1,)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
 def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
-    limit = {"time_limit": 0.0001, "max_steps": 500} if end == "time limit" else {"max_steps": 6}
-    failing_rank = int(end.split()[1]) if end.startswith("rank") else None
-    codes, text = run(files, tmp_path / "end", world=2, failing_rank=failing_rank, **limit)
-    assert codes == [{"complete": 0, "time limit": 75}.get(end, 1)] * 2, text
+    code, at_step_4 = ENDS[end]
+    codes, text = run(files, tmp_path / "end", *at_step_4, world=2, max_steps=6)
+    assert codes == [code] * 2, text
     folder = tmp_path / "end" / "run"
     assert losses(received(folder)) == expected(folder) != []
     assert received(folder)[-1] == {"finished": True}
