@@ -167,8 +167,16 @@ def test_ctrl_c_before_training_begins(endless, tmp_path, how):
     """During the imports of the launcher, or of train.py."""
     words = make_train(f"CONFIG={endless}") if how == "make" else [sys.executable, "train.py", "--config", endless]
     terminal = Terminal(*words)
-    maps = Path(f"/proc/{terminal.pid}/maps")
-    terminal.until(lambda: "accelerate launch" in terminal.text if how == "make" else "libtorch" in maps.read_text())
+    process = Path(f"/proc/{terminal.pid}")
+
+    def imports() -> bool:
+        if how == "make":
+            return "accelerate launch" in terminal.text
+        return (
+            "train.py" in (process / "cmdline").read_text().split("\0") and "libtorch" in (process / "maps").read_text()
+        )
+
+    terminal.until(imports)
     terminal.press(CTRL_C)
     assert "Stopped by Ctrl-C before training began" in terminal.lines()[-1]
     assert "Traceback" not in terminal.text
