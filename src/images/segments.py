@@ -32,7 +32,7 @@ def read_label(
         raise UsageError(
             f"{location}: `{column}` has {ids.shape[1]} × {ids.shape[0]} pixels, its image {size[0]} × {size[1]}"
         )
-    if (unknown := ids[(ids >= classes) & (ids != ignored)]).size:
+    if (unknown := ids[((ids < 0) | (ids >= classes)) & (ids != ignored)]).size:
         raise UsageError(
             f"{location}: `{column}` holds the class {unknown[0]}, but there are {classes} classes, from 0: correct "
             "class_names or num_classes, or set ignored_value"

@@ -137,6 +137,7 @@ def _rows(path, label, size=(16, 16)):
     [
         (Image.new("L", (16, 15)), r"bad.parquet, row 1: .*`label` has 16 × 15 pixels, its image 16 × 16"),
         (Image.new("L", (16, 16), 9), r"row 1: .*holds the class 9, but there are 4 classes"),
+        (Image.new("I", (16, 16), -1), r"row 1: .*holds the class -1, but there are 4 classes"),
         (Image.new("RGB", (16, 16)), r"row 1: .*mode RGB: class ids need one channel"),
     ],
 )
