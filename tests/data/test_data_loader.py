@@ -75,13 +75,12 @@ def named(text: str) -> list[tuple[int, int, list[int]]]:
     return [(int(m), int(s), [int(i) for i in ids.split(", ")]) for ids, m, s in found]
 
 
-def failure(data, folder: Path, monkeypatch, fail, workers: int = 2, timeout: int = 30) -> tuple[str, list, float]:
-    """Return (the message, the rows that the worker was reading, seconds) of a failing reader."""
+def failure(data, folder: Path, monkeypatch, fail, workers: int = 2) -> tuple[str, list]:
+    """Return (the message, the rows that the worker was reading) of a failing reader."""
 
     def noted(rows):
         if worker() is not None and len(contents_seen(folder)) >= 3 and once(folder):
             time.sleep(0.3)  # so that it does not die with the lock of the queue that it answers through
-            (folder / "pid").write_text(str(os.getpid()))
             (folder / "rows.json").write_text(json.dumps([row["input_ids"].tolist() for row in rows]))
             fail()
         with open(folder / "seen", "a") as file:
@@ -89,19 +88,15 @@ def failure(data, folder: Path, monkeypatch, fail, workers: int = 2, timeout: in
 
     def reading():
         task, split = data
-        run = RunConfig(dataloader_num_workers=workers, dataloader_timeout=timeout)
-        order, began = plan(split), time.monotonic()
+        run, order = RunConfig(dataloader_num_workers=workers), plan(split)
         with pytest.raises(RuntimeError) as error:
             list(data_loader.read_batches(split, task, iter(order), run, False))
-        seconds = time.monotonic() - began
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with suppress(ProcessLookupError):
-            os.kill(int((folder / "pid").read_text()), signal.SIGKILL)  # one that hangs
-        return str(error.value), seconds
+        return str(error.value)
 
     before_collate(monkeypatch, noted)
-    [(message, seconds)] = kit.spawn(1, reading, out=folder / "out")
-    return message, json.loads((folder / "rows.json").read_text()), seconds
+    [message] = kit.spawn(1, reading, out=folder / "out")
+    return message, json.loads((folder / "rows.json").read_text())
 
 
 def contents_seen(folder: Path) -> list[str]:
@@ -120,18 +115,10 @@ def check_named(data, message: str, rows: list) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch, workers):
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-    message, rows, seconds = failure(data, tmp_path, monkeypatch, kill, workers)
+    message, rows = failure(data, tmp_path, monkeypatch, kill, workers)
     assert "worker died (exit code -9;" in message
     check_named(data, message, rows)
     assert len(named(message)) == 1  # only what the dead one was at
-    assert seconds < 100
-
-
-def test_hanging_loader_process_is_reported_with_its_rows(data, tmp_path, monkeypatch):
-    message, rows, seconds = failure(data, tmp_path, monkeypatch, lambda: time.sleep(600), 2, 2)
-    assert "did not answer for 2 s (dataloader_timeout)" in message
-    check_named(data, message, rows)
-    assert seconds < 100
 
 
 def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch):
@@ -144,7 +131,7 @@ def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch
         return original(items, desk, sent, timeout)
 
     monkeypatch.setattr(data_loader, "_describe_failure", last)
-    message, rows, _ = failure(data, tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
+    message, rows = failure(data, tmp_path, monkeypatch, lambda: os.kill(os.getpid(), signal.SIGKILL), 2)
     with pytest.raises(AssertionError):
         check_named(data, message, rows)
 
@@ -187,18 +174,22 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
 
     before_collate(monkeypatch, fail)
     (folder := tmp_path / "here").mkdir()
-    fields = {"dataloader_num_workers": 2, "dataloader_timeout": 3, "global_batch_size": 8, "per_device_batch_size": 2}
+    seconds = 8 if how == "hangs" else 60  # a slow machine needs some for the first rows
+    fields = {"dataloader_num_workers": 2, "dataloader_timeout": seconds}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 2}
     fields |= {"max_steps": 40, "output_dir": "run", "cache_dir": tmp_path / "cache"}
-    began = time.monotonic()
     ranks = kit.Ranks("train.py", *kit.flags(**tiny | fields), folder=folder, world=2)
     codes = _ends(ranks, 120)
     texts = [(ranks.out / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert codes == [1, 1], texts
-    assert time.monotonic() - began < 100
     assert re.findall(r"rank (\d) failed:", "".join(texts)) == ["1"]
     _, splits = kit.open_data(**tiny, cache_dir=tmp_path / "cache")
     rows = json.loads((tmp_path / "rows.json").read_text())
-    found = named(texts[1].rstrip().splitlines()[-1])
+    message = texts[1].rstrip().splitlines()[-1]
+    assert (
+        "did not answer for 8 s (dataloader_timeout)" if how == "hangs" else "worker died (exit code -9;"
+    ) in message
+    found = named(message)
     assert [contents(splits["train"], ids) == rows for _, _, ids in found].count(True) == 1
     try:  # and no loader process outlives its rank, with its memory and its files
         kit.until(lambda: _gone(int((tmp_path / "pid").read_text())))

@@ -493,7 +493,7 @@ def test_ranks_with_different_data_do_not_train(tools, tmp_path, mutant, monkeyp
         write(tmp_path / name / "rows.jsonl", rows)
         folders.append(tmp_path / name)
     fields = {"model_config": tools / "llama.yaml", "tokenizer_name": tools / "tokenizer", "train_file": "rows.jsonl"}
-    fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run", "ddp_timeout": 30}
+    fields |= {"cache_dir": tmp_path / "cache", "max_steps": 1, "output_dir": tmp_path / "run"}
     if mutant:
         monkeypatch.setattr(train.dataset, "check_same_data", lambda *_: None)
         kit.spawn(2, _other_files, kit.flags(**fields), folders, out=tmp_path / "out")  # trains silently

@@ -289,9 +289,9 @@ def _fetch_alone(url: str, cache: Path) -> None:
 def interrupted(hub, tmp_path):
     """Kill a process in mid-download; return the URL and the part that is left."""
     url = serve(hub, "killed", CONTENT)
-    hub.faults["/files/killed"] = Fault(slow=4 * MB)
+    hub.faults["/files/killed"] = Fault(slow=MB)
     (job,) = kit.fork(1, _fetch_alone, url, tmp_path / "cache", out=tmp_path / "out")
-    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size >= 2 * MB])
+    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size >= MB])
     job.kill()
     job.join()
     hub.faults.clear()
@@ -390,13 +390,11 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
 
 def start(hub, folder, argv, world: int, before=lambda: None, **environment) -> Ended:
     """Open the data on `world` ranks."""
-    began, environment = time.monotonic(), hub.environment(folder) | environment
     try:
-        rows = kit.spawn(world, open_rows, environment, argv, before, out=folder / "out", timeout=100)
+        rows = kit.spawn(world, open_rows, hub.environment(folder) | environment, argv, before, out=folder / "out")
         codes, texts = [0] * world, [(folder / "out" / f"rank{r}.txt").read_text() for r in range(world)]
     except kit.RankFailed as failed:
         rows, codes, texts = [None] * world, failed.codes, failed.texts
-    assert time.monotonic() - began < 100
     assert "Traceback" not in "".join(texts)
     return Ended(codes, texts, rows)
 
@@ -460,7 +458,7 @@ def test_failing_server_ends_all_ranks_with_the_url(hub, tmp_path):
 def test_job_takes_over_from_a_killed_one(hub, tmp_path):
     expected = put(hub, "inherited.jsonl", note=100_000)
     size = (hub.folder / "files/inherited.jsonl").stat().st_size
-    hub.faults["/files/inherited.jsonl"] = Fault(slow=2 * MB)
+    hub.faults["/files/inherited.jsonl"] = Fault(slow=MB)
     argv = recipe(hub, tmp_path / "cache", "inherited.jsonl")
     (first,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "first")
     kit.until(lambda: [p for p in tmp_path.rglob("part") if p.stat().st_size >= MB])
@@ -480,14 +478,10 @@ def _train(environment, argv, folder):
     kit._command("train.py", argv, folder)
 
 
-def test_download_may_take_longer_than_ddp_timeout(hub, tmp_path):
-    put(hub, "late.jsonl", note=1000)
-    size = (hub.folder / "files/late.jsonl").stat().st_size
-    hub.faults["/files/late.jsonl"] = Fault(delay=4, slow=size / 4)
-    argv = recipe(hub, tmp_path / "cache", "late.jsonl", ddp_timeout=5, max_steps=3, output_dir=tmp_path / "run")
-    began = time.monotonic()
-    kit.spawn(2, _train, hub.environment(tmp_path), argv, tmp_path, out=tmp_path / "out", timeout=120)
-    assert time.monotonic() - began > 8
+def test_run_records_the_downloaded_version(hub, tmp_path):
+    put(hub, "late.jsonl")
+    argv = recipe(hub, tmp_path / "cache", "late.jsonl", max_steps=3, output_dir=tmp_path / "run")
+    kit.spawn(2, _train, hub.environment(tmp_path), argv, tmp_path, out=tmp_path / "out")
     assert len(kit.Run(tmp_path / "run").kind("train")) >= 1
     (record,) = json.loads((tmp_path / "run/environment.json").read_text())["fetched"].values()
     version = remote_version.look_up(f"{hub.files_url}/late.jsonl", "train_file")

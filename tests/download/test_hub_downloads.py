@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -82,15 +81,13 @@ def train(environment, folder, argv, world: int = 1, before=lambda: None, **more
     return "".join((folder / "out" / f"rank{rank}.txt").read_text() for rank in range(world))
 
 
-def refused(environment, folder, argv, *words: str, world: int = 1, seconds: float = 60, before=lambda: None, **more):
+def refused(environment, folder, argv, *words: str, world: int = 1, before=lambda: None, **more):
     """Assert that train.py ends with exit code 2 on all ranks, and prints these words."""
-    began = time.monotonic()
     with pytest.raises(kit.RankFailed) as failed:
         train(environment, folder, argv, world, before, **more)
     text = "".join(failed.value.texts)
     assert set(failed.value.codes) == {2}, text
     assert all(word in text for word in words), text
-    assert time.monotonic() - began < seconds
     assert "Traceback" not in text
 
 
@@ -201,7 +198,7 @@ def test_silent_hub_is_given_up(hub, trained, tmp_path):
     hub.faults["*/org/*"] = Fault(silent=True)
     train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "run"), 2, impatient)
     empty, words = hub.environment(tmp_path), "model_name_or_path: org/model"
-    refused(empty, tmp_path, recipe(tmp_path), words, world=2, seconds=60, before=impatient)
+    refused(empty, tmp_path, recipe(tmp_path), words, world=2, before=impatient)
 
 
 def test_private_and_missing_repositories(hub, tmp_path):
@@ -278,7 +275,7 @@ def test_stream_from_a_failing_server_ends_all_ranks(hub, tmp_path):
     kit.write_jsonl(hub.folder / "files/broken.jsonl", [{"input_ids": [1, 2, 3]}] * 20)
     hub.faults["/files/broken.jsonl"] = Fault(status=500)
     url = f"{hub.files_url}/broken.jsonl"
-    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2, seconds=60)
+    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2)
 
 
 def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):

@@ -1,6 +1,6 @@
 """Files of a stream behind http: looked up before training, retried, and refused once they change."""
 
-import time
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -141,7 +141,9 @@ def test_another_part_than_asked_for_is_refused(hub, tmp_path):
 
 
 def test_retries_skip_what_was_read_and_end(monkeypatch):
-    calls = []
+    clock, calls = SimpleNamespace(now=0.0), []
+    clock.monotonic, clock.sleep = lambda: clock.now, lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(remote_files, "time", clock)
 
     def rows():
         calls.append("rows")
@@ -160,11 +162,9 @@ def test_retries_skip_what_was_read_and_end(monkeypatch):
 
     missing = FileNotFoundError("x")
     missing.__cause__ = TimeoutError()  # as fsspec reports it
-    monkeypatch.setattr(remote_files, "PATIENCE", 1.0)
-    began = time.monotonic()
     with pytest.raises(FileNotFoundError):
         list(remote_files.retry_reads(lambda: fails(missing), "x"))
-    assert 0.4 < time.monotonic() - began < 60
+    assert calls.count(FileNotFoundError) > 5
     with pytest.raises(ValueError, match="bad row"):
         list(remote_files.retry_reads(lambda: fails(ValueError("bad row")), "x"))
     assert calls.count(ValueError) == 1  # not retried
@@ -180,8 +180,7 @@ def test_bad_line_is_not_retried(hub, tmp_path):
     url = put(hub, "bad.jsonl", 0)
     with open(hub.folder / "files/bad.jsonl", "a") as file:
         file.write('{"input_ids": [1, 2\n')
-    began = time.monotonic()
     message = open_served(hub, tmp_path, url)
-    assert time.monotonic() - began < 60
+    assert "retrying" not in (tmp_path / "out/rank0.txt").read_text()
     assert message.startswith(f"train_file: {url} could not be read: JSON parse error")
     assert "encoding" not in message  # the second error, of datasets' explanation
