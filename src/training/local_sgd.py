@@ -22,8 +22,7 @@ class LocalSGD:
         self.optimizer, self.state = optimizer, state
         self.averaged_step = state.step  # all ranks begin with the same state
         state.local_updates = True
-        if not optimizer.state:
-            _create_moments(optimizer)
+        _create_moments(optimizer)
         self.buffers = StepBuffers(strategy.buffers.module, self.accelerator.device, all_ranks=True)
         self.buffers.begin()
 
@@ -68,14 +67,16 @@ class LocalSGD:
 
 
 def _create_moments(optimizer) -> None:
-    """Create zero moments, so that a rank that skips its first update has the same tensors to average as the others."""
+    """Create the moments that are missing, as zeros, so that a rank that skips its first update has the same tensors to
+    average as the others. A resumed run may have some: of what one process has trained so far (unfreeze)."""
+    missing = [p for group in optimizer.param_groups for p in group["params"] if p not in optimizer.state]
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-        for parameter in group["params"]:
-            parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    for state in optimizer.state.values():
-        for value in state.values():
+    for parameter in missing:
+        for value in optimizer.state.get(parameter, {}).values():
             if torch.is_tensor(value):
                 value.zero_()

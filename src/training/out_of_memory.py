@@ -40,14 +40,15 @@ def check_survivable(error: RuntimeError, strategy: Strategy, module: torch.nn.M
     if not isinstance(error, torch.OutOfMemoryError) and not any(word in str(error) for word in WORDS):
         raise error
     cfg, several = strategy.cfg, strategy.accelerator.num_processes > 1
-    given = cfg.per_device_batch_tokens or int(cfg.per_device_batch_size)
+    most = max(len(micro.ids) for micro, _ in window)  # fewer than `given` if the run has halved its micro-batches
+    given = cfg.per_device_batch_tokens or most
     field = "per_device_batch_tokens" if cfg.per_device_batch_tokens else "per_device_batch_size"
-    smaller = f"--{field} {given // 2}" if given > 1 else "--gradient_checkpointing true, or shorter rows"
+    smaller = f"--{field} {given // 2}" if most > 1 else "--gradient_checkpointing true, or shorter rows"
     vars(error)["smaller_batch"] = smaller  # for the last line that this rank prints
     has_batch_loss = bool(getattr(module, "module", module).batch_loss)
     if not can_repeat(strategy) or (several and has_batch_loss):
         raise error
-    if max(len(micro.ids) for micro, _ in window) == 1:
+    if most == 1:
         raise error
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         try:

@@ -5,7 +5,6 @@ import re
 import shutil
 import socket
 import subprocess
-import time
 from contextlib import ExitStack, suppress
 
 import pytest
@@ -22,6 +21,9 @@ STEPS = 40
 LOOPBACK = {"MAIN_PROCESS_IP": "127.0.0.1"}  # the node names are unknown outside Slurm
 # Parts of train.sbatch that mutants lack.
 IGNORE_SIGNALS, REQUEUE = 'trap "" TERM USR1', "((code != 75)) || requeue"
+SIGNAL_BEFORE_LAUNCH = (
+    "    ((${SLURM_RESTART_COUNT:-0})) || kill -USR1 $$\n    ((nodes == 1)) ||"  # into its first start
+)
 KEEP_CANCELLED = "[[ $received != TERM ]] || return 0"
 
 
@@ -53,7 +55,7 @@ def test_script_header(script):
         ("train", [], "run file"),
         ("train", ["nowhere.yaml"], "nowhere.yaml"),
         ("train", ["x.yaml", "--output_dir", "a"], "OUT="),
-        ("train", ["x.yaml", "--output_dir=a"], "OUT="),
+        ("train", ["x.yaml", "--output-dir=a"], "OUT="),
         ("array", ["--max_steps", "3"], "run file"),
         ("array", ["x.yaml", "--seed", "3"], "--seed"),
     ],
@@ -96,6 +98,8 @@ def jobs(slurm, tiny, tmp_path_factory) -> dict[str, Job]:
     jobs["grace"] = Job(slurm, make_project(base / "grace"), "-w", "n4", *train, fake=WAIT_FOR_SIGNAL)
     kit.until(lambda: "waiting" in jobs["grace"].text())
     slurm("scancel", "--signal=TERM", jobs["grace"].id)
+    early = make_project(base / "early", replace=(("    ((nodes == 1)) ||", SIGNAL_BEFORE_LAUNCH),))
+    jobs["signal before the launch"] = Job(slurm, early, "-w", "n4", *train, fake="end(0)")
     jobs["no progress"] = Job(slurm, make_project(base / "no_progress"), "-w", "n4", *train, fake="end(75)")
     before_limit = ["--batch", "--signal=USR1"]
     signals = [("two nodes", 3, before_limit), ("seed", 3, []), ("launcher with signals", 1, before_limit)]
@@ -148,6 +152,7 @@ def test_cancelled_seed_is_saved_and_not_requeued(jobs):
         ("time limit", ("COMPLETED", 1, "0")),
         ("time limit, mutant", ("FAILED", 0, "75")),
         ("grace", ("COMPLETED", 1, "0")),  # preempted with grace time: Slurm signals the steps only
+        ("signal before the launch", ("COMPLETED", 1, "0")),
         ("no progress", ("FAILED", 1, "75")),
     ],
 )
@@ -158,7 +163,7 @@ def test_requeue(jobs, name, state):
 @pytest.mark.parametrize("fake, code", [("sys.exit(3)", 3), ("end(1)", 1), ("end(2)", 2), ("end(0)", 0)])
 def test_only_a_stopped_run_is_requeued(slurm, tmp_path, fake, code):
     job = Job(slurm, make_project(tmp_path / "p"), "slurm/train.sbatch", "x.yaml", fake=fake)
-    assert job.end(30) == ("FAILED" if code else "COMPLETED", 0, str(code)), job.text()
+    assert job.end() == ("FAILED" if code else "COMPLETED", 0, str(code)), job.text()
 
 
 @pytest.mark.parametrize("mutant", [False, True])
@@ -167,9 +172,7 @@ def test_cancelled_job_is_not_requeued(slurm, tmp_path, mutant):
     job = Job(slurm, folder, "slurm/train.sbatch", "x.yaml", fake=WAIT_FOR_SIGNAL)
     kit.until(lambda: "waiting" in job.text())
     slurm("scancel", job.id)
-    kit.until(lambda: "fake run" in job.text())
-    time.sleep(0.5)
-    assert (job.state() == ("CANCELLED", 0, "75")) != mutant
+    kit.until(lambda: job.state() == (("COMPLETED", 1, "0") if mutant else ("CANCELLED", 0, "75")))
 
 
 # ---- arguments of the launchers ----------------------------------------------------------------------------------------
@@ -187,7 +190,7 @@ def printed_arguments(job: Job) -> list[str]:
 def test_arguments(slurm, tmp_path, nodes):
     words = ["-N", nodes, "slurm/train.sbatch", "x.yaml", "--learning_rate", "1e-3"]
     job = Job(slurm, make_project(tmp_path / "p"), *words, fake="", NPROC_PER_NODE="2", **LOOPBACK)
-    assert job.end(30) == ("COMPLETED", 0, "0"), job.text()
+    assert job.end() == ("COMPLETED", 0, "0"), job.text()
     rendezvous = f" --main_process_ip 127.0.0.1 --main_process_port {port_of(job)}" if nodes > 1 else ""
     assert printed_arguments(job) == [
         f"node {rank} of {'127.0.0.1' if nodes > 1 else ''} launch --machine_rank {rank} --quiet --config_file "
@@ -203,21 +206,21 @@ def test_arguments(slurm, tmp_path, nodes):
 def test_one_process_per_gpu(slurm, tmp_path, nodes, gpus, config):
     words = ["-N", nodes, "slurm/train.sbatch", "x.yaml"]
     job = Job(slurm, make_project(tmp_path / "p"), *words, fake="", SLURM_GPUS_ON_NODE=str(gpus), **LOOPBACK)
-    assert job.end(30) == ("COMPLETED", 0, "0"), job.text()
+    assert job.end() == ("COMPLETED", 0, "0"), job.text()
     assert f"accelerate_configs/{config}.yaml --num_machines {nodes} --num_processes {nodes * gpus} " in job.text()
 
 
 def test_used_port_is_skipped(slurm, tmp_path):
     words = ["-N", "2", "slurm/train.sbatch", "x.yaml"]
     first = Job(slurm, make_project(tmp_path / "first"), *words, fake="", **LOOPBACK)
-    first.end(30)
+    first.end()
     with ExitStack() as stack:
         used = [20_000 + (int(first.id) + more) % 10_000 for more in (1, 2)]
         for port in used:
             with suppress(OSError):  # used already
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))
         second = Job(slurm, make_project(tmp_path / "second"), *words, fake="", **LOOPBACK)
-        second.end(30)
+        second.end()
     assert int(second.id) == int(first.id) + 1
     assert port_of(second) > max(used)
 
@@ -242,19 +245,18 @@ def test_unknown_head_node_ends_the_job_at_once(slurm, tmp_path, mutant):
         "localhost": (("HEAD=${HEAD%%", "HEAD=localhost; : ${HEAD%%"),),
         "ended": (("--kill-on-bad-exit=0", "--kill-on-bad-exit=1"),),
     }.get(mutant, ())
-    slow = ('\ngetent ahosts "$HEAD"', '\n((SLURM_NODEID == 0)) || sleep 2; getent ahosts "$HEAD"')
+    seconds = 600 if mutant == "ended" else 2  # a node that is ended does not sleep so long
+    slow = ('\ngetent ahosts "$HEAD"', f'\n((SLURM_NODEID == 0)) || sleep {seconds}; getent ahosts "$HEAD"')
     folder = make_project(tmp_path / "p", replace=(slow, *replace))
     job = Job(slurm, folder, "-N", "2", "slurm/train.sbatch", "x.yaml", fake="")
-    start = time.monotonic()
-    assert (job.end(30) == ("FAILED", 0, "2")) == (mutant is None), job.text()
+    assert (job.end() == ("FAILED", 0, "2")) == (mutant is None), job.text()
     assert ("machine_rank" in job.text()) == (mutant == "localhost")
     if mutant is None:
         assert "cannot resolve the head node n" in job.text()
-        assert time.monotonic() - start < 20
 
 
 def test_run_folder_is_that_of_make_train(slurm, tmp_path):
     folder = make_project(tmp_path / "p")
     for env in ({}, {"NPROC_PER_NODE": "3"}):
-        Job(slurm, folder, "slurm/train.sbatch", "x.yaml", fake="", OUT="", **env).end(30)
+        Job(slurm, folder, "slurm/train.sbatch", "x.yaml", fake="", OUT="", **env).end()
     assert sorted(path.name for path in (folder / "runs").iterdir()) == ["x", "x_3proc"]

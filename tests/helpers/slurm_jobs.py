@@ -35,7 +35,7 @@ if "SLURM_RESTART_COUNT" in ENV:
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: end(75))
 print("waiting", flush=True)
-time.sleep(120)
+time.sleep(600)
 """
 
 
@@ -83,23 +83,23 @@ class Job:
         job = self.slurm.job(self.id)
         return job["JobState"], int(job["Restarts"]), job["ExitCode"].split(":")[0]
 
-    def until(self, condition, timeout: float = 120) -> None:
+    def until(self, condition, timeout: float = 300) -> None:
         """Return when `condition` is true or the job has ended; asks Slurm rarely, because that slows the other jobs."""
         kit.until(lambda: condition() or (time.sleep(0.3) or self.state()[0] in ENDED), timeout)
 
-    def end(self, timeout: float = 120) -> tuple[str, int, str]:
+    def end(self, timeout: float = 300) -> tuple[str, int, str]:
         """Return the final state."""
         self.until(lambda: False, timeout)
         return self.state()
 
-    def until_step(self, step: int, timeout: float = 120) -> int:
+    def until_step(self, step: int, timeout: float = 300) -> int:
         """Return the step of the run when it has reached `step`."""
         ended = lambda: "exit code" in self.text().split("start ")[-1]  # noqa: E731
         kit.until(lambda: kit.last_step(self.folder) >= step or ended(), timeout)
         assert kit.last_step(self.folder) >= step, self.text()
         return kit.last_step(self.folder)
 
-    def was_requeued(self, requeues: int, step: int, timeout: float = 60) -> bool:
+    def was_requeued(self, requeues: int, step: int, timeout: float = 300) -> bool:
         """Return whether it has started again after it had stopped in order, with everything up to `step` saved."""
         starts = lambda: re.split(r"start \d+: .*\n", self.text())[1:]  # noqa: E731
         self.until(lambda: len(starts()) > requeues, timeout)

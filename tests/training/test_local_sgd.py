@@ -20,7 +20,7 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import OPTIONS, causal_lm
 from src.training.local_sgd import LocalSGD
-from tests.helpers import kit
+from tests.helpers import kit, technique_runs
 from tests.helpers.stopping import send_here
 
 pytestmark = pytest.mark.cluster
@@ -181,6 +181,18 @@ def test_killed_and_resumed_is_bitwise_the_same(tiny, straight, tmp_path, monkey
         assert states(run.folder).keys() == states(straight.folder).keys()
         assert all(kit.same(state, states(straight.folder)[name]) for name, state in states(run.folder).items())
         assert all(progress_at(run.folder, step) == progress_at(straight.folder, step) for step in AVERAGES)
+
+
+def test_resumed_from_one_process_that_had_not_trained_all_weights(tmp_path, monkeypatch):
+    """Rank 1 skips the first update of the others; all ranks average the same moments, also those that rank 1 lacks."""
+    more = {"optim": "sgd", "local_sgd_steps": 2, "techniques": '{"unfreeze": {"steps": {"*.mlp.*": 3}}}'}
+    values = technique_runs.files(tmp_path) | more
+    technique_runs.train(tmp_path / "run", values, 1, 4, max_steps=2)
+    shutil.rmtree(tmp_path / "run" / "final")
+    poison(monkeypatch, {3})
+    run = technique_runs.train(tmp_path / "run", values, 2, 4, ddp_timeout=60)
+    assert [line["step"] for line in run.kind("train") if line["loss"] is None] == [3]
+    assert all(value.isfinite().all() for value in run.weights.values())
 
 
 # ---- losses that are not finite on one rank ----------------------------------------------------------------------------

@@ -211,17 +211,23 @@ def test_mutant_that_leaves_the_reduction_is_caught(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, how, micro", [("fsdp2", in_forward, 8), ("ddp", after_other_gradients, 8), ("ddp", in_forward, 1)]
+    "name, how, micro, limit",
+    [
+        ("fsdp2", in_forward, 8, 4),
+        ("ddp", after_other_gradients, 8, 4),
+        ("ddp", in_forward, 1, 0),
+        ("ddp", in_forward, 8, 0),  # halved down to one row, which is too much, too
+    ],
 )
-def test_all_ranks_end_with_the_command_to_resume(tmp_path, monkeypatch, name, how, micro):
+def test_all_ranks_end_with_the_command_to_resume(tmp_path, monkeypatch, name, how, micro, limit):
     limit_memory(monkeypatch, how)
-    monkeypatch.setattr(f"{__name__}.LIMIT", min(LIMIT, micro - 1))
+    monkeypatch.setattr(f"{__name__}.LIMIT", limit)
     fields = technique_runs.files(tmp_path) | {"dtype": "float32", "per_device_batch_size": micro}
     env = kit.where("fsdp2", 2, mixed_precision="no") if name == "fsdp2" else None
     argv = kit.flags(**fields, output_dir=tmp_path / "run")
     codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "cwd", world=2, env=env)
     assert codes == [1, 1]
-    assert ("--per_device_batch_size 4" if micro == 8 else "--gradient_checkpointing") in texts[1]
+    assert ("--per_device_batch_size 4" if limit else "--gradient_checkpointing") in texts[1]
     assert "can't allocate memory" in texts[1]
 
 
