@@ -1,5 +1,6 @@
 """The process group is the requested one, or the launch ends with exit code 2 and the reason; no path hangs."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,6 +16,8 @@ from tests.helpers import kit
 PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
 ACCUMULATE_8 = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+WITHOUT_DEEPSPEED = pytest.mark.skipif(HAS_DEEPSPEED, reason="DeepSpeed is installed, so nothing is to be refused")
 MULTI_CPU = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_CPU", "use_cpu": True}
 
 
@@ -107,7 +110,7 @@ def test_launch_of_fsdp2_on_cpus(files, plain, tmp_path):
         ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {"dtype": "float64"}, ("dtype", "float64", "bf16")),
         ({"WORLD_SIZE": "two"}, {}, ("WORLD_SIZE", "'two'")),
         ({"ACCELERATE_USE_FSDP": "true"}, {}, ("fsdp_version",)),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ("deepspeed",)),
+        pytest.param({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ("deepspeed",), marks=WITHOUT_DEEPSPEED),
     ],
 )
 def test_invalid_launcher_setting_is_refused(files, tmp_path, env, fields, parts):
