@@ -14,7 +14,7 @@ from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.host_group import run_on_main
 from src.distributed.strategies import Strategy
-from src.distributed.strategy_checks import check_shardable
+from src.distributed.strategy_checks import check_precision_of_fsdp2, check_shardable
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -44,11 +44,8 @@ class FSDP2(Strategy):
             raise UsageError(
                 "fsdp_offload_params is true, but there is no accelerator to offload from: set it to false"
             )
+        check_precision_of_fsdp2(self.accelerator.mixed_precision, cfg)
         if low := LOW_PRECISION.get(self.accelerator.mixed_precision):
-            if cfg.dtype == "bfloat16":
-                raise UsageError(
-                    "dtype is bfloat16, but FSDP2 keeps float32 weights for mixed_precision: set mixed_precision: 'no'"
-                )
             # accelerate's own policy would reduce gradients, and return the loss, in 16 bits.
             plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 def check_environment() -> None:
@@ -142,17 +141,11 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
 
 def _check_precision(accelerator: "Accelerator", cfg: RunConfig) -> None:
     """Raise UsageError for a precision that accelerate would ignore, or that contradicts the run file."""
-    precision = accelerator.mixed_precision
-    if precision not in PRECISIONS:
-        raise UsageError(
-            f"mixed_precision is {precision!r}: give one of {', '.join(PRECISIONS)} in the accelerate file"
-        )
-    if precision == "fp16" and accelerator.device.type == "cpu":
+    strategy_checks.check_precision(accelerator.mixed_precision, cfg)
+    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise UsageError(
             "mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16 in the accelerate file"
         )
-    if precision != "no" and cfg.dtype == "float64":
-        raise UsageError(f"dtype is float64, but mixed_precision is {precision} in the accelerate file: set it to 'no'")
 
 
 def check_trackers(names: list[str]) -> None:

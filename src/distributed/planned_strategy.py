@@ -24,12 +24,16 @@ def planned_strategy(cfg: RunConfig) -> Strategy:
     if kind == "FSDP":
         strategy_checks.check_fsdp_version()
     strategy_checks.complete_mesh(world)
+    precision = _env("ACCELERATE_MIXED_PRECISION", "no")
+    strategy_checks.check_precision(precision, cfg)
+    if kind == "FSDP":
+        strategy_checks.check_precision_of_fsdp2(precision, cfg)
     plugin = SimpleNamespace(zero_stage=int(_env("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")), deepspeed_config={})
     accelerator: Any = SimpleNamespace(
         distributed_type=SimpleNamespace(value=kind or ("MULTI_GPU" if world > 1 else "NO")),
         num_processes=world,
         process_index=0,
-        mixed_precision=_env("ACCELERATE_MIXED_PRECISION", "no"),
+        mixed_precision=precision,
         device=torch.device("meta"),  # unknown here
         parallelism_config=_mesh(),
         state=SimpleNamespace(deepspeed_plugin=plugin),

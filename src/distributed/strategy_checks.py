@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from src.distributed.strategies import Strategy
 
 MESH = ("dp_replicate", "dp_shard", "tp")
+PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
 
 # ---- before the Accelerator exists: environment variables of the launcher --------------------------------------------
@@ -48,6 +49,24 @@ def complete_mesh(world: int) -> None:
         raise UsageError(
             f"{given} does not divide {world} processes into equal groups of at least two that shard the model: change "
             "these sizes or the number of processes"
+        )
+
+
+def check_precision(precision: str, cfg: RunConfig) -> None:
+    """Raise UsageError for an unknown precision, or one that contradicts the run file."""
+    if precision not in PRECISIONS:
+        raise UsageError(
+            f"mixed_precision is {precision!r}: give one of {', '.join(PRECISIONS)} in the accelerate file"
+        )
+    if precision != "no" and cfg.dtype == "float64":
+        raise UsageError(f"dtype is float64, but mixed_precision is {precision} in the accelerate file: set it to 'no'")
+
+
+def check_precision_of_fsdp2(precision: str, cfg: RunConfig) -> None:
+    """Raise UsageError for weights in bfloat16 under mixed precision."""
+    if precision in ("bf16", "fp16") and cfg.dtype == "bfloat16":
+        raise UsageError(
+            "dtype is bfloat16, but FSDP2 keeps float32 weights for mixed_precision: set mixed_precision: 'no'"
         )
 
 

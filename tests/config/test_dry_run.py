@@ -53,7 +53,9 @@ CASES = {  # fields -> what the sentence names
     "tracker": ({"report_to": ["wand"]}, "did you mean wandb?"),
     "init_from": ({"init_from": "nowhere"}, "nowhere"),
 }
-LAUNCHES = {
+LAUNCHES = {  # accelerate file and mixed precision (none: no), fields -> what the sentence names
+    "float64 under bf16": ("ddp bf16", {"dtype": "float64"}, "dtype is float64, but mixed_precision is bf16"),
+    "bfloat16 under FSDP2": ("fsdp2 bf16", {"dtype": "bfloat16"}, "FSDP2 keeps float32 weights"),
     "ema under local SGD": ("ddp", {"local_sgd_steps": 2, "techniques": {"ema": None}}, "local_sgd_steps"),
     "spikes under local SGD": ("ddp", {"local_sgd_steps": 2, "techniques": {"spike_watch": None}}, "spike_watch and"),
     "sharded local SGD": ("fsdp2", {"local_sgd_steps": 2}, "under FSDP2 no process"),
@@ -61,6 +63,11 @@ LAUNCHES = {
     "muon under ZeRO": ("zero3", {"optim": "muon", "dtype": "float32"}, "optim is muon, but DeepSpeed"),
     "unused under ZeRO": ("zero2", {"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters is true"),
 }
+
+
+def environment(launch: str) -> dict[str, str]:
+    name, _, precision = launch.partition(" ")
+    return kit.where(name, 2, mixed_precision=precision or "no")
 
 
 def given(plain: dict, **fields) -> list:
@@ -103,7 +110,7 @@ def test_dry_run_refuses_what_the_run_refuses(plain, tmp_path):
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_dry_run_knows_the_launch(plain, monkeypatch, tmp_path, name):
     launch, fields, expected = LAUNCHES[name]
-    for key, value in (kit.where(launch, 2, mixed_precision="no") | {"WORLD_SIZE": "2"}).items():
+    for key, value in (environment(launch) | {"WORLD_SIZE": "2"}).items():
         monkeypatch.setenv(key, value)
     flags = {"dtype": "float32", "dry_run": True, "output_dir": tmp_path / "run"} | fields
     assert re.search(expected, refusal(given(plain, **flags)))
@@ -115,7 +122,7 @@ def test_run_refuses_the_same(plain, tmp_path, name):
     launch, fields, _ = LAUNCHES[name]
     if launch.startswith("zero"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
-    env = kit.where(launch, 2, mixed_precision="no")
+    env = environment(launch)
     flags = given(plain, **{"dtype": "float32", "output_dir": tmp_path / "run"} | fields)
     [[dry, run], _] = kit.spawn(2, _both, flags, out=tmp_path / "out", env=env)
     assert dry
