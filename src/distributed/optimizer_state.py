@@ -12,6 +12,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import is_partial, plain_name
+from src.runtime import private_apis
 
 # torch's state dict is right for these, and their groups hold only arguments of the constructor.
 SIMPLE = (torch.optim.AdamW, torch.optim.SGD)
@@ -28,6 +29,22 @@ def has_first_momentum(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the next update is the first one with momentum of a parameter (cycle_momentum changes groups)."""
     parameters = (p for group in optimizer.param_groups if group.get("momentum") for p in group["params"])
     return any(p.grad is not None and p not in optimizer.state for p in parameters)
+
+
+def update_all(optimizer: torch.optim.Optimizer) -> None:
+    """Update all parameters; nothing is skipped on the device.
+
+    torch's fused SGD takes no group in which only some parameters have a momentum (unfreeze): its other kernel does."""
+    private_apis.skip_update_on_device(optimizer, None)
+    mixed = []
+    for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
+        known = {p in optimizer.state for p in group["params"] if p.grad is not None}
+        mixed += [group] if group["fused"] and group["momentum"] and len(known) == 2 else []
+    for group in mixed:
+        group["fused"] = False
+    optimizer.step()
+    for group in mixed:
+        group["fused"] = True
 
 
 def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

@@ -230,7 +230,7 @@ class Strategy:
             private_apis.skip_update_on_device(optimizer, skipped)
             optimizer.step()
         elif not skipped:
-            optimizer.step()
+            optimizer_state.update_all(optimizer)
         optimizer.zero_grad(set_to_none=True)
         return norm, skipped
 

@@ -35,11 +35,12 @@ def replaced(functions: dict[tuple[Any, str], Callable]) -> Iterator[None]:
 CHECKPOINT_WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 
 
-def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor) -> None:
+def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor | None) -> None:
     """Make a fused optimizer skip its next update if `skip` is true, so that the host need not wait for the device.
 
-    GradScaler passes its decision to fused kernels in this attribute. Test: tests/training/test_step.py."""
-    optimizer.found_inf = skip.float()
+    GradScaler passes its decision to fused kernels in this attribute; it stays until the next call (None: not set).
+    Tests: tests/training/test_step.py, tests/training/techniques/test_unfreeze.py."""
+    optimizer.found_inf = None if skip is None else skip.float()
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:

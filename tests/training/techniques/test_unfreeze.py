@@ -8,6 +8,7 @@ from src.config.errors import UsageError
 from src.training.techniques.base import Technique
 from src.training.techniques.unfreeze import Unfreeze
 from tests.helpers import kit, technique_runs
+from tests.training.test_state import not_a_number, poison
 
 STEPS = {"*.h.0.*": 4, "*.wpe.*": 3}
 
@@ -17,13 +18,15 @@ def fields(folder) -> dict:
     return technique_runs.files(folder) | {"techniques": json.dumps(options), "max_grad_norm": 0.5}
 
 
-def plain_weights(values: dict, zero_rate: bool = False) -> dict[str, torch.Tensor]:
+def plain_weights(
+    values: dict, zero_rate: bool = False, kind=torch.optim.AdamW, skipped: int = 0, **options
+) -> dict[str, torch.Tensor]:
     """Return the weights of a plain loop that freezes by requires_grad; with `zero_rate`, only the rate is zero until then."""
     plain = technique_runs.Plain(values)
     first = {n: 4 if ".h.0." in n else 3 if ".wpe." in n else 1 for n, _ in plain.model.named_parameters()}
     named = dict(plain.model.named_parameters())
     groups = [{"params": [p], "weight_decay": 0.1 * (p.dim() >= 2), "name": name} for name, p in named.items()]
-    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    optimizer = kind(groups, lr=1e-2, **options)
 
     def update(step: int) -> None:
         for group in optimizer.param_groups:
@@ -35,7 +38,8 @@ def plain_weights(values: dict, zero_rate: bool = False) -> dict[str, torch.Tens
         optimizer.zero_grad()
         plain.loss().backward()
         torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 0.5)
-        optimizer.step()
+        if step + 1 != skipped:
+            optimizer.step()
 
     return plain.train(update)
 
@@ -45,6 +49,15 @@ def test_unfreeze_is_exact_for_every_split(tmp_path):
     first = technique_runs.check_splits(tmp_path, values, plain_weights(values))
     mutant = plain_weights(values, zero_rate=True)
     assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+
+
+def test_momentum_of_sgd_begins_later_than_that_of_others(tmp_path, monkeypatch):
+    """Also after a step that the fused kernel has skipped on the device."""
+    poison(monkeypatch, not_a_number, {2})
+    values = fields(tmp_path) | {"optim": "sgd"}
+    run = technique_runs.train(tmp_path / "run", values, 1, 4, env={"NOTES": str(tmp_path)})
+    expected = plain_weights(values, kind=torch.optim.SGD, skipped=2, momentum=0.9, foreach=False)
+    assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
 
 
 def test_unfreeze_resumes_before_the_first_moments_exist(tmp_path):
