@@ -11,20 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.errors import Failure, warn
+from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch
 from src.data.data_loader import read_batches, seed_everything
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import console
-from src.tasks import Batch, Task
+from src.tasks import Task
 from src.training import batch_loss
 from src.training.evaluation_plan import Plan, Source, make_plan, share_of_rank
+from src.training.evaluation_results import TIMES_SEEN, Results
 
-FLUSH = 64  # micro-batches; their results stay on the device before they are copied to the host
 ASK = 8  # micro-batches between two all-reduces of the stop requests
-TIMES_SEEN = "times seen"
 
 
 @torch.no_grad()
@@ -73,49 +71,6 @@ def evaluate(
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
-
-
-class Results:
-    """This rank's sums by micro-batch and values by example, on the host; zero if another rank computes them."""
-
-    def __init__(self, plan: Plan):
-        self.plan = plan
-        self.names: list[str] = []  # columns of the table: weight, then the sums of the task
-        self.table: np.ndarray | None = None  # (micro-batches, names)
-        self.per_example: dict[str, np.ndarray] = {}
-        self.pending: list[tuple[MicroBatch, Batch, dict[str, torch.Tensor]]] = []
-
-    def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
-        self.pending.append((micro, batch, out))
-        if len(self.pending) == FLUSH:
-            self.flush()
-
-    def flush(self) -> None:
-        """Copy pending results to the host; this waits for the device."""
-        for micro, batch, out in self.pending:
-            sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
-            if self.table is None:
-                self.names = ["weight", *sorted(sums)]
-                self.table = np.zeros((len(self.plan.micro_batches), len(self.names)))
-            self.table[micro.index] = [batch.weight, *(float(sums[name]) for name in self.names[1:])]
-            rows = micro.ids - self.plan.first_row[micro.index]
-            for name, value in out.items():
-                if value.dim():
-                    dtype = float if value.is_floating_point() else np.int64
-                    self._column(name, value.shape[1:], dtype)[rows] = value.double().cpu().numpy()
-            self._column(TIMES_SEEN, (), np.int64)[rows] += 1
-        self.pending.clear()
-
-    def values(self) -> tuple[list[str], np.ndarray, dict[str, np.ndarray]]:
-        """Return (names, table, values by example) of an evaluation that this rank computed alone."""
-        assert self.table is not None
-        return self.names, self.table, {n: v for n, v in self.per_example.items() if n != TIMES_SEEN}
-
-    def _column(self, name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Return the values of all examples, (examples, *shape); every row of an evaluation has the same shape."""
-        if name not in self.per_example:
-            self.per_example[name] = np.zeros((self.plan.examples, *shape), dtype)
-        return self.per_example[name]
 
 
 def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Results) -> dict:
@@ -209,13 +164,21 @@ def on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
 
 
 def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str], dict[str, tuple]]:
-    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none."""
-    columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
-    if strategy.accelerator.num_processes == 1:
-        return results.names, columns
+    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none.
+
+    Raise UsageError on all ranks if micro-batches have different names."""
     from accelerate.utils import gather_object
 
-    return max(gather_object([(results.names, columns)]), key=lambda found: len(found[0]))
+    columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
+    found = [(results.names, columns, results.seen)]
+    if strategy.accelerator.num_processes > 1:
+        found = gather_object(found)
+    if len(seen := sorted(set().union(*(seen for *_, seen in found)))) > 1:  # no table could hold their values
+        raise UsageError(
+            f"the task returns ({', '.join(seen[0])}) for some micro-batches of an evaluation, but ({', '.join(seen[1])}) for "
+            "others: return the same names for all rows, where there is nothing to count with the value 0"
+        )
+    return max(found, key=lambda of_rank: len(of_rank[0]))[:2]
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

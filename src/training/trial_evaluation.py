@@ -18,8 +18,9 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.data.data_loader import collate, seed_everything
 from src.distributed.strategies import Strategy
-from src.training.evaluation import Results, eval_line, eval_mode, evaluate, is_size, on_main, uncompiled
+from src.training.evaluation import eval_line, eval_mode, evaluate, is_size, on_main, uncompiled
 from src.training.evaluation_plan import Plan, make_plan
+from src.training.evaluation_results import Results
 from src.training.step import ModelWithLoss
 from src.training.technique_chain import TechniqueChain
 from src.training.trial_loss import LIMIT

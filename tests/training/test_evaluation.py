@@ -10,6 +10,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.runtime import run_status
+from src.tasks import causal_lm
 from src.training import step
 from tests.helpers import kit
 
@@ -147,6 +148,23 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent
     with_repeats = sum(s for s, _ in repeated) / sum(n for _, n in repeated)
     assert abs(mean_of_means - loss / targets) > 1e-4
     assert abs(with_repeats - loss / targets) > 1e-6
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_sums_of_some_rows_only_are_refused_on_all_ranks(trained, tmp_path, monkeypatch, world):
+    """Otherwise the sum would be dropped, and ranks that begin with other rows would add up tables of other columns."""
+    loss = causal_lm.Task.loss
+
+    def sometimes(self, model, inputs):
+        sums = loss(self, model, inputs)
+        return sums | {"long": sums["loss"]} if inputs["input_ids"].shape[1] > 20 else sums
+
+    monkeypatch.setattr(causal_lm.Task, "loss", sometimes)
+    flags = kit.flags(checkpoint=trained.folder, per_device_eval_batch_size=50, output_dir=tmp_path / "eval")
+    codes, texts = kit.run_command("eval.py", *flags, folder=tmp_path / "here", world=world)
+    assert codes == [2] * world
+    said = "(bytes, correct, long, loss) for some micro-batches of an evaluation, but (bytes, correct, loss) for others"
+    assert said in texts[0]
 
 
 def _same_weights(*names) -> str:

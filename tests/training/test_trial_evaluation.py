@@ -119,6 +119,8 @@ def test_too_large_for_a_dry_run_is_said(plain, monkeypatch, capsys):
 )
 def test_run_with_such_a_metric_is_bitwise_the_same(plain, tmp_path, strategy):
     """Batch norm and dropout: the trial must not move statistics or random numbers."""
+    if strategy == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
     env = kit.where(strategy, 2, mixed_precision="no") if strategy else None
     dtype = "float32" if strategy == "zero3" else "float64"
     fields = {"norm": True, "eval_steps": 5, "dtype": dtype, "per_device_batch_size": 4, "max_steps": 5}
