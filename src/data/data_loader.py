@@ -204,7 +204,8 @@ def _explain_worker_failures(
     """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with the rows that it was reading."""
     while True:
         try:
-            item = next(items, None)
+            with private_apis.deaths_of_workers_raised():
+                item = next(items, None)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):
                 raise

@@ -6,6 +6,7 @@ checks that no other file of src/ uses private names.
 
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -102,6 +103,26 @@ def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
 def loader_processes(batches: Iterator) -> "list[BaseProcess]":
     """Return the workers of a DataLoader iterator, to report a dead one. Test: tests/data/test_data_loader.py."""
     return getattr(batches, "_workers", [])
+
+
+_deaths_are_awaited = False
+
+
+@contextmanager
+def deaths_of_workers_raised() -> Iterator[None]:
+    """Within, raise RuntimeError if a DataLoader worker dies or has died; outside, no longer.
+
+    torch raises it at SIGCHLD, wherever this process is: in a forward pass, without the rows, or in the midst of a save.
+    Test: tests/data/test_data_loader.py."""
+    global _deaths_are_awaited
+    if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
+        signal.signal(signal.SIGCHLD, lambda *_: torch._C._error_if_any_worker_fails() if _deaths_are_awaited else None)
+    _deaths_are_awaited = True
+    try:
+        torch._C._error_if_any_worker_fails()
+        yield
+    finally:
+        _deaths_are_awaited = False
 
 
 def compiled_graphs() -> tuple[int, int]:

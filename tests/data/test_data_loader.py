@@ -121,6 +121,33 @@ def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeyp
     assert len(named(message)) == 1  # only what the dead one was at
 
 
+def test_death_of_a_loader_process_is_raised_where_its_rows_are_awaited(data, tmp_path, monkeypatch):
+    """Not in the line in which the rank happens to be, such as in the midst of a save."""
+
+    def dies(rows):
+        if len(contents_seen(tmp_path)) >= 2:
+            time.sleep(0.3)  # as above
+            (tmp_path / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        with open(tmp_path / "seen", "a") as file:
+            file.write(".\n")
+
+    def reading():
+        task, split = data
+        items = data_loader.read_batches(
+            split, task, iter(plan(split)), RunConfig(dataloader_num_workers=1, dataloader_timeout=60), False
+        )
+        next(items)
+        kit.until(lambda: (pid := _read(tmp_path / "pid")) and _gone(int(pid)))
+        with pytest.raises(RuntimeError, match="worker died") as error:
+            list(items)
+        return str(error.value)
+
+    before_collate(monkeypatch, dies)
+    [message] = kit.spawn(1, reading, out=tmp_path / "out")
+    assert len(named(message)) == 1
+
+
 def test_mutant_that_reports_the_last_requested_rows(data, tmp_path, monkeypatch):
     """The reader knows what it has handed out; what a process reads, only that process knows."""
     original = data_loader._describe_failure
@@ -142,6 +169,10 @@ def _ends(ranks: kit.Ranks, timeout: float) -> list[int | None]:
     while time.monotonic() < end and any(process.exitcode is None for process in ranks.processes):
         time.sleep(0.01)
     return [process.exitcode for process in ranks.processes]
+
+
+def _read(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
 
 
 def _gone(pid: int) -> bool:
