@@ -29,7 +29,9 @@ def column_readers(batch: pa.RecordBatch) -> list[tuple[str, Callable[[int], obj
 
 
 def _reader(column: pa.Array) -> Callable[[int], object]:
-    if pa.types.is_list(column.type) and _is_number(column.type.value_type):
+    if pa.types.is_fixed_size_list(column.type) and _is_number(column.type.value_type) and not column.null_count:
+        return column.flatten().to_numpy().reshape(-1, column.type.list_size).__getitem__
+    if _is_list(column.type) and _is_number(column.type.value_type):
         offsets, values = column.offsets.to_numpy(), column.values.to_numpy()
         return lambda i: values[offsets[i] : offsets[i + 1]]
     if (_is_number(column.type) or _is_array(column.type)) and not column.null_count:
@@ -44,6 +46,10 @@ def _reader(column: pa.Array) -> Callable[[int], object]:
 
 def _is_number(kind: pa.DataType) -> bool:
     return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind)
 
 
 def _is_array(kind: pa.DataType) -> bool:

@@ -95,7 +95,7 @@ class Split:
         """Return the numbers in a column of all rows; those of a list one after the other."""
         pieces = [_open(self.folder / file)[column] for file, _ in self.stats["pieces"]]
         found = pa.chunked_array([chunk for piece in pieces for chunk in piece.chunks])
-        return (pc.list_flatten(found) if pa.types.is_list(found.type) else found).to_numpy()
+        return (pc.list_flatten(found) if pa.types.is_nested(found.type) else found).to_numpy()
 
     def _open_block(self, block: int) -> list:
         """Return (name, function that returns the value of row i) of each column of a block."""

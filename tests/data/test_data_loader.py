@@ -383,6 +383,7 @@ COLUMNS = {
     "float64": pa.array([0.5, -1.25, 3e300], pa.float64()),
     "lists": pa.array([[1, 2, 3], [], [4]], pa.list_(pa.int32())),
     "large_lists": pa.array([[1, 2, 3], [], [4]], pa.large_list(pa.int64())),
+    "fixed_lists": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32(), 2)),
     "floats": pa.array([[0.5], [1.5, 2.5], []], pa.list_(pa.float32())),
     "strings": pa.array(["für", "", "漢字"]),
     "nulls": pa.array([1, None, 3]),
@@ -393,7 +394,8 @@ COLUMNS = {
     "objects": pa.array([{"a": 1}, {"a": 2}, None]),
     "length": pa.array([1, 2, 3]),
 }
-ZERO_COPY = {"int32", "int64", "float64", "lists", "floats"}
+LISTS = {"lists", "large_lists", "fixed_lists", "floats"}
+ZERO_COPY = {"int32", "int64", "float64"} | LISTS
 
 
 def taken(batch: pa.RecordBatch) -> dict[str, list]:
@@ -425,7 +427,7 @@ def _copies(batch: pa.RecordBatch) -> list[str]:
         column = batch[name]
         if name not in ZERO_COPY:
             continue
-        if name in ("lists", "floats"):
+        if name in LISTS:
             whole = column.values.to_numpy(zero_copy_only=True)
             shared = all(np.shares_memory(value, whole) for value in values if len(value))
         else:
