@@ -65,7 +65,8 @@ class StopSignals:
 
     def requests(self) -> list[float]:
         """Return this rank's requests [save, stop], each 0 or 1, to be summed over ranks; call it between two steps."""
-        save, self.save_requested = self.save_requested, False
+        if save := self.save_requested:  # never clear a request that the other thread makes now
+            self.save_requested = False
         return [float(save), self.stopping()]
 
     def stopping(self) -> float:
@@ -113,7 +114,7 @@ class StopSignals:
                     print(f"\n{text}", file=sys.stderr, flush=True)
         elif now - self.first_signal > COPY_SECONDS:
             text = f"Stopped by a second {name} without saving"
-            is_first = run_status.report_failure(self.folder, self.rank, text)
+            is_first = run_status.report_failure(self.folder, self.rank, text, 128 + number)
             _exit(128 + number, f"{text} (rank {self.rank})." if is_first else "")
 
     def _record_early_stop(self, name: str) -> None:

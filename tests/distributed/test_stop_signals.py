@@ -202,8 +202,8 @@ def block_step_5(monkeypatch, go: Path, is_blocked=lambda rank: True) -> None:
     monkeypatch.setattr(train, "optimizer_step", optimizer_step)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("number, second", [(signal.SIGTERM, ()), (signal.SIGUSR1, ()), (signal.SIGINT, (1,))])
+def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch, number, second):
     block_step_5(monkeypatch, Path("never"), lambda rank: rank == 1)
     ranks = begin(tmp_path, recipe(tiny))
     kit.until((tmp_path / "blocked").exists)
@@ -211,7 +211,7 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
     until_handled(tmp_path)
     time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
-    ranks.signal(number)
+    ranks.signal(number, *second)  # the other rank ends with the same code
     assert ranks.wait() == [128 + number] * 2, ranks.text()
     assert ranks.text().count("without saving (rank ") == 1
 
@@ -256,6 +256,25 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     assert not (tmp_path / "run" / "checkpoints").exists()
     status = run_status.read_status(tmp_path / "run")
     assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
+
+
+def test_request_that_comes_while_requests_are_read():
+    """The file `save` is gone then: whoever made it expects a save."""
+
+    class Signals(stop_signals.StopSignals):
+        reason, step_seconds, last_boundary, requested, comes = None, 0.0, None, False, True
+
+        @property
+        def save_requested(self):
+            found, self.requested, self.comes = self.requested, self.requested or self.comes, False
+            return found
+
+        @save_requested.setter
+        def save_requested(self, value):
+            self.requested = value
+
+    signals = Signals.__new__(Signals)
+    assert [signals.requests()[0] for _ in range(3)] == [0.0, 1.0, 0.0]
 
 
 def test_files_save_and_stop(tiny, straight, tmp_path):
