@@ -37,7 +37,7 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
     errors += _redacted_values(vars(cfg) | vars(options))
     if errors:
         raise UsageError(list_errors(errors))
-    for text in metric_warnings(cfg) if training else []:
+    for text in [*metric_warnings(cfg), *ignored_warmup(cfg)] if training else []:
         warn(text)
 
 
@@ -125,6 +125,12 @@ def whole_warmup_steps(cfg: RunConfig) -> Iterator[str]:
         yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
     if 1 < cfg.warmup_steps < math.inf and cfg.warmup_steps % 1:
         yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
+
+
+def ignored_warmup(cfg: RunConfig) -> Iterator[str]:
+    """Yield a warning if the schedule has no warmup; only a warning, so that runs that have begun can resume."""
+    if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
+        yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
 
 
 def plateau_needs_evaluations(cfg: RunConfig) -> Iterator[str]:

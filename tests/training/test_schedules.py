@@ -51,6 +51,14 @@ def test_warmup_as_a_fraction_of_all_steps():
     assert fraction(5) == 1
 
 
+def test_warmup_that_a_constant_rate_ignores_is_warned_of(capsys):
+    fields = {"warmup_steps": 5, "model_config": "m.yaml", "train_file": "x"}
+    validation.check(*parsing.parse(kit.flags(**fields, lr_scheduler_type="constant_with_warmup"), OPTIONS))
+    assert not capsys.readouterr().err
+    validation.check(*parsing.parse(kit.flags(**fields, lr_scheduler_type="constant"), OPTIONS))
+    assert "warning: warmup_steps 5 is ignored" in capsys.readouterr().err
+
+
 def test_wrong_arguments_of_a_schedule_are_refused():
     with pytest.raises(UsageError, match="lr_scheduler_kwargs"):
         make_schedule(RunConfig(lr_scheduler_kwargs={"nonsense": 1}), 10)

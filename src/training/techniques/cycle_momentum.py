@@ -33,7 +33,9 @@ class CycleMomentum(Technique):
 
     def check(self) -> None:
         if not any({"betas", "momentum"} & group.keys() for group in self.run.optimizer.param_groups):
-            raise UsageError(f"techniques: cycle_momentum: optim is {self.run.cfg.optim}, which has no momentum")
+            raise UsageError(
+                f"techniques: cycle_momentum: optim is {self.run.cfg.optim}, which has neither betas nor momentum to set"
+            )
 
     def begin(self) -> None:
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
