@@ -184,7 +184,8 @@ def _run_identity(folder: Path, config: str, step: int) -> dict:
     """Return the run id, and for each tracker the last step up to which it has all lines; a new run gets a new id.
 
     A run that was killed before its first checkpoint keeps its id if its configuration is unchanged."""
-    digest, known = hashlib.sha256(config.encode()).hexdigest()[:16], atomic_folder.read_json(folder / FILE)
+    digest = hashlib.sha256(config.encode()).hexdigest()[:16]
+    known: dict = atomic_folder.read_json(folder / FILE)
     if not (known.get("run_id") and (step or known.get("config") == digest)):
         known = {"run_id": uuid.uuid4().hex}
     complete = {name: min(last, step) for name, last in known.get("complete", {}).items()}  # later lines are sent again

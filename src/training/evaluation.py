@@ -104,7 +104,8 @@ def eval_line(
         line = _with_sources(task, names, table, plan.sources, line)
     if values:
         line |= on_main(lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
-    return line
+    # JSON knows no number of numpy, which a task's metrics may be.
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
 
 def _with_sources(task: Task, names: list[str], table: np.ndarray, sources: list[Source], line: dict) -> dict:

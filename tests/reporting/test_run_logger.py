@@ -152,6 +152,14 @@ def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
     assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
 
 
+def test_metrics_of_a_task_may_be_numbers_of_numpy(files, tmp_path, monkeypatch):
+    metrics = {"mine": np.float32(0.5), "count": np.int64(3), "none": np.float32("nan")}
+    monkeypatch.setattr(causal_lm.Task, "metrics", lambda *args: metrics)
+    fields = {"validation_file": files / "validation.jsonl", "metric_for_best_model": "mine", "max_steps": 2}
+    run = kit.run_training(1, tmp_path / "run", *flags(files, **fields))
+    assert [[line[name] for name in metrics] for line in run.kind("eval")] == [[0.5, 3, None]]
+
+
 # ---- named sums --------------------------------------------------------------------------------------------------------
 
 
