@@ -67,6 +67,13 @@ def whole(flags, opened, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("whole") / "run", *flags)
 
 
+def test_every_task_has_a_recipe():
+    missing = OPTIONS.keys() - {recipe.__name__ for recipe in recipes.RECIPES}
+    assert not missing, (
+        f"tests/conformance/recipes.py has no recipe for {missing}: add a function, and its name to RECIPES"
+    )
+
+
 def test_evaluation_is_a_function_of_the_rows(opened):
     task, _, _, rows = opened
     checks.check_evaluation_is_not_random(task, rows)
