@@ -26,6 +26,7 @@ CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")
 MEMORY_WORDS = ("out of memory", "can't allocate memory")
 ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
 COMMON_ERROR_WAIT = 5.0  # seconds that a rank waits for rank 0 to report an error that all ranks may have
+LOCAL_RANK_0_WAIT = 120.0  # seconds that a rank waits for the end of the one that prints the errors of all
 LAUNCHER_WAIT = 2.0  # seconds until the launcher has noticed the rank that ended first, so that it quotes its error
 
 log = logging.getLogger("run")
@@ -139,8 +140,10 @@ def _end(code: int, message: str, prefix: str = "", error: Exception | None = No
     if _prints(code, message, error):
         _record(code, message)
         _print_error(prefix + message)
-    else:  # let the rank that prints end first, because the launcher quotes the first
+    else:  # let the rank that prints end first, because the launcher quotes the first, and ends the others
         time.sleep(1)
+        if _run_folder is None and peer_failures.current is None:  # it may still import
+            peer_failures.wait_for_local_rank_0(LOCAL_RANK_0_WAIT)
     exit_process(code)
 
 

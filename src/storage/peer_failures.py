@@ -194,6 +194,16 @@ def is_unlocked(lock: Path) -> bool:
         return free
 
 
+def wait_for_local_rank_0(seconds: float) -> None:
+    """Wait until the other process of this launcher with LOCAL_RANK 0 has ended, for at most `seconds`."""
+    found = []
+    with suppress(psutil.Error):
+        for process in psutil.Process(os.getppid()).children():
+            if process.pid != os.getpid() and process.environ().get("LOCAL_RANK") == "0":
+                found.append(process)
+    psutil.wait_procs(found, timeout=seconds)
+
+
 def _has_prepared() -> bool:
     return current is not None and current.has_prepared
 

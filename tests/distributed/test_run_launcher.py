@@ -85,9 +85,9 @@ def kill_what_a_failed_test_leaves():
                 each.kill()
 
 
-def run(words: list) -> subprocess.CompletedProcess:
+def run(words: list, env=None) -> subprocess.CompletedProcess:
     command = [str(word) for word in words]
-    options = {"cwd": kit.REPOSITORY, "env": PLAIN_ENVIRONMENT, "timeout": 300, "check": False}
+    options = {"cwd": kit.REPOSITORY, "env": PLAIN_ENVIRONMENT | (env or {}), "timeout": 300, "check": False}
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
@@ -321,12 +321,21 @@ def test_status_of_another_launch_is_ignored(tmp_path):
     assert launcher.status() == {}
 
 
+SLOW_RANK_0 = """
+import os, sys, time
+if os.environ.get("LOCAL_RANK") == "0" and "train.py" in sys.orig_argv:
+    time.sleep(3)
+"""
+
+
 def test_mistyped_flag_on_two_processes(tmp_path):
-    """One line, exit code 2, and no change to a run that trains in the folder."""
+    """One line, exit code 2, and no change to a run that trains in the folder. The rank that prints is the last to start."""
     folder = tmp_path / "run"
     folder.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RANK_0)
     run_status.write_status(folder, "running", 3)
-    done = run(make_train("NPROC=2", f"OUT={folder}", "ARGS=--max_step 5"))
+    words = make_train("NPROC=2", f"OUT={folder}", "ARGS=--max_step 5")
+    done = run(words, env={"PYTHONPATH": str(tmp_path)})
     [line] = [line for line in done.stderr.splitlines() if line and not line.startswith("make")]
     assert "--max_step: " in line
     assert "max_steps?" in line
