@@ -242,7 +242,7 @@ class CheckpointWriter:
     def _delete_old(self, best_step: int, rollbacks: list[dict]) -> None:
         try:
             lost_run_folder.check_held(self.folder)
-            atomic_folder.remove_leftovers(self.folder / "checkpoints")
+            atomic_folder.remove_leftovers(self.folder / "checkpoints", "step_*")
             checkpoint_list.prune(self.cfg, best_step, rollbacks)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")

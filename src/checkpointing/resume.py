@@ -47,8 +47,8 @@ def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits:
     try:
         if folder.is_dir():
             run_lock.lock_run_folder(folder)
-            for parent in (folder, folder / "checkpoints"):  # final/ is published in the same way as checkpoints
-                atomic_folder.remove_leftovers(parent)
+            for path in (folder / "final", folder / "trial_save", folder / "checkpoints" / "step_*"):
+                atomic_folder.remove_leftovers(path.parent, path.name)
         start = find(cfg, options, identity(accelerator, cfg, splits))
         run_status.clear_failure(folder)
     except OSError as error:

@@ -78,17 +78,17 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
                 path.chmod(mode)
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Undo a `publish` that was killed between its two renames, and remove unfinished folders.
+def remove_leftovers(parent: Path, name: str) -> None:
+    """Undo a `publish` of a folder `name` (a pattern) that was killed between its two renames; remove unfinished ones.
 
-    Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
-    for old in parent.glob(".*.old"):
+    Other hidden files in `parent` are the user's. Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
+    for old in parent.glob(f".{name}.old"):
         folder = parent / old.name[1:].removesuffix(".old")
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.rename(folder)
-    for unfinished in (*parent.glob(".*.tmp"), *parent.glob(".*.parts")):
+    for unfinished in (*parent.glob(f".{name}.tmp"), *parent.glob(f".{name}.*.parts")):
         shutil.rmtree(unfinished, ignore_errors=True)
 
 

@@ -144,9 +144,11 @@ def test_kill_between_the_renames_loses_nothing(folder):
     FULL = OSError(errno.ENOSPC, "No space left on device")
     assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
     assert not folder.exists()
-    atomic_folder.remove_leftovers(folder.parent)
+    (folder.parent / ".env.old").write_text("of the user")
+    (folder.parent / ".cache.tmp").mkdir()
+    atomic_folder.remove_leftovers(folder.parent, "st*")
     assert files(folder) == before
-    assert [path.name for path in folder.parent.iterdir()] == ["step"]
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".cache.tmp", ".env.old", "step"]
     assert in_a_child(publish_until, folder, "rename 2", lambda: os._exit(9)) == 9
     with pytest.raises(OSError):
         atomic_folder.publish(folder, fail)
