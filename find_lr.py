@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
     also = {name: rules.help for name, rules in declared_options(RangeTest).items()}
     cfg, task_options = parsing.parse(argv, OPTIONS, also=also)
     validation.check(cfg, task_options)
+    if cfg.dry_run:
+        raise UsageError("dry_run: find_lr.py trains, and has no plan to print: give --dry_run to train.py")
     check_environment()
     cfg.report_to, cfg.local_sgd_steps = [], None  # no tracker; one curve for all ranks
     TechniqueChain(cfg)

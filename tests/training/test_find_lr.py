@@ -195,6 +195,7 @@ def test_nothing_is_left_behind(tmp_path, fields):
         ({"curve": "/nowhere/curve.png"}, ["/nowhere/curve.png"]),
         ({"techniques": json.dumps({"sma": None})}, ["sma"]),
         ({"end_rl": 1}, ["end_rl", "end_lr"]),
+        ({"dry_run": True}, ["dry_run", "train.py"]),
     ],
 )
 def test_bad_input(tmp_path, fields, given, words):

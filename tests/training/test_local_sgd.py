@@ -195,6 +195,15 @@ def test_resumed_from_one_process_that_had_not_trained_all_weights(tmp_path, mon
     assert all(value.isfinite().all() for value in run.weights.values())
 
 
+def test_momentum_that_only_cycle_momentum_turns_on(tmp_path, monkeypatch):
+    """Rank 1 skips all updates before the first average, and has a momentum to average, too."""
+    more = {"optim": "sgd", "adam_beta1": 0.0, "local_sgd_steps": 2, "max_steps": 4, "lr_scheduler_type": "one_cycle"}
+    poison(monkeypatch, {1, 2})
+    values = technique_runs.files(tmp_path) | more | {"techniques": '{"cycle_momentum": null}'}
+    run = technique_runs.train(tmp_path / "run", values, 2, 4, ddp_timeout=60)
+    assert all(value.isfinite().all() for value in run.weights.values())
+
+
 # ---- losses that are not finite on one rank ----------------------------------------------------------------------------
 
 

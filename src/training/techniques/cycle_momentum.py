@@ -39,9 +39,12 @@ class CycleMomentum(Technique):
 
     def begin(self) -> None:
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
+        self._set(self.max_momentum)  # for local SGD, which creates the moments before the first update
 
     def change_gradient(self) -> None:
-        momentum = self.momentum(self.run.state.updates)
+        self._set(self.momentum(self.run.state.updates))
+
+    def _set(self, momentum: float) -> None:
         for group in self.run.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum
