@@ -60,7 +60,20 @@ def _key(task: Task, source: Source) -> str:
 
     code = [(Path(__file__).parent / name).read_text() for name in CODE] + [encode_fingerprint(task)]
     parts = (source.key(), source.split, task.fingerprint(), task.decode_media, code, datasets.__version__)
+    parts += (_tokenizer_settings(task),)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _tokenizer_settings(task: Task) -> list[tuple[str, str]]:
+    """Return the settings of a task's tokenizer that tokenizer.json lacks, such as the end-of-text token.
+
+    A base model and its instruct variant may differ in nothing else."""
+    tokenizer = getattr(task, "tokenizer", None)
+    special = sorted(getattr(tokenizer, "special_tokens_map", {}).items())
+    names = ("truncation_side", "split_special_tokens")
+    return [(name, str(value)) for name, value in special] + [
+        (name, str(getattr(tokenizer, name, ""))) for name in names
+    ]
 
 
 def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folder: Path) -> None:

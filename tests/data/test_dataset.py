@@ -16,6 +16,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from src.config import paths
 from src.config.errors import UsageError
@@ -36,6 +37,9 @@ def tools(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
     kit.tiny_tokenizer(folder / "tokenizer", TEXTS * 2)
     kit.tiny_tokenizer(folder / "other", ["something else"] * 2)
+    with_eos = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    with_eos.eos_token = with_eos.pad_token  # as base and instruct models have it: the same tokenizer.json
+    with_eos.save_pretrained(folder / "other_eos")
     kit.write_yaml(folder / "llama.yaml", kit.LLAMA)
     return folder
 
@@ -307,6 +311,7 @@ CHANGES = {
     "a row more": (_new_row, {}),
     "another text of the same size": (_new_text_of_the_same_size, {}),
     "another tokenizer": (None, {"tokenizer_name": "other"}),
+    "another end of text": (None, {"tokenizer_name": "other_eos"}),
     "another length": (None, {"max_length": 2}),
     "packing": (None, {"packing": True}),
     "no end of text": (None, {"append_eos": False}),
