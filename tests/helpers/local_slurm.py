@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # Debian's folders of the daemons
+RANDOM = random.SystemRandom()  # tests seed the other one, and two suites may run side by side
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel", "squeue", "setpriv")
 # A job of the partition `urgent` preempts jobs of `normal`, which are requeued. A requeued job waits cred_expire + 1 seconds.
 CONF = """\
@@ -68,9 +69,15 @@ def missing() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return free ports; all are open at the same time, so that none comes twice."""
+    """Return free ports; all are open at the same time, so that none comes twice.
+
+    They are below the range from which the system takes ports of outgoing connections, before a daemon listens."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        sockets: list[socket.socket] = []
+        while len(sockets) < count:
+            with suppress(OSError):
+                server = socket.create_server(("127.0.0.1", RANDOM.randrange(10_000, 15_000)))
+                sockets.append(stack.enter_context(server))
         return [each.getsockname()[1] for each in sockets]
 
 
@@ -91,7 +98,7 @@ class Slurm:
             for name, port in zip(names, ports[1:], strict=True)
         ]
         values = {"host": host, "port": ports[0], "user": pwd.getpwuid(os.getuid()).pw_name, "folder": self.folder}
-        values |= {"kill_wait": self.kill_wait, "nodes": "\n".join(nodes), "first": random.randrange(1000, 60_000)}
+        values |= {"kill_wait": self.kill_wait, "nodes": "\n".join(nodes), "first": RANDOM.randrange(1000, 60_000)}
         (self.folder / "slurm.conf").write_text(CONF.format(**values))
         for name in ("state", *names):
             (self.folder / name).mkdir()
@@ -99,7 +106,7 @@ class Slurm:
             self._start("slurmctld", "-c")
             for name in names:
                 self._start("slurmd", "-N", name)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 300
             while self("sinfo", "--noheader", "--format=%D %t", check=False).splitlines()[:1] != [f"{self.nodes} idle"]:
                 if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in self.daemons):
                     logs = [file.read_text()[-2000:] for file in sorted(self.folder.glob("*.log"))]
@@ -142,7 +149,7 @@ class Slurm:
             subprocess.Popen(command, env=self.env, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True)
         )
 
-    def __call__(self, *command, check: bool = True, env=None, cwd=None, timeout: float = 30) -> str:
+    def __call__(self, *command, check: bool = True, env=None, cwd=None, timeout: float = 300) -> str:
         """Return what one of Slurm's commands prints; AssertionError if it fails."""
         words = [str(word) for word in command]
         try:
