@@ -200,7 +200,7 @@ def test_a_final_model_that_one_rank_cannot_write(files, fsdp2_two, tmp_path, mo
 def test_killed_while_ranks_write_their_parts(files, fsdp2_two, tmp_path, monkeypatch, number):
     folder, mark = killed_after(fsdp2_two, tmp_path / "here" / "run", 15), tmp_path / "written"
     with monkeypatch.context() as patch:
-        at_write(patch, number, 1, lambda: (mark.touch(), time.sleep(60)))
+        at_write(patch, number, 1, lambda: (mark.touch(), time.sleep(600)))
         argv = [*recipe(files), "--output_dir", "run"]
         ranks = kit.Ranks("train.py", *argv, folder=folder.parent, world=2, env=where("fsdp2", 2))
         kit.until(mark.exists)

@@ -39,7 +39,7 @@ def launch(launcher: list, files, folder: Path, env: dict | None = None) -> subp
         "env": PLAIN_ENVIRONMENT | (env or {}),
         "capture_output": True,
         "text": True,
-        "timeout": 180,
+        "timeout": 300,
         "check": False,
     }
     return subprocess.run(command, cwd=folder, **options)

@@ -25,7 +25,7 @@ def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
     options = {"env": ENVIRONMENT, "cwd": tmp_path, "text": True}
     options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     nodes = [subprocess.Popen([*launcher, "--machine_rank", str(rank), *script], **options) for rank in (0, 1)]
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["world_size"], environment["nodes"], environment["strategy"]) == (4, 2, "DDP over gloo")

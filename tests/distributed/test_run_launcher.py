@@ -49,7 +49,7 @@ class Terminal:
         self.text += new.replace("\r\n", "\n")
         return bool(new)
 
-    def until(self, condition, timeout: float = 180) -> None:
+    def until(self, condition, timeout: float = 300) -> None:
         end = time.monotonic() + timeout
         while not condition():
             assert self.read(0.05), self.text
@@ -63,7 +63,7 @@ class Terminal:
         self.until(lambda: re.search(r"ready (\d+)\n", self.text))
         return int(re.search(r"ready (\d+)\n", self.text)[1])
 
-    def lines(self, timeout: float = 180) -> list[str]:
+    def lines(self, timeout: float = 300) -> list[str]:
         """Return all lines, without those of make and the terminal's ^C, when the command has ended."""
         end = time.monotonic() + timeout
         while self.read(0.2):
@@ -285,7 +285,7 @@ def test_nohup_is_respected(script, tmp_path):
     process.send_signal(signal.SIGTERM)
     kit.until(lambda: "got" in output.read_text())
     process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 128 + signal.SIGTERM
+    assert process.wait(300) == 128 + signal.SIGTERM
     assert re.findall("got (.*)", output.read_text()) == ["SIGTERM", "SIGTERM"]
 
 

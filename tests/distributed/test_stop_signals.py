@@ -356,13 +356,13 @@ def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     launch.until_step(kit.last_step(folder) + 30)
     printed = launch.output.read_text()
     launch.workers()[0].send_signal(signal.SIGUSR1)
-    assert launch.process.wait(120) != 0
+    assert launch.process.wait(300) != 0
     step = check_saved(folder)
     assert launch.output.read_text().removeprefix(printed).count("saving after this step") == 1
 
     launch = Launch(tmp_path, *TORCHRUN, *command).until_step(step + 30)
     launch.process.terminate()
-    assert launch.process.wait(120) != 0
+    assert launch.process.wait(300) != 0
     check_saved(folder)
     check_resumes(tmp_path, flags, undisturbed)
 
@@ -371,7 +371,7 @@ def test_killed_rank_ends_the_others(tiny, straight, tmp_path):
     flags = recipe(tiny, save_steps=20)
     ranks = begin(tmp_path, flags)
     ranks.signal(signal.SIGKILL, 1)
-    assert ranks.wait(60) == [1, -signal.SIGKILL], ranks.text()
+    assert ranks.wait() == [1, -signal.SIGKILL], ranks.text()
     assert run_status.read_status(tmp_path / "run")["status"] == "failed"
     check_resumes(tmp_path, flags, straight)
 
@@ -384,7 +384,7 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     launch = Launch(tmp_path, *ACCELERATE, config, *command).until_step(30)
     [worker] = launch.workers()
     launch.process.terminate()
-    assert launch.process.wait(120) == -signal.SIGTERM
+    assert launch.process.wait(300) == -signal.SIGTERM
     kit.until(lambda: run_status.read_status(folder)["status"] == "stopped")
     check_saved(folder)
     assert "the end of the launcher" in run_status.read_status(folder)["reason"]
@@ -398,6 +398,6 @@ def test_make_train_returns_the_code_of_a_stop(tiny, tmp_path):
     make = ["make", "-o", ".venv/done", "train", f"CONFIG={run_file}", f"OUT={tmp_path / 'run'}"]
     launch = Launch(tmp_path, *make).until_step(30)
     launch.workers()[0].terminate()
-    assert launch.process.wait(120) == 2
+    assert launch.process.wait(300) == 2
     output = launch.output.read_text()
     assert re.search(r"make(\[\d+\])?: \*\*\* \[Makefile:\d+: train\] Error 75", output), output

@@ -40,7 +40,7 @@ class Ranks:
         for pid in chosen:
             (os.killpg if group else os.kill)(pid, number)
 
-    def wait(self, timeout: float = 120) -> list[int | None]:
+    def wait(self, timeout: float = 300) -> list[int | None]:
         """Wait for all ranks; return their exit codes, None for a rank that did not end in time."""
         end = time.monotonic() + timeout
         while time.monotonic() < end and any(process.exitcode is None for process in self.processes):
@@ -55,7 +55,7 @@ class Ranks:
         return "\n".join(path.read_text() for path in sorted(self.out.glob("rank*.txt")))
 
 
-def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 120) -> tuple[list, list[str]]:
+def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 300) -> tuple[list, list[str]]:
     """Run train.py or eval.py in `folder` like the command line; return exit codes and outputs by rank."""
     out = Path(folder).with_suffix(".out")
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -112,7 +112,7 @@ def _train(argv):
     return seen
 
 
-def run_training(world: int, folder, *argv, env=None, timeout: float = 180, units: int = 2) -> "Run":
+def run_training(world: int, folder, *argv, env=None, timeout: float = 300, units: int = 2) -> "Run":
     """Train in `folder` on `world` processes through train.py's main; return the run.
 
     Assert that the group had that size and that FSDP2, if chosen, sharded at least so many units over its mesh."""

@@ -42,7 +42,7 @@ def free_port() -> int:
             return port
 
 
-def until(true, timeout: float = 120):
+def until(true, timeout: float = 300):
     """Wait until `true()` is true; return its value."""
     end = time.monotonic() + timeout
     while not (found := true()):
@@ -183,7 +183,7 @@ def kill_all() -> None:
             process.kill()
 
 
-def spawn(world: int, target, *args, out, env=None, timeout: float = 120) -> list:
+def spawn(world: int, target, *args, out, env=None, timeout: float = 300) -> list:
     """Return the results of `target(*args)` on `world` forked ranks.
 
     Raise RankFailed with the output of all ranks if one fails or does not end in time."""

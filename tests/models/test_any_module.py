@@ -120,7 +120,7 @@ def _run_all(argvs):
 
 def test_unusual_modules_train_resume_and_evaluate(data, tmp_path):
     runs = [("train", *flags(data, net, max_steps=4), "--output_dir", tmp_path / net) for net in WORK]
-    kit.spawn(1, _run_all, runs, out=tmp_path / "out", timeout=200)
+    kit.spawn(1, _run_all, runs, out=tmp_path / "out", timeout=300)
     again = []
     for net in WORK:
         folder = shutil.copytree(tmp_path / net, tmp_path / f"{net}-resumed")
@@ -128,7 +128,7 @@ def test_unusual_modules_train_resume_and_evaluate(data, tmp_path):
         shutil.rmtree(folder / "checkpoints" / "step_00000004")
         again.append(("train", *flags(data, net, max_steps=4), "--output_dir", folder))
         again.append(("eval", "--checkpoint", tmp_path / net, "--output_dir", tmp_path / f"{net}-evaluated"))
-    kit.spawn(1, _run_all, again, out=tmp_path / "again", timeout=200)
+    kit.spawn(1, _run_all, again, out=tmp_path / "again", timeout=300)
     for net in WORK:
         run, resumed = kit.Run(tmp_path / net), kit.Run(tmp_path / f"{net}-resumed")
         assert kit.same(run.weights, resumed.weights), net
