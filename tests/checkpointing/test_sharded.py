@@ -97,8 +97,8 @@ def test_shards_are_collected_when_complete_and_published(tmp_path):
     """The file of rank 1 exists long before it is complete; the mutant would look for the file only."""
     parts, seen = tmp_path / ".step.1.parts", threading.Event()
     threads = [
-        threading.Thread(target=ShardWriters(rank, 3, 100).write_shard, args=(parts, writes(rank, pause)))
-        for rank, pause in ((1, lambda: seen.wait(100)), (2, lambda: None))
+        threading.Thread(target=ShardWriters(rank, 3, 300).write_shard, args=(parts, writes(rank, pause)))
+        for rank, pause in ((1, lambda: seen.wait(300)), (2, lambda: None))
     ]
 
     def gather(folder: Path) -> dict:
@@ -108,7 +108,7 @@ def test_shards_are_collected_when_complete_and_published(tmp_path):
         kit.until((parts / "1" / "part1").exists)
         assert (parts / "1" / "part1").stat().st_size <= 1000
         threading.Timer(0.5, seen.set).start()
-        return ShardWriters(0, 3, 100).collect_shards(parts, folder)
+        return ShardWriters(0, 3, 300).collect_shards(parts, folder)
 
     atomic_folder.publish(tmp_path / "step", gather, step=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step"]

@@ -27,7 +27,7 @@ def send_here(number: int) -> None:
 
     stop_signals.StopSignals._handle = handle_and_tell
     os.kill(os.getpid(), number)
-    assert handled.wait(60)
+    assert handled.wait(300)
     stop_signals.StopSignals._handle = handle
 
 

@@ -28,7 +28,7 @@ def shell(command: str, **env) -> str:
         cwd=kit.REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         env=clean | {"PATH": path} | env,
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -83,7 +83,7 @@ def test_wandb_has_every_line_after_stop_kill_and_failure(files, tmp_path):
     assert killed.wait() == [-9]
 
     [failed] = kit.fork(1, _train, argv, loader, 10.0, 0, out=tmp_path / "failed", env=env)
-    failed.join(60)
+    failed.join(300)
     assert failed.exitcode == 1
     assert rows(files_of())[1] >= set(expected(folder))
 

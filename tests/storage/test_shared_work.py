@@ -108,7 +108,7 @@ def test_two_launches_share_the_pieces(tmp_path):
     all_begun = functools.partial(wait_for, tmp_path, 4)
     launches = [kit.fork(2, share_pieces, tmp_path, all_begun, out=tmp_path / name) for name in ("a", "b")]
     for process in chain(*launches):
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     assert made(tmp_path) == list(range(PIECES))
     assert len({words[2] for words in log(tmp_path)}) == 4  # processes of both
@@ -128,7 +128,7 @@ def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
     assert all(process.is_alive() for process in others)
     dying.kill()
     for process in others:
-        process.join(60)
+        process.join(300)
         assert process.exitcode == 0
     assert made(tmp_path) == list(range(PIECES))
 
