@@ -187,7 +187,11 @@ def _compare_labels_and_tokenizer(changes: Changes, old: dict, new: dict) -> Non
     if before and after and before != after:
         changes.refused.append(f"labels: {_first_ten(before)} → {_first_ten(after)}")
     before, after = old.get("tokenizer_files"), new.get("tokenizer_files")
-    if before and after and before != after:
+    if before and after and before != after and new["examples"] is None:
+        changes.refused.append(
+            "tokenizer: its special tokens or chat template have changed, and a stream reads with them"
+        )
+    elif before and after and before != after:
         changes.remarks.append("tokenizer: its files or the chat template have changed, but they produce the same rows")
 
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from src.checkpointing import run_identity
 from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
@@ -333,6 +334,20 @@ def test_changes_of_data_or_options_prepare_again(tools, tmp_path, name):
     assert texts(task, after["train"]) == texts(task, fresh)  # not the old ones under a new name
     assert before["train"].stats["rows"] != after["train"].stats["rows"]
     assert after["train"].stats["rows"] == fresh.stats["rows"]
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_another_end_of_text_is_a_change_on_resume(tools, tmp_path, streaming):
+    file, found = write(tmp_path / "rows.jsonl", TEXTS), []
+    for name in ("tokenizer", "other_eos"):
+        fields = {"tokenizer_name": tools / name, "train_file": file, "streaming": streaming, "max_steps": 1}
+        stats = open_data(tools, tmp_path, **fields)[1]["train"].stats
+        found.append(run_identity.data_identity(stats))
+    changes = run_identity.Changes()
+    run_identity._compare_rows(changes, "training data", *found)
+    run_identity._compare_labels_and_tokenizer(changes, *found)
+    words = "tokenizer: its special tokens" if streaming else "different contents"
+    assert [words in text for text in changes.refused] == [True]
 
 
 EDITS = {  # file, old text, new text -> does it make other rows?
