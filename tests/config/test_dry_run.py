@@ -17,7 +17,7 @@ CASES = {  # fields -> what the sentence names
     "cycle_momentum": ({"techniques": {"cycle_momentum": None}}, "one_cycle"),
     "cycle_momentum without momentum": (
         {"techniques": {"cycle_momentum": None}, "lr_scheduler_type": "one_cycle", "optim": "adagrad"},
-        "has no momentum",
+        "neither betas nor momentum",
     ),
     "schedule_free": ({"techniques": {"schedule_free": None}}, "--adam_beta1 0"),
     "channels_last": ({"techniques": {"channels_last": None}}, "no convolution"),
