@@ -204,7 +204,7 @@ def test_techniques_are_recorded_with_all_options_in_the_order_of_the_registry()
     cfg = with_techniques({"clip_by_value": {"limit": "2"}, "sam": None, "gradient_statistics": {"groups": None}})
     recorded = yaml.safe_load(to_yaml(cfg, OPTIONS[cfg.task]()()))["techniques"]
     statistics = {"values": ["grad_norm"], "groups": None}
-    expected = {"sam": {"rho": 0.05}, "gradient_statistics": statistics, "clip_by_value": {"limit": 2.0}}
+    expected = {"gradient_statistics": statistics, "sam": {"rho": 0.05}, "clip_by_value": {"limit": 2.0}}
     assert list(recorded.items()) == list(expected.items())
     assert with_techniques(recorded).techniques == recorded  # config.yaml is a run file
 
