@@ -81,7 +81,8 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
 def remove_leftovers(parent: Path, name: str) -> None:
     """Undo a `publish` of a folder `name` (a pattern) that was killed between its two renames; remove unfinished ones.
 
-    Other hidden files in `parent` are the user's. Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
+    Other hidden files in `parent` are the user's. Call this only in the process that holds the run lock, so that nothing
+    is being published in `parent`."""
     for old in parent.glob(f".{name}.old"):
         folder = parent / old.name[1:].removesuffix(".old")
         if folder.exists():
