@@ -92,6 +92,7 @@ def files(tmp_path_factory):
     kit.write_yaml(folder / "llama.yaml", kit.LLAMA)
     kit.write_yaml(folder / "dropout.yaml", kit.LLAMA | {"attention_dropout": 0.2})
     kit.write_yaml(folder / "gpt2.yaml", kit.GPT2)
+    kit.write_yaml(folder / "exact.yaml", kit.EXACT)
     return folder
 
 

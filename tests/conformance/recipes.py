@@ -18,7 +18,6 @@ BERT = {
     "hidden_dropout_prob": 0.0,
     "attention_probs_dropout_prob": 0.0,
 }
-GPT2 = kit.GPT2 | {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
 BART = {
     "model_type": "bart",
     "d_model": 32,
@@ -41,7 +40,7 @@ def causal_lm(folder) -> list:
         lengths = 3 + (40 * generator.random(count) ** 2).astype(int)
         rows = [{"input_ids": generator.integers(0, 500, length).tolist()} for length in lengths]
         kit.write_jsonl(folder / f"{split}.jsonl", rows)
-    return kit.flags(model_config=kit.write_yaml(folder / "model.yaml", kit.LLAMA))
+    return kit.flags(model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT))
 
 
 def text_classification(folder) -> list:
@@ -71,16 +70,16 @@ def preference(folder) -> list:
         kit.write_jsonl(folder / f"{split}.jsonl", rows)
     return kit.flags(
         task="preference",
-        model_config=kit.write_yaml(folder / "model.yaml", GPT2),
+        model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
         tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer"),
         beta=0.5,
     )
 
 
 def distillation(folder) -> list:
-    """The rows of causal_lm, and a teacher of another architecture."""
+    """The rows of causal_lm, and a larger teacher."""
     flags = causal_lm(folder)
-    teacher = kit.save_model(folder / "teacher", GPT2 | {"n_embd": 48, "initializer_range": 0.4})
+    teacher = kit.save_model(folder / "teacher", kit.EXACT | {"n_embd": 48, "initializer_range": 0.4})
     return flags + kit.flags(task="distillation", teacher_name_or_path=teacher, distillation_alpha=0.7)
 
 

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.conformance
 STEPS = 60
 
 
-def recipe(files, model="llama.yaml", **flags):
+def recipe(files, model="exact.yaml", **flags):
     values = {
         "model_config": files / model,
         "train_file": files / "train.jsonl",

@@ -279,7 +279,7 @@ def test_token_budget_and_rows_longer_than_it(sources, one, tmp_path):
     folder, fields, mixture = sources
     with pytest.raises(UsageError, match="per_device_batch_tokens is 5, but the longest row has 11 tokens"):
         kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture), per_device_batch_tokens=5)
-    plain = [*fields[2:], "--model_config", kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA), *mixed(mixture)]
+    plain = [*fields[2:], "--model_config", kit.write_yaml(tmp_path / "exact.yaml", kit.EXACT), *mixed(mixture)]
     rows = kit.run_training(1, tmp_path / "rows", *plain)
     for world, tokens in ((1, 40), (2, 23)):
         run = kit.run_training(world, tmp_path / f"{tokens}", *plain, "--per_device_batch_tokens", tokens)

@@ -243,7 +243,7 @@ def test_stream_of_packed_texts(tmp_path):
     texts = [f"def f{n} " + "return self " * (n % 9) for n in range(90)]
     for i in range(3):
         kit.write_jsonl(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i * 30 : i * 30 + 30]])
-    model = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
+    model = kit.write_yaml(tmp_path / "exact.yaml", kit.EXACT)
     fields = {"model_config": model, "tokenizer_name": tmp_path / "tokenizer", "packing": True, "max_length": 32}
     argv = recipe(tmp_path, [tmp_path / f"{i}.jsonl" for i in range(3)], **fields, max_steps=6)
     one = kit.run_training(1, tmp_path / "one", *argv)

@@ -50,8 +50,8 @@ def test_teacher_is_sharded_and_resumed(tmp_path):
     found = kit.spawn(2, _train, argv, out=tmp_path / "out", env=env)
     assert found == [({"DTensor"}, kit.GPT2["n_layer"], True)] * 2
     whole = kit.Run(folder)
-    assert kit.distance(alone.weights, whole.weights) <= 1e-9
-    assert alone.kind("eval")[-1]["kl"] == pytest.approx(whole.kind("eval")[-1]["kl"], rel=1e-9)
+    assert kit.distance(alone.weights, whole.weights) <= 1e-6  # Llama's norms compute in float32
+    assert alone.kind("eval")[-1]["kl"] == pytest.approx(whole.kind("eval")[-1]["kl"], rel=1e-6)
     assert not any("teacher" in name for name in kit.load_weights(at_step(whole, 6), "optimizer"))
 
     shutil.copytree(folder, tmp_path / "resumed")

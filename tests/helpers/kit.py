@@ -27,6 +27,7 @@ from tests.helpers.ranks import (
 from tests.helpers.runs import Run, distance, last_step, ledger_text, load_weights, same, timeless
 from tests.helpers.tiny_data import (
     CHATML,
+    EXACT,
     GPT2,
     LLAMA,
     TINY,

@@ -20,7 +20,7 @@ COMPILE = torch.nn.Module.compile
 
 
 def recipe(files, **fields) -> list[str]:
-    values = {"model_config": files / "llama.yaml", "validation_file": files / "validation.jsonl"}
+    values = {"model_config": files / "exact.yaml", "validation_file": files / "validation.jsonl"}
     values |= {"train_file": files / "train.jsonl", "global_batch_size": 16, "per_device_batch_size": 4}
     values |= {"max_steps": 6, "logging_steps": 1, "learning_rate": 3e-3, "dtype": "float64"}
     return kit.flags(**values | fields)

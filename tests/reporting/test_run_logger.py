@@ -186,7 +186,13 @@ def sums_of_a_task(monkeypatch):
 
 
 def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, sums_of_a_task):
-    values = {"dtype": "float64", "max_steps": 8, "logging_steps": 4, "save_steps": 3}
+    values = {
+        "dtype": "float64",
+        "max_steps": 8,
+        "logging_steps": 4,
+        "save_steps": 3,
+        "model_config": files / "exact.yaml",
+    }
     one, two = (kit.run_training(world, tmp_path / f"{world}", *flags(files, **values)) for world in (1, 2))
     for a, b in zip(one.kind("train"), two.kind("train"), strict=True):
         assert a["squares"] > 0

@@ -22,7 +22,7 @@ def fields(tmp_path_factory):
     texts = [recipes.SENTENCE] * 3
     return {
         "task": "preference",
-        "model_config": kit.write_yaml(folder / "gpt2.yaml", recipes.GPT2),
+        "model_config": kit.write_yaml(folder / "gpt2.yaml", kit.EXACT),
         "tokenizer_name": kit.tiny_tokenizer(folder / "tokenizer", texts, chat_template=kit.CHATML),
         "cache_dir": folder / "cache",
         "dtype": "float64",

@@ -19,7 +19,7 @@ from tests.helpers import kit
 def trained(files, tmp_path_factory):
     """A short float64 run with an evaluation at its end."""
     folder = tmp_path_factory.mktemp("trained")
-    values = {"model_config": files / "llama.yaml", "dtype": "float64", "max_steps": 15, "learning_rate": 1e-2}
+    values = {"model_config": files / "exact.yaml", "dtype": "float64", "max_steps": 15, "learning_rate": 1e-2}
     values |= {f"{split}_file": files / f"{split}.jsonl" for split in ("train", "validation")}
     return kit.run_training(1, folder / "run", *kit.flags(**values, per_device_eval_batch_size=7))
 

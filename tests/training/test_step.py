@@ -81,7 +81,7 @@ def test_a_full_batch_run_equals_an_independent_loop(files, tmp_path):
 @pytest.mark.parametrize("mutant", [False, True])
 def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch, mutant):
     """Global batches of 6 in micro-batches of 4 leave two of four ranks with a dummy batch. The mutant gives it weight."""
-    flags = recipe(files, global_batch_size=6, per_device_batch_size=4, max_steps=6)
+    flags = recipe(files, model_config=files / "exact.yaml", global_batch_size=6, per_device_batch_size=4, max_steps=6)
     one = kit.run_training(1, tmp_path / "one", *flags)
     gradient = train.compute_gradient
 
