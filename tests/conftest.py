@@ -8,6 +8,7 @@ import tempfile
 os.environ |= {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
+    "LANGUAGE": "en",  # of make and git
     "HF_HOME": tempfile.mkdtemp(prefix="tests-hf-"),
     "HF_HUB_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -17,6 +18,8 @@ os.environ |= {
 for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "MASTER_ADDR", "WORLD_SIZE"):
     os.environ.pop(name, None)
 for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of `make test`: tests run make, too
+    os.environ.pop(name, None)
+for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"):  # of a git hook: tests commit elsewhere
     os.environ.pop(name, None)
 
 # `nohup make test` ignores SIGHUP, `make test &` in a script SIGINT and SIGQUIT, and children would inherit that.

@@ -11,8 +11,9 @@ from tests.helpers import kit
 
 
 @pytest.fixture
-def project(tmp_path) -> Path:
+def project(tmp_path, monkeypatch) -> Path:
     """A folder with the Makefile and no package to install."""
+    monkeypatch.setenv("PIP_NO_CACHE_DIR", "1")  # pip warns of a cache that another user owns
     (tmp_path / "src").mkdir()
     for name in ("Makefile", "src/__init__.py"):
         shutil.copy(kit.REPOSITORY / name, tmp_path / name)

@@ -1,5 +1,6 @@
 """environment.json and code.diff: the commit of the code and its uncommitted changes."""
 
+import os
 import shutil
 import subprocess
 
@@ -22,7 +23,8 @@ def repository(tmp_path, monkeypatch):
 
 
 def git(folder, *words):
-    subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True)
+    plain = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}  # no signature, no hooks of the user
+    subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, env=os.environ | plain)
 
 
 def test_clean_repository_has_no_diff(repository, tmp_path):

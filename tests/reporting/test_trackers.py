@@ -130,7 +130,7 @@ def _train(argv, folder, timeout, rank=None, act=_fail):
     kit._command("train.py", argv, folder)
 
 
-def run(files, folder, *at_step_4, timeout=10.0, world=1, **values):
+def run(files, folder, *at_step_4, timeout=100.0, world=1, **values):
     """Return the exit codes of a run, and the output of the main process."""
     folder.mkdir()
     argv, out = flags(files, **values), folder / "out"

@@ -82,7 +82,7 @@ def test_wandb_has_every_line_after_stop_kill_and_failure(files, tmp_path):
     killed.signal(signal.SIGKILL)
     assert killed.wait() == [-9]
 
-    [failed] = kit.fork(1, _train, argv, loader, 10.0, 0, out=tmp_path / "failed", env=env)
+    [failed] = kit.fork(1, _train, argv, loader, 100.0, 0, out=tmp_path / "failed", env=env)
     failed.join(300)
     assert failed.exitcode == 1
     assert rows(files_of())[1] >= set(expected(folder))
