@@ -1,10 +1,11 @@
 """Two nodes on one machine: two launchers that meet over loopback, each with two processes."""
 
+import contextlib
 import json
 import os
-import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.helpers import kit
@@ -13,8 +14,28 @@ pytestmark = pytest.mark.cluster
 ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"ACCELERATE_USE_CPU": "true"}
 
 
+def launch(commands: list, folder) -> tuple[list[int | None], list[str]]:
+    """Return the exit codes (None: not ended in time) and outputs of these launchers, and end all that they started."""
+    files = [folder / f"node{rank}.txt" for rank in range(len(commands))]  # a full pipe would make the other node wait
+    nodes = []
+    try:
+        for command, file in zip(commands, files, strict=True):
+            with file.open("w") as output:
+                options = {"stdout": output, "stderr": output, "env": ENVIRONMENT, "cwd": folder}
+                nodes.append(psutil.Popen(command, **options))
+        with contextlib.suppress(AssertionError):
+            kit.until(lambda: all(node.poll() is not None for node in nodes))
+        return [node.poll() for node in nodes], [file.read_text() for file in files]
+    finally:
+        for node in [node for node in nodes if node.poll() is None]:
+            for process in [*node.children(recursive=True), node]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            node.wait()
+
+
 def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
-    fields = {"model_config": files / "dropout.yaml", "train_file": files / "train.jsonl", "dtype": "float64"}
+    fields = {"model_config": files / "gpt2.yaml", "train_file": files / "train.jsonl", "dtype": "float64"}
     fields |= {"validation_file": files / "validation.jsonl", "global_batch_size": 32, "per_device_batch_size": 4}
     flags = kit.flags(**fields, max_steps=8, logging_steps=1, eval_steps=4, save_steps=4)
     one = kit.run_training(1, tmp_path / "one", *flags)
@@ -22,11 +43,8 @@ def test_two_nodes_give_the_numbers_of_one_process(files, tmp_path):
     launcher += ["--config_file", str(kit.REPOSITORY / "accelerate_configs" / "multi_node.yaml")]
     launcher += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(kit.free_port())]
     script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(tmp_path / "run")]
-    options = {"env": ENVIRONMENT, "cwd": tmp_path, "text": True}
-    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    nodes = [subprocess.Popen([*launcher, "--machine_rank", str(rank), *script], **options) for rank in (0, 1)]
-    outputs = [node.communicate(timeout=300)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0], outputs
+    codes, outputs = launch([[*launcher, "--machine_rank", str(rank), *script] for rank in (0, 1)], tmp_path)
+    assert codes == [0, 0], outputs
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["world_size"], environment["nodes"], environment["strategy"]) == (4, 2, "DDP over gloo")
     run = kit.Run(tmp_path / "run")
