@@ -204,7 +204,7 @@ def _explain_worker_failures(
     """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with the rows that it was reading."""
     while True:
         try:
-            with private_apis.deaths_of_workers_raised():
+            with private_apis.deaths_of_workers_raised(items):
                 item = next(items, None)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):

@@ -105,24 +105,29 @@ def loader_processes(batches: Iterator) -> "list[BaseProcess]":
     return getattr(batches, "_workers", [])
 
 
-_deaths_are_awaited = False
+_awaited: Iterator | None = None  # the DataLoader iterator whose next batch this process waits for
 
 
 @contextmanager
-def deaths_of_workers_raised() -> Iterator[None]:
-    """Within, raise RuntimeError if a DataLoader worker dies or has died; outside, no longer.
+def deaths_of_workers_raised(batches: Iterator) -> Iterator[None]:
+    """Within, raise RuntimeError if a worker of this DataLoader iterator dies or has died; outside, no longer.
 
-    torch raises it at SIGCHLD, wherever this process is: in a forward pass, without the rows, or in the midst of a save.
-    Test: tests/data/test_data_loader.py."""
-    global _deaths_are_awaited
+    torch raises it at SIGCHLD, wherever this process is: in a forward pass, without the rows, in the midst of a save, or
+    while it reads from another DataLoader, such as that of an evaluation. Test: tests/data/test_data_loader.py."""
+    global _awaited
     if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
-        signal.signal(signal.SIGCHLD, lambda *_: torch._C._error_if_any_worker_fails() if _deaths_are_awaited else None)
-    _deaths_are_awaited = True
+        signal.signal(signal.SIGCHLD, lambda *_: _check_workers(_awaited))
+    _awaited = batches
     try:
-        torch._C._error_if_any_worker_fails()
+        _check_workers(batches)
         yield
     finally:
-        _deaths_are_awaited = False
+        _awaited = None
+
+
+def _check_workers(batches: Iterator | None) -> None:
+    if batches is not None and any(process.exitcode for process in loader_processes(batches)):
+        raise RuntimeError("DataLoader worker died")
 
 
 def compiled_graphs() -> tuple[int, int]:

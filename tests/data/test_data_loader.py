@@ -122,10 +122,11 @@ def test_killed_loader_process_is_reported_with_its_rows(data, tmp_path, monkeyp
 
 
 def test_death_of_a_loader_process_is_raised_where_its_rows_are_awaited(data, tmp_path, monkeypatch):
-    """Not in the line in which the rank happens to be, such as in the midst of a save."""
+    """Not in the line in which the rank happens to be, such as in the midst of a save, and not by another loader."""
 
     def dies(rows):
-        if len(contents_seen(tmp_path)) >= 2:
+        if len(contents_seen(tmp_path)) >= 2 and once(tmp_path):
+            kit.until((tmp_path / "go").exists)
             time.sleep(0.3)  # as above
             (tmp_path / "pid").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
@@ -134,11 +135,12 @@ def test_death_of_a_loader_process_is_raised_where_its_rows_are_awaited(data, tm
 
     def reading():
         task, split = data
-        items = data_loader.read_batches(
-            split, task, iter(plan(split)), RunConfig(dataloader_num_workers=1, dataloader_timeout=60), False
-        )
+        run = RunConfig(dataloader_num_workers=1, dataloader_timeout=60)
+        items = data_loader.read_batches(split, task, iter(plan(split)), run, False)
         next(items)
+        (tmp_path / "go").touch()
         kit.until(lambda: (pid := _read(tmp_path / "pid")) and _gone(int(pid)))
+        assert len(list(data_loader.read_batches(split, task, iter(plan(split)), run, False))) == len(plan(split))
         with pytest.raises(RuntimeError, match="worker died") as error:
             list(items)
         return str(error.value)
