@@ -21,6 +21,10 @@ for name in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "ARGS"):  # of
     os.environ.pop(name, None)
 for name in ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"):  # of a git hook: tests commit elsewhere
     os.environ.pop(name, None)
+# DeepSpeed compiles its communication here, for all workers of this run, and does not meet the lock of an earlier one.
+EXTENSIONS = None if "TORCH_EXTENSIONS_DIR" in os.environ else tempfile.mkdtemp(prefix="tests-extensions-")
+if EXTENSIONS:
+    os.environ["TORCH_EXTENSIONS_DIR"] = EXTENSIONS
 
 # `nohup make test` ignores SIGHUP, `make test &` in a script SIGINT and SIGQUIT, and children would inherit that.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -79,7 +83,8 @@ def pytest_runtest_teardown(item):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+    for folder in filter(None, (os.environ["HF_HOME"], EXTENSIONS)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

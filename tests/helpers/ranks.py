@@ -13,6 +13,7 @@ import tempfile
 import time
 import traceback
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -156,6 +157,22 @@ def _compute_once() -> None:
     encode_fingerprint(causal_lm.Task(None, None))
 
 
+@functools.cache
+def _compile_deepspeed() -> None:
+    """Let DeepSpeed compile its communication, which can take minutes, before a launch with a timeout waits for it.
+
+    A compilation that is killed leaves a lock on which all later ones wait without end."""
+    build = torch.multiprocessing.get_context("fork").Process(target=_build_communication)
+    build.start()
+    build.join()
+
+
+def _build_communication() -> None:
+    from deepspeed.comm.torch import build_shm_op
+
+    build_shm_op()
+
+
 def fork(world: int, target, *args, out, env=None) -> list:
     """Start `target(*args)` in `world` forked processes, the ranks of one group; return the processes.
 
@@ -163,6 +180,8 @@ def fork(world: int, target, *args, out, env=None) -> list:
     for name in ONCE + (ONCE_SHARDED if "ACCELERATE_USE_FSDP" in (env or {}) else []):
         import_module(name)
     _compute_once()
+    if "ACCELERATE_USE_DEEPSPEED" in (env or {}) and find_spec("deepspeed"):
+        _compile_deepspeed()
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     context = torch.multiprocessing.get_context("fork")
