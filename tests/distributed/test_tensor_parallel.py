@@ -23,6 +23,7 @@ FIELDS = {
     "max_steps": STEPS,
     "lr_scheduler_type": "constant",
     "max_grad_norm": 0.5,  # every gradient is clipped
+    "adam_epsilon": 1e-4,  # with the default, a gradient that is zero but for rounding would become a whole step
     "pad_to_multiple_of": 97,  # one shape: torch takes a second for each new one
     "eval_steps": 3,
     "save_steps": 3,
