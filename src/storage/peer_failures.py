@@ -196,12 +196,16 @@ def is_unlocked(lock: Path) -> bool:
 
 def wait_for_local_rank_0(seconds: float) -> None:
     """Wait until the other process of this launcher with LOCAL_RANK 0 has ended, for at most `seconds`."""
-    found = []
+    siblings, found = [], []
     with suppress(psutil.Error):
-        for process in psutil.Process(os.getppid()).children():
+        siblings = psutil.Process(os.getppid()).children()
+    for process in siblings:
+        with suppress(psutil.Error):  # of one that has ended
             if process.pid != os.getpid() and process.environ().get("LOCAL_RANK") == "0":
-                found.append(process)
-    psutil.wait_procs(found, timeout=seconds)
+                found.append(process.pid)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and any(map(_is_alive, found)):  # one that its launcher has not reaped has ended
+        time.sleep(0.05)
 
 
 def _has_prepared() -> bool:

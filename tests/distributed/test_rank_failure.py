@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -272,3 +273,22 @@ def test_mutant_ranks_that_do_not_report_to_each_other(tiny, tmp_path, monkeypat
         check_failed(tmp_path, recipe(tiny), 1, "ValueError: a cosmic ray")
     text = (tmp_path / "output.txt").read_text()
     assert sorted(re.findall(r"rank (\d+) failed:", text)) == ["0", "1"]
+
+
+LAUNCHER = """
+import os, subprocess, sys, time
+from src.storage import peer_failures
+ended = subprocess.Popen(["true"])
+os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+rank_0 = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); open('ended', 'w')"], env={"LOCAL_RANK": "0"})
+if (waiting := os.fork()) == 0:
+    peer_failures.wait_for_local_rank_0(600)
+    os._exit(not os.path.exists("ended"))
+os._exit(os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]))
+"""
+
+
+def test_wait_for_local_rank_0_ends_with_it(tmp_path):
+    """Also beside processes that have ended, and if the launcher asks for the end of this rank first."""
+    command, env = [sys.executable, "-c", LAUNCHER], os.environ | {"PYTHONPATH": str(kit.REPOSITORY)}
+    assert subprocess.run(command, cwd=tmp_path, env=env, timeout=300, check=False).returncode == 0
