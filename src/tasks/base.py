@@ -137,8 +137,8 @@ class Task:
         """Return sums over the micro-batch: `loss` in float32 or better, and in evaluation the sums for `metrics`.
 
         Runs inside the wrapped module (DDP, FSDP2). In evaluation, a tensor of shape (rows, …) holds one value or
-        vector per row. Evaluation collects these values by example id for `row_metrics`, and needs the same names for
-        any rows. In training, further sums appear in the train line, divided by the weight."""
+        vector per row. Evaluation collects these values by example id for `row_metrics`, and needs the same names, and
+        vectors of one length, for any rows. In training, further sums appear in the train line, divided by the weight."""
         raise NotImplementedError
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

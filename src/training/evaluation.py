@@ -167,7 +167,7 @@ def on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
 def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str], dict[str, tuple]]:
     """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none.
 
-    Raise UsageError on all ranks if micro-batches have different names."""
+    Raise UsageError on all ranks if micro-batches have different names or widths."""
     from accelerate.utils import gather_object
 
     columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
@@ -177,7 +177,8 @@ def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str]
     if len(seen := sorted(set().union(*(seen for *_, seen in found)))) > 1:  # no table could hold their values
         raise UsageError(
             f"the task returns ({', '.join(seen[0])}) for some micro-batches of an evaluation, but ({', '.join(seen[1])}) for "
-            "others: return the same names for all rows, where there is nothing to count with the value 0"
+            "others: return the same names for all rows, where there is nothing to count with the value 0; pad the vectors of "
+            "rows to a length that does not depend on the micro-batch"
         )
     return max(found, key=lambda of_rank: len(of_rank[0]))[:2]
 

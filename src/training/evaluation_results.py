@@ -23,7 +23,7 @@ class Results:
         self.table: np.ndarray | None = None  # (micro-batches, names)
         self.per_example: dict[str, np.ndarray] = {}
         self.pending: list[tuple[MicroBatch, Batch, dict[str, torch.Tensor]]] = []
-        self.seen: set[tuple[str, ...]] = set()  # names that a micro-batch returned
+        self.seen: set[tuple[str, ...]] = set()  # what a micro-batch returned: names, and the shapes of rows
 
     def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
         self.pending.append((micro, batch, out))
@@ -34,7 +34,10 @@ class Results:
         """Copy pending results to the host; this waits for the device."""
         for micro, batch, out in self.pending:
             sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
-            self.seen.add(tuple(sorted({*out, *batch.sums})))
+            shapes = {
+                name: f" (rows, {str([*value.shape[1:]])[1:-1]})" for name, value in out.items() if value.dim() > 1
+            }
+            self.seen.add(tuple(sorted(name + shapes.get(name, "") for name in {*out, *batch.sums})))
             if len(self.seen) > 1:  # `_names_on_all_ranks` raises an error
                 break
             if self.table is None:

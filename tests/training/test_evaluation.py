@@ -150,20 +150,28 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent
     assert abs(with_repeats - loss / targets) > 1e-6
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_sums_of_some_rows_only_are_refused_on_all_ranks(trained, tmp_path, monkeypatch, world):
-    """Otherwise the sum would be dropped, and ranks that begin with other rows would add up tables of other columns."""
+MORE_SUMS = (
+    "(bytes, correct, long, loss) for some micro-batches of an evaluation, but (bytes, correct, loss) for others"
+)
+WIDER = "(bytes, correct, loss, spread (rows, 1)) for some micro-batches of an evaluation, but (bytes, correct, loss, spread (rows, 3))"
+
+
+@pytest.mark.parametrize("world, name, said", [(1, "long", MORE_SUMS), (2, "long", MORE_SUMS), (2, "spread", WIDER)])
+def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tmp_path, monkeypatch, world, name, said):
+    """Otherwise a sum would be dropped, ranks that begin with other rows would add up tables of other columns, and numpy
+    would repeat a vector of length 1."""
     loss = causal_lm.Task.loss
 
     def sometimes(self, model, inputs):
-        sums = loss(self, model, inputs)
-        return sums | {"long": sums["loss"]} if inputs["input_ids"].shape[1] > 20 else sums
+        sums, (rows, width) = loss(self, model, inputs), inputs["input_ids"].shape
+        if name == "spread":
+            return sums | {"spread": torch.zeros(rows, 3 if width > 20 else 1)}
+        return sums | {"long": sums["loss"]} if width > 20 else sums
 
     monkeypatch.setattr(causal_lm.Task, "loss", sometimes)
     flags = kit.flags(checkpoint=trained.folder, per_device_eval_batch_size=50, output_dir=tmp_path / "eval")
     codes, texts = kit.run_command("eval.py", *flags, folder=tmp_path / "here", world=world)
     assert codes == [2] * world
-    said = "(bytes, correct, long, loss) for some micro-batches of an evaluation, but (bytes, correct, loss) for others"
     assert said in "".join(texts)
 
 
