@@ -15,10 +15,14 @@ class Loader(yaml.SafeLoader):
     """Safe YAML loader that raises an error if a key is given twice."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in keys:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is given twice", key_node.start_mark
+                )
+            keys.append(key)
         return super().construct_mapping(node, deep)
 
 

@@ -288,7 +288,7 @@ def test_no_suggestion_for_a_name_like_no_other(here, argv, expected):
         (b"\x00\xff\xfe\x80abc", ["not readable as YAML"]),
         (b"seed: [1\nmax_steps: 2", ["not readable as YAML", "line 2"]),
         (b"- a\n- b\n", ["`name: value`"]),
-        (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["'seed' is given twice"]),
+        (b"seed: 1\nlearning_rate: 1\nseed: 2\n", ["'seed' is given twice", "line 3, column 1"]),
         (b"seed: [1, 2]", ["seed: expected one value, found 1 2"]),
         (b"seed: {a: 1}", ["seed: ", "{'a': 1}", "not a whole number"]),
         (b"task: {a: 1}", ["task: ", "{'a': 1}"]),
