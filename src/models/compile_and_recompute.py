@@ -1,11 +1,14 @@
-"""torch.compile, activation checkpointing (each per layer) and TF32.
+"""torch.compile, activation checkpointing (each per layer) and TF32; functions that are always compiled on accelerators.
 
 Tests: tests/models/test_compile_and_recompute.py.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, one_line, warn
 from src.config.schema import RunConfig
 from src.runtime import private_apis
 
@@ -60,3 +63,60 @@ class CompileCounter:
                 "--pad_to_multiple_of 64"
             )
         return {"graphs": count}
+
+
+class CompiledOnAccelerators:
+    """A function whose first two arguments are tensors of rows, compiled by torch.compile unless they are on a CPU,
+    where compiling would delay each start by seconds. Where compilation fails, it runs uncompiled, after one warning.
+
+    It rounds in the same way in every process: the number of rows is dynamic from the beginning, kernels are chosen
+    without measurements on the device, and the first call is one with FIRST_ROWS rows of zeros. So the kernels do not
+    depend on the micro-batch that comes first, which is another one on each rank and in a resumed run."""
+
+    FIRST_ROWS = 1024
+
+    def __init__(self, function: Callable, uncompiled_devices: tuple[str, ...] = ("cpu", "mps")):
+        self.function, self.uncompiled_devices = function, uncompiled_devices
+        self.compiled: Callable | None = None
+        self.failed, self.tried = False, set()
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return what the function returns, compiled if `compiles` was true for such arguments."""
+        return (self.compiled or self.function)(*arguments)
+
+    def compiles(self, *arguments: Any) -> bool:
+        """Return whether calls with such arguments, and any number of rows, are compiled. Compile at the first one."""
+        device = arguments[0].device.type
+        if self.failed or device in self.uncompiled_devices:
+            return False
+        precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        case = (precision, torch.is_grad_enabled(), *map(_kind, arguments[:2]), *map(_kind_and_shape, arguments[2:]))
+        if case not in self.tried:
+            self.tried.add(case)
+            try:
+                self._compile(*arguments)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                self.compiled, self.failed = None, True
+                warn(
+                    f"the loss is computed uncompiled, several times slower, because torch.compile failed: {one_line(error)}"
+                )
+        return not self.failed
+
+    def _compile(self, *arguments: Any) -> None:
+        self.compiled = self.compiled or private_apis.compile_for_any_rows(self.function)
+        rows = [torch.zeros(self.FIRST_ROWS, *x.shape[1:], dtype=x.dtype, device=x.device) for x in arguments[:2]]
+        inputs = [zeros.requires_grad_(x.requires_grad) for zeros, x in zip(rows, arguments[:2], strict=True)]
+        loss = self.compiled(*inputs, *arguments[2:])["loss"]
+        if loss.requires_grad:
+            sources = [x for x in (*inputs, *arguments[2:]) if torch.is_tensor(x) and x.requires_grad]
+            torch.autograd.grad(loss, sources)
+
+
+def _kind(value: Any) -> Any:
+    return (value.dtype, value.requires_grad) if torch.is_tensor(value) else id(value)
+
+
+def _kind_and_shape(value: Any) -> Any:
+    return (_kind(value), value.shape) if torch.is_tensor(value) else id(value)

@@ -1,4 +1,4 @@
-"""Cross-entropy sums for training and evaluation. A linear head is computed in chunks, so full logits never exist.
+"""Cross-entropy sums for training and evaluation. Of a linear head, no more logits exist at once than fit.
 
 Tests: tests/models/test_losses.py.
 """
@@ -8,17 +8,30 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from torch.autograd.function import once_differentiable
 
+from src.models.compile_and_recompute import CompiledOnAccelerators
 from src.models.cross_entropy import IGNORED, PLAIN, CrossEntropy
 
-# Number of logits that exist at once. A CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
+# Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
+# CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
 CHUNK_ELEMENTS = {"cpu": 1 << 22}
 DEVICE_CHUNK_ELEMENTS = 1 << 25
+# A compiled loss keeps one copy of its logits, in the dtype of the head. Up to this share of an accelerator's memory,
+# all logits of a micro-batch are computed at once; larger ones in chunks of the second share, which fill any device.
+WHOLE_SHARE, CHUNK_SHARE = 1 / 8, 1 / 32
 
 
 def chunk_rows(device_type: str, vocabulary: int) -> int:
-    """Return the number of rows of logits to compute at a time."""
+    """Return the number of rows of logits to compute at a time without compilation."""
     return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
+
+
+def fitting_rows(rows: int, bytes_per_row: int, memory: int) -> int:
+    """Return how many of `rows` rows of logits a compiled loss computes at a time, on a device with `memory` bytes."""
+    if rows * bytes_per_row <= WHOLE_SHARE * memory:
+        return rows
+    return max(16, int(CHUNK_SHARE * memory) // bytes_per_row)
 
 
 def sums_from_logits(
@@ -30,84 +43,102 @@ def sums_from_logits(
 ) -> dict[str, torch.Tensor]:
     """Return sums over logits (rows, classes): `loss`, and in evaluation `correct`. Targets of -100 are ignored.
 
-    In training, the loss is that of `options`, with its further sums unless it is the plain cross-entropy."""
-    if training and not options.is_plain_loss:
-        return options.sums(at_least_float32(logits), targets, class_weights)
-    if training:
-        return {"loss": F.cross_entropy(at_least_float32(logits), targets, reduction="sum")}
-    loss, correct = scores(logits, targets)
-    return {"loss": loss, "correct": correct}
-
-
-def mixed_sums(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    others: torch.Tensor,
-    shares: torch.Tensor,
-    options: CrossEntropy,
-    class_weights: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return the training sums of rows that are a mixture (mixup): `shares` of `labels`, the rest of `others`."""
+    In training, the loss is that of `options`, with its further sums unless it is the plain cross-entropy. In
+    evaluation, both are float64."""
     logits = at_least_float32(logits)
-    own, other = (options.per_target(logits, targets, class_weights) for targets in (labels, others))
-    return {name: (shares * own[name] + (1 - shares) * other[name]).sum() for name in own}
-
-
-def squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
-    """Return sums over predictions (rows,): `loss`, the squared error, and in evaluation `absolute_error` (float64)."""
-    error = (at_least_float32(predictions) if training else predictions.double()) - values
-    return {"loss": error.square().sum()} | ({} if training else {"absolute_error": error.abs().sum()})
+    if training and not options.is_plain_loss:
+        return options.sums(logits, targets, class_weights)
+    if training:
+        return {"loss": F.cross_entropy(logits, targets, reduction="sum")}
+    loss = F.cross_entropy(logits, targets, reduction="none")
+    return {"loss": loss.double().sum(), "correct": (logits.argmax(-1) == targets).double().sum()}
 
 
 def sums_from_hidden(
     hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
 ) -> dict[str, torch.Tensor]:
     """Return the same sums for the logits `head(hidden)` in bounded memory. `hidden` is (rows, features)."""
-    if training and not options.is_plain_loss:
-        return linear_sums(hidden, head.weight, head.bias, targets, options)
-    if training:
-        return {"loss": linear_cross_entropy(hidden, head.weight, head.bias, targets)}
-    loss, correct = linear_scores(hidden, head.weight, head.bias, targets)
-    return {"loss": loss, "correct": correct}
+    return linear_sums(hidden, head.weight, head.bias, targets, options, training)
 
 
 def linear_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> torch.Tensor:
-    """Return the summed cross-entropy of `hidden @ weight.T + bias`. Targets of -100 are ignored.
-
-    hidden (rows, features), weight (vocabulary, features), targets (rows,); the sum is float32 or better. It
-    needs memory for its inputs, their gradients, and one chunk of logits, for any number of rows.
-    """
-    rows = chunk_rows(weight.device.type, weight.shape[0])
-    if hidden.shape[0] <= rows:
-        return _chunk(hidden, weight, bias, targets)
-    low = hidden.dtype in (torch.bfloat16, torch.float16) or torch.is_autocast_enabled(hidden.device.type)
-    if hasattr(F, "linear_cross_entropy") and not low:
-        options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows)
-        return F.linear_cross_entropy(
-            hidden, weight, targets, linear_bias=bias, reduction="sum", ignore_index=-100, options=options
-        )
-    # torch's chunked form ignores autocast and returns its sum in the dtype of `hidden`. bfloat16 has 8 bits, too few
-    # for a loss. The loop below recomputes the logits of a chunk in backward, which costs one more matrix product.
-    total = 0.0
-    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        total = total + recomputed(_chunk, h, weight, bias, t)
-    return total
+    """Return the summed cross-entropy of `hidden @ weight.T + bias`. Targets of -100 are ignored."""
+    return linear_sums(hidden, weight, bias, targets)["loss"]
 
 
 def linear_sums(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, options: CrossEntropy
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    options: CrossEntropy = PLAIN,
+    training: bool = True,
 ) -> dict[str, torch.Tensor]:
-    """Return the training sums of `options` for the logits `hidden @ weight.T + bias`, in the same bounded memory."""
-    rows = chunk_rows(weight.device.type, weight.shape[0])
-    if hidden.shape[0] <= rows:
-        return _sums_of_chunk(hidden, weight, bias, targets, options)
+    """Return the sums of `sums_from_logits` for the logits `hidden @ weight.T + bias`; three matrix products in all.
+
+    hidden (rows, features), weight (vocabulary, features), targets (rows,); the sums are float32 or better."""
+    arguments = (hidden, targets, weight, bias, options, training)
+    if _sums_of_rows.compiles(*arguments):
+        rows = compiled_rows(hidden.shape[0], weight)
+    else:
+        rows = chunk_rows(weight.device.type, weight.shape[0])
+    return _sums_of_rows(*arguments) if hidden.shape[0] <= rows else _sums_by_chunk(rows, *arguments)
+
+
+@CompiledOnAccelerators
+def _sums_of_rows(hidden, targets, weight, bias, options: CrossEntropy, training: bool) -> dict[str, torch.Tensor]:
+    return sums_from_logits(F.linear(hidden, weight, bias), targets, training, options)
+
+
+def _sums_by_chunk(rows: int, hidden, targets, weight, bias, *rest) -> dict[str, torch.Tensor]:
+    """Return the sums of `rows` rows at a time. Each chunk computes its gradient at once, so no logits are kept for
+    backward, and none are computed twice."""
+    inputs = (hidden, weight, bias)
+    trained = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
+    leaves = [x if x is None else x.detach().requires_grad_(on) for x, on in zip(inputs, trained, strict=True)]
+    # In 16 bits, the sum over chunks would lose what each of them adds to the gradient of the head.
+    dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
+    gradients = [torch.zeros_like(x, dtype=d) if on else None for x, d, on in zip(inputs, dtypes, trained, strict=True)]
     total: dict[str, torch.Tensor] = {}
-    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        for name, value in recomputed(_sums_of_chunk, h, weight, bias, t, options).items():
-            total[name] = total[name] + value if name in total else value
+    for start in range(0, hidden.shape[0], rows):
+        part = slice(start, start + rows)
+        leaves[0] = hidden.detach()[part].requires_grad_(trained[0])
+        sums = _sums_of_rows(leaves[0], targets[part], *leaves[1:], *rest)
+        if any(trained):
+            sources = [leaf for leaf, on in zip(leaves, trained, strict=True) if on]
+            sinks = [g if i else g[part] for i, g in enumerate(gradients) if g is not None]
+            for sink, gradient in zip(sinks, torch.autograd.grad(sums["loss"], sources), strict=True):
+                sink += gradient
+        for name, value in sums.items():
+            total[name] = total[name] + value.detach() if name in total else value.detach()
+    if any(trained):
+        total["loss"] = _LossWithGradients.apply(total["loss"], gradients, *inputs)
     return total
+
+
+class _LossWithGradients(torch.autograd.Function):
+    """A loss whose gradients by its inputs are known already."""
+
+    @staticmethod
+    def forward(ctx, loss, gradients: list[torch.Tensor | None], *inputs):
+        ctx.save_for_backward(*gradients)
+        return loss.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, scale):
+        return None, None, *(gradient if gradient is None else gradient * scale for gradient in ctx.saved_tensors)
+
+
+def compiled_rows(rows: int, weight: torch.Tensor) -> int:
+    """Return how many of `rows` rows of logits a compiled loss computes at a time on an accelerator."""
+    device, itemsize = weight.device, weight.dtype.itemsize
+    if torch.is_autocast_enabled(device.type):
+        itemsize = torch.get_autocast_dtype(device.type).itemsize
+    memory = torch.get_device_module(device).get_device_properties(device).total_memory
+    return fitting_rows(rows, weight.shape[0] * itemsize, memory)
 
 
 def row_losses(
@@ -140,39 +171,8 @@ def recomputed(function: Callable, *arguments):
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _chunk(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    return F.cross_entropy(at_least_float32(F.linear(hidden, weight, bias)), targets, reduction="sum")
-
-
 def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
     return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]
-
-
-def _sums_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> dict[str, torch.Tensor]:
-    return options.sums(at_least_float32(F.linear(hidden, weight, bias)), targets)
-
-
-@torch.no_grad()
-def linear_scores(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, number of correct predictions), both float64, in bounded memory."""
-    loss = correct = torch.zeros((), dtype=torch.float64, device=hidden.device)
-    rows = chunk_rows(weight.device.type, weight.shape[0])
-    for h, t in zip(hidden.split(rows), targets.split(rows), strict=True):
-        chunk_loss, chunk_correct = scores(F.linear(h, weight, bias), t)
-        loss = loss + chunk_loss
-        correct = correct + chunk_correct
-    return loss, correct
-
-
-def scores(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (summed cross-entropy, number of correct predictions) of logits (rows, classes), both float64."""
-    logits = at_least_float32(logits)
-    loss = F.cross_entropy(logits, targets, reduction="none")
-    return loss.double().sum(), (logits.argmax(-1) == targets).double().sum()
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

@@ -137,6 +137,21 @@ def compiled_graphs() -> tuple[int, int]:
     return utils.counters["stats"]["unique_graphs"], config.recompile_limit
 
 
+def compile_for_any_rows(function: Callable) -> Callable:
+    """Return the function compiled once for any number of rows of its first two arguments, other sizes being constants,
+    which makes faster kernels than torch.compile(dynamic=True). Test: tests/models/test_losses.py."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    compiled = torch.compile(function, options={"deterministic": True})  # no choice of kernels by time measurements
+
+    def call(rows, others, *arguments):
+        for tensor in (rows, others):
+            maybe_mark_dynamic(tensor, 0)
+        return compiled(rows, others, *arguments)
+
+    return call
+
+
 def fake_tensors():
     """Return a context in which tensors have shapes but no memory. Test: tests/models/test_memory_estimate.py."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -20,7 +20,7 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
-from src.models.losses import mixed_sums, row_losses, sums_from_logits
+from src.models.losses import at_least_float32, row_losses, sums_from_logits
 from src.models.r_drop import r_drop_option, r_drop_sums, twice
 from src.tasks import base
 from src.tasks.base import Batch
@@ -170,8 +170,10 @@ class Task(base.Task):
         if model.training:
             rows = {name: inputs[name] for name in ("labels", "other_labels", "shares")} | {"pixels": pixels}
             labels, others, shares, pixels = (twice(rows) if alpha else rows).values()
-            logits = model(pixel_values=pixels).logits
-            sums = mixed_sums(logits, labels, others, shares, self.options, class_weights_of(inputs))
+            logits, weights = model(pixel_values=pixels).logits, class_weights_of(inputs)
+            # Rows are a mixture (mixup): `shares` of `labels`, the rest of `others`.
+            own, other = (self.options.per_target(at_least_float32(logits), x, weights) for x in (labels, others))
+            sums = {name: (shares * own[name] + (1 - shares) * other[name]).sum() for name in own}
             return r_drop_sums(sums, logits, alpha) if alpha else sums
         labels, logits = inputs["labels"], model(pixel_values=pixels).logits
         sums = sums_from_logits(logits, labels, False) | {"prediction": logits.argmax(-1), "label": labels}

@@ -17,7 +17,7 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import at_least_float32, row_losses, squared_error_sums, sums_from_logits
+from src.models.losses import at_least_float32, row_losses, sums_from_logits
 from src.models.r_drop import r_drop_option, r_drop_sums, twice
 from src.runtime.private_apis import known_masks
 from src.tasks import base
@@ -171,7 +171,7 @@ class Task(base.Task):
             logits = model(**inputs).logits
         if self.options.regression:
             prediction = logits[:, 0]
-            sums = squared_error_sums(prediction, labels, model.training)
+            sums = _squared_error_sums(prediction, labels, model.training)
         else:
             prediction = logits.argmax(-1)
             sums = sums_from_logits(logits, labels, model.training, self.options, class_weights)
@@ -197,3 +197,9 @@ class Task(base.Task):
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
         return compute_metrics(self._metric_names(), predictions, labels, self.cfg.trust_remote_code)
+
+
+def _squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
+    """Return sums over predictions (rows,): `loss`, the squared error, and in evaluation `absolute_error` (float64)."""
+    error = (at_least_float32(predictions) if training else predictions.double()) - values
+    return {"loss": error.square().sum()} | ({} if training else {"absolute_error": error.abs().sum()})

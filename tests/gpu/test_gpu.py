@@ -15,6 +15,8 @@ import torch
 
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
+from src.models import losses
+from src.models.cross_entropy import PLAIN, CrossEntropy
 from src.training import step
 from tests.helpers import kit
 
@@ -32,7 +34,9 @@ def recipe(files, tmp_path_factory):
 
 
 def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.Run:
-    """Launch train.py by `accelerate launch` on this GPU, and read the run back."""
+    """Launch train.py by `accelerate launch` on this GPU, or with `config` cpu on the CPU, and read the run back.
+
+    A forked process cannot use a GPU that its parent has used, so each training is a command."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--mixed_precision", precision, "--config_file"]
     script = [str(kit.REPOSITORY / "train.py"), *flags, "--output_dir", str(folder)]
@@ -48,7 +52,7 @@ def launched(folder, flags, precision: str = "no", config: str = "gpu") -> kit.R
     run = kit.Run(folder)
     run.text = done.stdout + done.stderr
     run.environment = json.loads((folder / "environment.json").read_text())
-    assert run.environment["device"].startswith("cuda")
+    assert run.environment["device"].startswith("cpu" if config == "cpu" else "cuda")
     return run
 
 
@@ -62,7 +66,7 @@ def float32(recipe, tmp_path_factory) -> kit.Run:
 
 
 def test_a_gpu_trains_the_numbers_of_a_cpu(recipe, float32, tmp_path):
-    on_cpu = kit.run_training(1, tmp_path / "cpu", *recipe())
+    on_cpu = launched(tmp_path / "cpu", recipe(), config="cpu")
     assert losses_agree(float32, on_cpu, 1e-4)
     assert kit.ledger_text(float32.folder) == kit.ledger_text(on_cpu.folder)
 
@@ -121,10 +125,51 @@ TECHNIQUES = {
 def test_techniques_compute_the_numbers_of_a_cpu(recipe, tmp_path):
     flags = recipe(techniques=json.dumps(TECHNIQUES))
     run = launched(tmp_path / "run", flags)
-    on_cpu = kit.run_training(1, tmp_path / "cpu", *flags)
+    on_cpu = launched(tmp_path / "cpu", flags, config="cpu")
     assert losses_agree(run, on_cpu, 1e-3)
     for name in ("ema/loss", "swa/loss", "lawa/loss"):
         assert run.kind("eval")[-1][name] == pytest.approx(on_cpu.kind("eval")[-1][name], rel=1e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 5000])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("options", [PLAIN, CrossEntropy(label_smoothing_factor=0.1, z_loss=1e-3, focal_gamma=0.5)])
+def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, options):
+    generator = torch.Generator("cuda").manual_seed(rows)
+    values = {"device": "cuda", "generator": generator, "requires_grad": True}
+    hidden, weight = torch.randn(rows, 64, **values), torch.randn(32_768, 64, **values)
+    targets = torch.randint(-1, 32_768, (rows,), device="cuda", generator=generator)
+    targets[targets < 0] = -100
+
+    def result(function, low):
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            loss = function()
+        return loss.item(), torch.autograd.grad(loss / rows, (hidden, weight))
+
+    def errors(gradients):
+        return [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, exact, strict=True)]
+
+    def ours():
+        return losses.linear_sums(hidden, weight, None, targets, options)["loss"]
+
+    def full():
+        return options.sums(torch.nn.functional.linear(hidden, weight).float(), targets)["loss"]
+
+    torch.compiler.reset()
+    _, exact = result(full, False)
+    expected, gradients = result(full, low)
+    bounds = [1.1 * error + 1e-4 for error in errors(gradients)]
+    for share in (1, 1e-9):  # all logits at once; chunks of 16 rows
+        monkeypatch.setattr(losses, "WHOLE_SHARE", share)
+        monkeypatch.setattr(losses, "CHUNK_SHARE", share)
+        loss, gradients = result(ours, low)
+        assert loss == pytest.approx(expected, rel=1e-4)
+        assert all(error <= most for error, most in zip(errors(gradients), bounds, strict=True))
+    with torch.no_grad():
+        sums = losses.linear_sums(hidden, weight, None, targets, options, False)
+        expected = losses.sums_from_logits(torch.nn.functional.linear(hidden, weight), targets, False)
+    assert sums["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-6)
+    assert capsys.readouterr().err == ""  # it was compiled
 
 
 def test_attention_without_a_mask_uses_a_fast_kernel():

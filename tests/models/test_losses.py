@@ -1,22 +1,22 @@
-"""Cross-entropy in chunks: equal to the plain formula in value and gradient, and never more than a chunk of logits in memory."""
+"""Cross-entropy in chunks: equal to the plain formula in value and gradient, three matrix products, bounded memory."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from src.models import losses
+from src.models.compile_and_recompute import CompiledOnAccelerators
+from src.models.cross_entropy import PLAIN, CrossEntropy
 
 VOCABULARY, FEATURES, CHUNK = 37, 11, 16  # 16 rows is the smallest chunk there is
+ALL_OPTIONS = CrossEntropy(label_smoothing_factor=0.2, z_loss=0.03, focal_gamma=0.5)
 
 
-@pytest.fixture(params=["torch", "own"])
-def path(request, monkeypatch):
-    """Both implementations: the one of the installed torch, and ours for a torch without it."""
+@pytest.fixture
+def small_chunks(monkeypatch):
     monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", 1)
-    if request.param == "own":
-        monkeypatch.delattr(F, "linear_cross_entropy")
-    return request.param
 
 
 def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULARY, features=FEATURES):
@@ -39,6 +39,11 @@ def with_gradients(function, hidden, weight, bias, targets):
     return [loss.detach(), *torch.autograd.grad(0.37 * loss, wanted)]  # the loop scales the loss before backward
 
 
+def scores(*arguments):
+    """Return (loss, correct predictions) of an evaluation."""
+    return losses.linear_sums(*arguments, PLAIN, False).values()
+
+
 def difference(function, *arguments):
     ours, reference = with_gradients(function, *arguments), with_gradients(plain, *arguments)
     return max((a - b).abs().max().item() for a, b in zip(ours, reference, strict=True))
@@ -46,11 +51,11 @@ def difference(function, *arguments):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 50])
-def test_loss_and_gradients_equal_the_plain_formula(path, rows, bias):
+def test_loss_and_gradients_equal_the_plain_formula(small_chunks, rows, bias):
     assert difference(losses.linear_cross_entropy, *make(rows, bias=bias)) <= 1e-10
 
 
-def test_mutant_mean_of_chunk_means_is_caught(path):
+def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
     def mutant(hidden, weight, bias, targets):
         parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
         means = [F.cross_entropy(F.linear(h, weight, bias), t) for h, t in parts]
@@ -60,23 +65,23 @@ def test_mutant_mean_of_chunk_means_is_caught(path):
 
 
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_frozen_hidden_or_weight(path, frozen):
+def test_frozen_hidden_or_weight(small_chunks, frozen):
     arguments = make(50)
     arguments[frozen].requires_grad_(False)
     assert difference(losses.linear_cross_entropy, *arguments) <= 1e-10
 
 
 @pytest.mark.parametrize("rows", [0, 5, 50])
-def test_nothing_to_predict_is_zero_with_zero_gradients(path, rows):
+def test_nothing_to_predict_is_zero_with_zero_gradients(small_chunks, rows):
     arguments = make(rows, ignored=1.1)
     assert all((x == 0).all() for x in with_gradients(losses.linear_cross_entropy, *arguments))
-    assert [x.item() for x in losses.linear_scores(*arguments)] == [0, 0]
+    assert [x.item() for x in scores(*arguments)] == [0, 0]
 
 
 @pytest.mark.parametrize("rows", [1, CHUNK, 50])
-def test_scores_equal_the_plain_formula(path, rows):
+def test_scores_equal_the_plain_formula(small_chunks, rows):
     hidden, weight, bias, targets = make(rows)
-    loss, correct = losses.linear_scores(hidden, weight, bias, targets)
+    loss, correct = scores(hidden, weight, bias, targets)
     logits = F.linear(hidden, weight, bias)
     assert loss.item() == pytest.approx(plain(hidden, weight, bias, targets).item(), rel=1e-12)
     assert correct.item() == sum(row.argmax() == t for row, t in zip(logits, targets, strict=True) if t != -100)
@@ -85,11 +90,11 @@ def test_scores_equal_the_plain_formula(path, rows):
 
 @pytest.mark.parametrize("rows", [CHUNK, 50])
 @pytest.mark.parametrize("form", ["autocast", "weights"])
-def test_under_bfloat16_the_sum_is_float32(path, rows, form):
+def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
     arguments = make(rows, torch.float32 if form == "autocast" else torch.bfloat16, ignored=0)
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
         loss, *gradients = with_gradients(losses.linear_cross_entropy, *arguments)
-        scored, _ = losses.linear_scores(*arguments)
+        scored, _ = scores(*arguments)
     assert loss.dtype == torch.float32
     assert [g.dtype for g in gradients] == [x.dtype for x in arguments[:3]]
     # A sum kept in bfloat16 would be a multiple of 1 or 2 here, off by more than rounding the logits is.
@@ -98,6 +103,112 @@ def test_under_bfloat16_the_sum_is_float32(path, rows, form):
     assert scored.item() == pytest.approx(loss.item(), rel=1e-5)
     for got, expected in zip(gradients, exact[1:], strict=True):
         assert (got - expected).abs().max() <= 0.03 * expected.abs().max()
+
+
+def test_backward_twice_gives_the_same_gradient(small_chunks):
+    hidden, weight, bias, targets = make(50)
+    loss = losses.linear_cross_entropy(hidden, weight, bias, targets)
+    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight, bias)), strict=True))
+
+
+# ---- precision and number of operations --------------------------------------------------------------------------------
+
+
+def recomputed_in_chunks(hidden, weight, bias, targets):
+    """The mutant: recomputes the logits of each chunk, and adds the gradients of the head in 16 bits under autocast."""
+    rows = losses.chunk_rows("cpu", weight.shape[0])
+    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return sum(losses.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
+
+
+def head_gradient(function, arguments, low: bool):
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        loss = function(*arguments)
+    return torch.autograd.grad(loss, arguments[1])[0]
+
+
+@pytest.mark.parametrize("options", [PLAIN, CrossEntropy(label_smoothing_factor=0.1, z_loss=1e-3, focal_gamma=0.5)])
+def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
+    hidden, weight, _, targets = make(4088, torch.float32, ignored=0, vocabulary=32_768, features=16)
+    arguments = (hidden, weight.detach().mul(0.02).requires_grad_(), None, targets)
+
+    def full(hidden, weight, bias, targets):
+        return options.sums(F.linear(hidden, weight).float(), targets)["loss"]
+
+    def ours(*arguments):
+        return losses.linear_sums(*arguments, options)["loss"]
+
+    exact = head_gradient(full, arguments, low=False)
+    product, chunks, mutant = (
+        ((head_gradient(function, arguments, low=True) - exact).norm() / exact.norm()).item()
+        for function in (full, ours, recomputed_in_chunks)
+    )
+    assert chunks <= 1.1 * product
+    assert mutant > 1.1 * product
+
+
+def products(function, *arguments) -> float:
+    """Return the operations of a forward and backward pass, in matrix products of the head."""
+    with FlopCounterMode(display=False) as counter:
+        function(*arguments).backward()
+    hidden, weight = arguments[:2]
+    return counter.get_total_flops() / (2 * hidden.shape[0] * weight.numel())
+
+
+@pytest.mark.parametrize("rows", [CHUNK, 50])
+@pytest.mark.parametrize("low", [False, True])
+def test_three_matrix_products(small_chunks, rows, low):
+    arguments = make(rows, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=low):
+        assert products(losses.linear_cross_entropy, *arguments) <= 3.1
+        assert products(recomputed_in_chunks, *arguments) >= 3.9  # the mutant
+        assert products(lambda *given: losses.linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            scores(*arguments)
+    assert counter.get_total_flops() == 2 * rows * arguments[1].numel()
+
+
+# ---- compiled ----------------------------------------------------------------------------------------------------------
+
+
+def test_compiled_once_for_any_number_of_rows(capsys):
+    """inductor on a CPU: the function that accelerators run, by the same path."""
+    from torch._dynamo.utils import counters
+
+    compiled = CompiledOnAccelerators(losses._sums_of_rows.function, uncompiled_devices=())
+    before = counters["stats"]["unique_graphs"]
+    for rows in (50, 7, CHUNK, 300):
+        hidden, weight, bias, targets = make(rows, torch.float32)
+        arguments = (hidden * 1, targets, weight, bias, PLAIN)
+        assert compiled.compiles(*arguments, True)
+        assert compiled.compiles(*arguments, False)
+        ours = torch.autograd.grad(compiled(*arguments, True)["loss"], (hidden, weight, bias))
+        expected = with_gradients(lambda *given: plain(*given) / 0.37, hidden, weight, bias, targets)[1:]
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, expected, strict=True))
+        with torch.no_grad():
+            assert compiled.compiles(*arguments, False)
+            loss, correct = compiled(*arguments, False).values()
+        expected = losses.sums_from_logits(F.linear(hidden, weight, bias), targets, False)
+        assert loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
+        assert correct == expected["correct"]
+    assert counters["stats"]["unique_graphs"] - before == 3  # training, and evaluation with and without a graph
+    assert capsys.readouterr().err == ""
+
+
+def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp_path, monkeypatch):
+    from torch._inductor import config
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    compiled = CompiledOnAccelerators(lambda *given: losses._sums_of_rows.function(*given), uncompiled_devices=())
+    hidden, weight, bias, targets = make(50)
+    arguments = (hidden, targets, weight, bias, CrossEntropy(), True)
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        assert not compiled.compiles(*arguments)
+        assert not compiled.compiles(*arguments)
+    assert torch.equal(compiled(*arguments)["loss"], plain(hidden, weight, bias, targets))
+    [line] = capsys.readouterr().err.splitlines()
+    assert "torch.compile failed" in line
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -124,7 +235,7 @@ def bounded(work, inputs, chunks: int = 4) -> bool:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_memory_is_bounded_by_the_chunk(path, low):
+def test_memory_is_bounded_by_the_chunk(small_chunks, low):
     hidden, weight, bias, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
     inputs = (hidden, weight, bias)
 
@@ -136,8 +247,17 @@ def test_memory_is_bounded_by_the_chunk(path, low):
     assert bounded(training, inputs)
     assert not bounded(lambda: training(plain), inputs)  # the mutant
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        assert bounded(lambda: losses.linear_scores(*inputs, targets), inputs)
-        assert not bounded(lambda: losses.scores(F.linear(*inputs), targets), inputs)  # the mutant
+        assert bounded(lambda: scores(*inputs, targets), inputs)
+        assert not bounded(lambda: losses.sums_from_logits(F.linear(*inputs), targets, False), inputs)  # the mutant
+
+
+def test_an_accelerator_computes_all_logits_at_once_if_they_fit():
+    gib = 1 << 30
+    rows, bytes_per_row = 32_768, 2 * 50_304
+    assert losses.fitting_rows(rows, bytes_per_row, 80 * gib) == rows  # 3.1 of 10 GiB
+    chunk = losses.fitting_rows(rows, bytes_per_row, 24 * gib)
+    assert 0.7 * gib < chunk * bytes_per_row <= 0.75 * gib
+    assert losses.fitting_rows(rows, 1 << 40, 24 * gib) == CHUNK  # never a matrix product of a few rows
 
 
 def test_chunks_follow_the_vocabulary():
