@@ -3,6 +3,7 @@
 Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
+import re
 from pathlib import Path
 
 import yaml
@@ -24,6 +25,10 @@ class Loader(yaml.SafeLoader):
                 )
             keys.append(key)
         return super().construct_mapping(node, deep)
+
+
+# JSON writes 1e-05, which is text in YAML 1.1, because it has no point.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+][0-9]+$"), list("-+0123456789"))
 
 
 def read_yaml(path: str | Path) -> dict:

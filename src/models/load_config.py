@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from src.config.errors import UsageError, did_you_mean
+from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.config.untrusted_values import plain_name
@@ -35,6 +35,8 @@ POSITIVE_SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
+# A config.json that save_pretrained wrote has one of these. It may have fields of other versions of transformers.
+PUBLISHED = {"architectures", "transformers_version"}
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -93,9 +95,6 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
     except Exception:  # a model type with default sizes that contradict each other
         defaults = CONFIG_MAPPING[model_type]
         names = {field.name for field in fields(defaults)}
-    for name in values:
-        if name not in names and not hasattr(type(defaults), name) and config_value(defaults, name) is None:
-            raise UsageError(f"{file}: {name}: {model_type} has no such field{did_you_mean(name, names)}")
     given = dict(values)
     _set_vocabulary(values, defaults, tokenizer)
     for name, value in values.items():
@@ -105,6 +104,12 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
         config = AutoConfig.for_model(model_type, **values)
     except Exception as error:
         raise UsageError(f"{file}: not a valid {model_type} configuration: {reason(error)}") from error
+    # transformers converts names of earlier versions (`rope_theta`); of names that it does not know, it keeps the value.
+    unknown = [name for name in given if name not in names and name in config.to_dict()]
+    if unknown and not PUBLISHED & given.keys():
+        raise UsageError(f"{file}: {unknown[0]}: {model_type} has no such field{did_you_mean(unknown[0], names)}")
+    if unknown:
+        warn(f"{file}: {model_type} has no field {', '.join(unknown)}: the architecture does not depend on it")
     if errors := _value_errors(config, given):
         raise UsageError(f"{file}: {'; '.join(errors)}")
     return config

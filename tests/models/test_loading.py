@@ -1,11 +1,12 @@
 """Tokenizer, configuration and model: refused if they do not fit together; random weights depend on the seed alone."""
 
+import json
 import shutil
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
@@ -49,6 +50,58 @@ def pretrained(folder, auto_class=LM, weights=None, new_weights=(), change=None,
 
 def config_file(folder, **values) -> RunConfig:
     return RunConfig(model_config=str(kit.write_yaml(folder / "model.yaml", values)))
+
+
+# ---- configurations ----------------------------------------------------------------------------------------------------
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA_3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
+SAVED = {"architectures": ["SomeModel"], "transformers_version": "4.40.1", "torch_dtype": "bfloat16", "use_cache": True}
+# The fields of published models, smaller. Later versions of transformers renamed or removed some of them.
+PUBLISHED = {
+    "llama": SIZES
+    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 128_256, "max_position_embeddings": 131_072}
+    | {"rope_theta": 500_000.0, "rope_scaling": LLAMA_3 | {"rope_type": "llama3"}, "bos_token_id": 128_000}
+    | {"eos_token_id": [128_001, 128_008], "pretraining_tp": 1, "mlp_bias": False, "rms_norm_eps": 1e-05}
+    | {"is_llama_config": True, "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    "qwen2": SIZES
+    | {
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+        "sliding_window": 32_768,
+        "max_window_layers": 24,
+        "use_mrope": False,
+    },
+    "mistral": SIZES | {"rope_theta": 10_000.0, "sliding_window": 4096, "num_key_value_heads": 2},
+    "phi": SIZES | {"partial_rotary_factor": 0.4, "rope_theta": 10_000.0, "qk_layernorm": False},
+    "gpt_neox": SIZES | {"rotary_emb_base": 10_000, "rotary_pct": 0.25, "use_parallel_residual": True},
+    "gpt2": {"n_ctx": 1024, "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 1024, "resid_pdrop": 0.1},
+    "bert": SIZES | {"position_embedding_type": "absolute", "layer_norm_eps": 1e-12, "type_vocab_size": 2},
+    "gemma2": SIZES | {"final_logit_softcapping": 30.0, "cache_implementation": "hybrid", "rope_theta": 10_000.0},
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_config_is_read_as_autoconfig_reads_it(tmp_path, model_type):
+    values = {"model_type": model_type} | SAVED | PUBLISHED[model_type]
+    (tmp_path / "config.json").write_text(json.dumps(values))  # with numbers such as 1e-05, which are text in YAML 1.1
+    ours = load_config(RunConfig(model_config=str(tmp_path / "config.json")), None).to_dict()
+    theirs = AutoConfig.from_pretrained(tmp_path).to_dict()
+    added = {"architectures", "transformers_version", "_name_or_path"}
+    assert {k: v for k, v in ours.items() if k not in added} == {k: v for k, v in theirs.items() if k not in added}
+
+
+def test_names_that_transformers_converts_are_fields_of_a_file_of_ones_own(tmp_path, capsys):
+    config = load_config(config_file(tmp_path, model_type="llama", rope_theta=500_000.0, **SIZES), None)
+    assert config.rope_parameters["rope_theta"] == 500_000.0
+    assert capsys.readouterr().err == ""
+    with pytest.raises(UsageError, match=r"model.yaml: rope_thetas: llama has no such field"):
+        load_config(config_file(tmp_path, model_type="llama", rope_thetas=500_000.0, **SIZES), None)
+
+
+def test_fields_without_effect_in_a_published_config_are_named(tmp_path, capsys):
+    load_config(config_file(tmp_path, model_type="llama", is_llama_config=True, **SIZES, **SAVED), None)
+    assert "llama has no field is_llama_config" in capsys.readouterr().err
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
