@@ -86,6 +86,8 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     if asked and sharding and "LOCAL_RANK" in os.environ:
         private_apis.shard_over_gloo()
         asked = False
+    if not sharding:  # accelerate (1.15) would give each float8 weight a new parameter, which no optimizer would train
+        os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
     use_cpu = asked or not (torch.accelerator.is_available() or sharding)
     try:
         return Accelerator(

@@ -125,6 +125,21 @@ def test_bf16_on_a_cpu(files, tmp_path):
     assert "bf16" in json.loads((run.folder / "environment.json").read_text())["precision"]
 
 
+@pytest.mark.cluster
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_float8_trains_every_weight(files, tmp_path):
+    """accelerate's default for torchao would give each float8 layer a weight that the optimizer does not have."""
+    float8 = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO"}
+    options = {"optim": "adamw", "learning_rate": 1e-2}
+    start = kit.run_training(1, tmp_path / "start", *recipe(files, max_steps=1, learning_rate=0.0))
+    plain = kit.run_training(1, tmp_path / "plain", *recipe(files, **options))
+    run = kit.run_training(1, tmp_path / "run", *recipe(files, **options), env=float8)
+    assert run.losses() == pytest.approx(plain.losses(), rel=5e-2)
+    assert run.losses() != plain.losses()  # it was not silently float32
+    for name, weight in run.weights.items():
+        assert (weight - start.weights[name]).norm() > 0.5 * (plain.weights[name] - start.weights[name]).norm(), name
+
+
 @pytest.mark.parametrize("mutant", [False, True])
 def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path, monkeypatch, mutant):
     def init_accelerator(cfg, original=train.init_accelerator):
