@@ -123,7 +123,6 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], reader: Any, num
         by_index = {index: states[name] for index, name in enumerate(names) if name in states}
         optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
         return
-    optimizer.state.clear()  # in a rollback: of parameters that had no state yet
     for name, state in states.items():  # torch would convert all tensors to the dtype of the parameter
         optimizer.state[parameter_of[name]] = state
 
