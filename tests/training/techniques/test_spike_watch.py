@@ -59,6 +59,11 @@ def test_statistics_survive_a_resume(tmp_path, spikes, monkeypatch):
         technique_runs.check_resume(tmp_path / "mutant", values)
 
 
+@pytest.mark.cluster
+def test_spike_watch_under_fsdp2(tmp_path, spikes):
+    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
+
+
 @pytest.mark.parametrize("option", ["action", "max_rollbacks"])
 def test_rollback_is_refused_as_removed(option):
     with pytest.raises(UsageError, match=f"spike_watch: {option}: unknown option: it was removed: .*--resume"):
