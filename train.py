@@ -48,7 +48,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
-    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, TrainState(), checkpointer.roll_back)
+    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, TrainState())
     # step, updates, best metric, ...
     state = run.state = checkpointer.load(model, optimizer, logger.meter, **techniques.begin(run))
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?

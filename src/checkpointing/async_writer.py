@@ -190,7 +190,7 @@ class CheckpointWriter:
             if self.is_main:
                 self.saved = (step, train_state["evaluated"])
                 self.pauses.append(paused)
-                self._delete_old(train_state["best_step"], train_state["rollbacks"])
+                self._delete_old(train_state["best_step"])
                 self._report_saved(folder, tensors, copying, time.perf_counter() - began)
         except Failure as error:  # another rank's error: that rank ends the run with its traceback
             log.error("the checkpoint of step %s is not saved: %s", step, error)
@@ -239,10 +239,10 @@ class CheckpointWriter:
         if not run_status.failed_rank(self.folder, -1):  # keep a failed rank's traceback the last thing printed
             console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")
 
-    def _delete_old(self, best_step: int, rollbacks: list[dict]) -> None:
+    def _delete_old(self, best_step: int) -> None:
         try:
             lost_run_folder.check_held(self.folder)
             atomic_folder.remove_leftovers(self.folder / "checkpoints", "step_*")
-            checkpoint_list.prune(self.cfg, best_step, rollbacks)
+            checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")

@@ -4,6 +4,7 @@ Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_async_writer
 """
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,9 @@ def write_checkpoint(
 
 
 def load_checkpoint(
-    checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter=None
+    checkpoint: Path, strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict, meter
 ) -> TrainState:
-    """Restore `parts`, gradient scaler and meter, if given; return the TrainState. The model has its weights."""
+    """Restore `parts`, gradient scaler and meter; return the TrainState. The model has its weights."""
     state = read_state(checkpoint)
     if unread := sorted(state["numbers"].keys() - parts.keys()):
         warn(f"resume: {checkpoint} also holds {', '.join(unread)}, which this run neither loads nor saves")
@@ -84,9 +85,19 @@ def load_checkpoint(
             load_part(checkpoint, part, holder)
     if strategy.accelerator.scaler is not None and state["scaler"]:
         strategy.accelerator.scaler.load_state_dict(state["scaler"])
-    if meter is not None:
-        meter.resume(state["meter"])
-    return TrainState(**state["progress"])
+    meter.resume(state["meter"])
+    return _train_state(checkpoint, state["progress"])
+
+
+def _train_state(checkpoint: Path, progress: dict) -> TrainState:
+    """Return the TrainState of a checkpoint, without fields that older versions saved, if these are empty."""
+    known = {field.name for field in fields(TrainState)}
+    if unread := [name for name, value in progress.items() if name not in known and value]:
+        raise UsageError(
+            f"resume: {checkpoint} holds {', '.join(unread)}, which this version of the code no longer supports: start a "
+            f"new run from its weights with --init_from {checkpoint}"
+        )
+    return TrainState(**{name: value for name, value in progress.items() if name in known})
 
 
 def load_part(checkpoint: Path, part: str, holder: Any) -> None:

@@ -50,22 +50,9 @@ def read_state(checkpoint: Path) -> dict:
     return json.loads((checkpoint / "state.json").read_text())
 
 
-def rolls_back(cfg: RunConfig) -> bool:
-    """Return whether a technique of the run has `action: roll_back`; the result then depends on `save_steps`."""
-    every = (cfg.techniques or {}).values()
-    return any(isinstance(options, dict) and options.get("action") == "roll_back" for options in every)
-
-
-def may_return_to(step: int, cfg: RunConfig, rollbacks: list[dict]) -> bool:
-    """Return whether a rollback may choose the checkpoint of `step`: a multiple of save_steps, not undone by `rollbacks`.
-
-    Other checkpoints (RUN/save, a signal, the best metric) depend on chance, so they must not change the training."""
-    return step % cfg.save_steps == 0 and not any(past["to"] < step < past["step"] for past in rollbacks)
-
-
-def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0, rollbacks: list[dict] | None = None) -> list[Path]:
-    """Return all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, the best
-    one if `metric_for_best_model` is set, and two for a rollback: a spike at the newest one's step needs the one before.
+def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
+    """Return all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, and the
+    best one if `metric_for_best_model` is set.
 
     Checkpoints that a user renamed and symlinks are never deleted."""
     found = [
@@ -76,12 +63,10 @@ def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0, rollbacks: list[di
         kept |= {path for path in found if (step_of(path) or 0) % cfg.save_keep_every == 0}
     if cfg.metric_for_best_model:
         kept |= {path for path in found if step_of(path) == best_step}
-    if rolls_back(cfg):
-        kept |= set([path for path in found if may_return_to(step_of(path) or 0, cfg, rollbacks or [])][-2:])
     return [path for path in found if path not in kept]
 
 
-def prune(cfg: RunConfig, best_step: int = 0, rollbacks: list[dict] | None = None) -> None:
+def prune(cfg: RunConfig, best_step: int = 0) -> None:
     """Delete the checkpoints that checkpoints_to_delete() returns."""
-    for path in checkpoints_to_delete(cfg, best_step, rollbacks):
+    for path in checkpoints_to_delete(cfg, best_step):
         shutil.rmtree(path)

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume, roll_back
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.final_average import FinalAverage
 from src.checkpointing.hub_upload import push_to_hub
@@ -100,12 +100,6 @@ class Checkpointer:
             check_finite(metrics, self.cfg, self.state.step)
         except (UsageError, Failure) as error:
             self.stop(error)
-
-    def roll_back(self, before: int) -> int | None:
-        """Roll back to the newest scheduled, intact checkpoint below step `before`; return its step, None without one."""
-        with self.meter.paused():
-            self._wait_on_all_ranks()
-            return roll_back.roll_back(self.strategy, self.cfg, self.model, self.parts, self.state, before)
 
     def save(self) -> None:
         """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""

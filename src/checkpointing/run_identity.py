@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from src.checkpointing.checkpoint_list import read_state, rolls_back
+from src.checkpointing.checkpoint_list import read_state
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
@@ -116,10 +116,9 @@ def _compare_fields(changes: Changes, state: dict, new: dict, cfg: RunConfig, op
 
 def _fixed_fields(cfg: RunConfig) -> dict[str, str]:
     """Return {field: what depends on it} for fields that usually may change, but not in this run."""
-    fixed = {"save_steps": "action: roll_back"} if rolls_back(cfg) else {}
-    if cfg.lr_scheduler_type == PLATEAU:
-        fixed |= dict.fromkeys(("eval_steps", "metric_for_best_model", "greater_is_better"), PLATEAU)
-    return fixed
+    if cfg.lr_scheduler_type != PLATEAU:
+        return {}
+    return dict.fromkeys(("eval_steps", "metric_for_best_model", "greater_is_better"), PLATEAU)
 
 
 def _checked_by_content(state: dict, new: dict, known: dict) -> set[str]:

@@ -62,7 +62,7 @@ def flatten(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any
     found: dict[str, Any] = {}
     for owner, state in optimizer.state.items():
         if id(owner) not in name_of:
-            raise UsageError("its state has an entry that belongs to no parameter")
+            raise UsageError("optim: the state of the optimizer has an entry that belongs to no parameter")
         for key, value in state.items():
             _add(found, str(key), name_of[id(owner)], value)
     if not is_simple(optimizer):
@@ -100,7 +100,10 @@ def _to_json(found: dict[str, Any], key: str, name: str, value: Any) -> Any:
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    raise UsageError(f"its state {key} is a {type(value).__name__}, which no checkpoint can hold")
+    raise UsageError(
+        f"optim: {key} in the state of the optimizer is a {type(value).__name__}, which no checkpoint can hold: choose "
+        "another optimizer"
+    )
 
 
 def restore(optimizer: torch.optim.Optimizer, names: list[str], reader: Any, numbers: dict[str, Any]) -> None:
@@ -123,7 +126,6 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], reader: Any, num
         by_index = {index: states[name] for index, name in enumerate(names) if name in states}
         optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
         return
-    optimizer.state.clear()  # in a rollback: of parameters that had no state yet
     for name, state in states.items():  # torch would convert all tensors to the dtype of the parameter
         optimizer.state[parameter_of[name]] = state
 

@@ -15,7 +15,7 @@ import torch
 
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import optimizer_state, optimizer_trial, strategy_checks, tensor_parallel
+from src.distributed import optimizer_state, strategy_checks, tensor_parallel
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial
 from src.distributed.step_buffers import StepBuffers
@@ -108,7 +108,6 @@ class Strategy:
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
             group.setdefault("lr_factor", strategy_checks.rate_factor(group.get("lr", 0.0), self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
-        optimizer_trial.try_optimizer(self, optimizer)
         self.gradients = GradientCheck(self, model_with_loss)
         several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)

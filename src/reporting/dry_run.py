@@ -14,7 +14,7 @@ from src.checkpointing.checkpoint_list import list_checkpoints
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import optimizer_trial, strategy_checks
+from src.distributed import strategy_checks
 from src.distributed.init_accelerator import check_trackers
 from src.distributed.planned_strategy import planned_strategy
 from src.models.compile_and_recompute import check_recompute
@@ -28,7 +28,6 @@ from src.training.trial_evaluation import check_best_metric
 from src.training.trial_loss import check_trial_loss
 
 BUILT = 1e9  # parameters of a model that gets its weights; more may not fit into this machine
-TRIED = 1e8  # parameters of a model for which the optimizer is tried on the CPU; more would take minutes
 
 
 def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) -> ModelWithLoss:
@@ -48,8 +47,6 @@ def checked_model(cfg: RunConfig, task: Task, datasets: dict, num_steps: int) ->
     strategy_checks.check_groups(module, optimizer)
     if strategy.accelerator.distributed_type.value == "FSDP":
         strategy_checks.check_shardable(model, strategy.name)
-    if parameters <= TRIED:
-        optimizer_trial.try_optimizer(strategy, optimizer)
     state = TrainState()
     techniques.check(Run(cfg, strategy, strategy.hosts, task, module, module, optimizer, num_steps, state))
     check_best_metric(cfg, datasets.get("validation"), module, has_weights=parameters <= BUILT)

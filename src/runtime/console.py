@@ -15,7 +15,7 @@ from src.config.redact import redact
 
 LINE_SECONDS = 10.0  # between two progress lines of the same work, if the output is not a terminal
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
-KIND_NAMES = {"eval": "evaluation", "roll_back": "rollback"}
+KIND_NAMES = {"eval": "evaluation"}
 PLURALS = {"B": "B", "batch": "batches"}
 
 log = logging.getLogger("run")

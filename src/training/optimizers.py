@@ -33,7 +33,7 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
             adamw = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
             return MuonWithAdamW(groups, options, adamw)
         return kind(groups, **options)
-    except (TypeError, ValueError, NotImplementedError) as error:
+    except Exception as error:
         raise UsageError(
             f"optim is {cfg.optim}: {kind.__name__} refuses its arguments or parameters: {error}"
         ) from error

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, did_you_mean, list_errors, warn
+from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
@@ -144,15 +144,6 @@ class TechniqueChain:
         for technique in self.techniques.values():
             if not repeats or technique not in counting:
                 technique.after_update(skipped.tensor)
-        if repeats:
-            return
-        for name, technique in self.techniques.items():
-            before = technique.roll_back_before()
-            if before is not None and self.run.roll_back(before) is None:
-                warn(
-                    f"techniques: {name}: there is no checkpoint at a multiple of save_steps before step {before} to return "
-                    "to; its update was skipped"
-                )
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -174,9 +165,7 @@ class TechniqueChain:
 
 
 def _counts_skipped(technique: Technique) -> bool:
-    methods = ("after_update", "roll_back_before")
-    defined = any(getattr(type(technique), name) is not getattr(Technique, name) for name in methods)
-    return technique.counts_skipped and defined
+    return technique.counts_skipped and type(technique).after_update is not Technique.after_update
 
 
 @contextmanager

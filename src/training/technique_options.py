@@ -25,10 +25,11 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
     if not isinstance(given, dict):
         raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
     types, rules = field_types(kind), declared_options(kind)
-    if unknown := [name for name in given if name not in rules]:
-        raise ValueError(
-            f"{unknown[0]}: unknown option{did_you_mean(str(unknown[0]), rules)}; it has {', '.join(rules) or 'none'}"
-        )
+    if unknown := [str(name) for name in given if name not in rules]:
+        name = unknown[0]
+        if name in kind.removed_options:
+            raise ValueError(f"{name}: unknown option: {kind.removed_options[name][1]}")
+        raise ValueError(f"{name}: unknown option{did_you_mean(name, rules)}; it has {', '.join(rules) or 'none'}")
     found, defaults = {}, kind()
     for name, value in given.items():
         if value == getattr(defaults, name):  # also an empty list, as config.yaml records it
@@ -88,8 +89,11 @@ def _with_defaults(given: dict | None) -> dict[str, dict]:
     """Return all options of each technique of the field `techniques`; of one that this version lacks, those given."""
     found = {}
     for name, options in (given or {}).items():
-        known = dataclasses.asdict(TECHNIQUES[name]()()) if name in TECHNIQUES else {}
-        found[name] = known | (options if isinstance(options, dict) else {})
+        kind = TECHNIQUES[name]() if name in TECHNIQUES else None
+        known = dataclasses.asdict(kind()) if kind else {}
+        removed = {key: value for key, (value, _) in kind.removed_options.items()} if kind else {}
+        options = options if isinstance(options, dict) else {}
+        found[name] = known | {key: value for key, value in options.items() if (key, value) not in removed.items()}
     return found
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -80,7 +80,6 @@ class TrainState:
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
     smaller_batch: dict | None = None  # {"given", "used"} since a rank ran out of memory: micro-batches of "used"
     stream: dict | None = None  # position in each shard group of a streamed dataset
-    rollbacks: list[dict] = field(default_factory=list)  # {"step", "to", …} of each rollback
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved

@@ -408,7 +408,7 @@ def test_new_checkpoint_is_complete_before_an_old_one_is_removed(tiny, straight,
     """Killed before an old checkpoint is removed, and in the middle of that."""
     flags = recipe.flags(tiny, save_total_limit=1)
 
-    def dying(cfg, best_step, rollbacks):
+    def dying(cfg, best_step):
         if doomed := checkpoint_list.checkpoints_to_delete(cfg, best_step):
             if moment != "before":
                 (doomed[0] / "model.safetensors").unlink()

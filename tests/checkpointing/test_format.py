@@ -152,6 +152,26 @@ def test_averaged_weights_are_saved_and_restored(tmp_path, tied):
     kit.spawn(1, _save_and_load_averaged_weights, tmp_path, tied, out=tmp_path / "out")
 
 
+# ---- checkpoints of older versions -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rollbacks", [[], [{"step": 2, "to": 1}]])
+def test_fields_of_older_versions_are_ignored_if_empty(tiny, straight, interrupted, tmp_path, rollbacks):
+    """`rollbacks` was a field of the training state."""
+    folder = interrupted()
+    checkpoint, old = folder / at_step(8), tmp_path / "old"
+    shutil.copytree(checkpoint, old, ignore=shutil.ignore_patterns("manifest.json"))
+    state = json.loads((old / "state.json").read_text())
+    state["progress"]["rollbacks"] = rollbacks
+    (old / "state.json").write_text(json.dumps(state))
+    atomic_folder.publish(checkpoint, lambda path: shutil.copytree(old, path, dirs_exist_ok=True) and None, step=8)
+    if rollbacks:
+        with pytest.raises(kit.RankFailed, match="holds rollbacks, which this version of the code no longer supports"):
+            kit.run_training(1, folder, *recipe.flags(tiny))
+    else:
+        assert recipe.same_run(kit.run_training(1, folder, *recipe.flags(tiny)), straight[1])
+
+
 # ---- the gradient scaler of fp16 ---------------------------------------------------------------------------------------
 
 

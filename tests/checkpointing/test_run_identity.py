@@ -107,15 +107,15 @@ def test_essential_fields_are_declared_as_fixed():
     assert not changeable_fields(OPTIONS["causal_lm"]()) & {"seed", "learning_rate", "global_batch_size", "max_length"}
 
 
-def test_save_steps_may_not_change_with_rollbacks(tmp_path):
-    cfg = RunConfig(task="causal_lm", output_dir="run", max_steps=12, dataset_name="data")
+def test_removed_options_of_spike_watch(tmp_path):
+    """A checkpoint of a version that could roll back is resumed if it did not."""
+    now = RunConfig(output_dir="run", max_steps=12, dataset_name="data", techniques={"spike_watch": None})
     for action in ("skip", "roll_back"):
-        was = dataclasses.replace(cfg, techniques={"spike_watch": {"action": action}})
-        now = dataclasses.replace(was, save_steps=7)
+        was = dataclasses.replace(now, techniques={"spike_watch": {"action": action, "max_rollbacks": 10}})
         if action == "skip":
-            assert check(tmp_path, now, was=was) == ["changed since step_00000008: save_steps: 500 → 7"]
+            assert check(tmp_path, now, was=was) == []
         else:
-            assert "save_steps: 500 → 7, which action: roll_back depends on" in refusal(tmp_path, now, was=was)
+            assert "techniques: spike_watch: action roll_back → None" in refusal(tmp_path, now, was=was)
 
 
 def test_another_order_of_patterns_is_another_run(tmp_path):

@@ -43,7 +43,6 @@ CASES = {  # fields -> what the sentence names
     ),
     "share above 1": ({"lr_scheduler_type": "flat_cos", "lr_scheduler_kwargs": {"flat": 1.5}}, "flat is 1.5"),
     "no groups": ({"techniques": {"gradient_statistics": {"groups": {}}}}, "groups: give at least one"),
-    "optimizer trial": ({"optim": "asgd", "optim_args": {"lambd": 1e300}}, "trial update is not finite"),
     "recompute": ({"gradient_checkpointing": True}, "does not support it"),
     "metric": ({"metric_for_best_model": "acuracy"}, "did you mean accuracy?"),
     "metric of an average": (

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-import train
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 
@@ -22,9 +21,6 @@ AVERAGES = {
     "swa": {"start": 0.4},
     "lawa": {"k": 2, "every": 1},
 }
-SPIKE = 5
-ROLL_BACK = {"spike_watch": {"action": "roll_back", "factor": 8.0, "window": 8, "warmup": 2}}
-TOGETHER = ROLL_BACK | {"lookahead": {"k": 3}, "ema": {"decay": 0.6, "final": True}}
 
 
 def own(folder, model: dict | None = None, **more) -> dict:
@@ -140,34 +136,3 @@ def test_averages_and_optimizers_with_frozen_weights(tmp_path, more, techniques)
     values = own(tmp_path, techniques=json.dumps(techniques), **more)
     metric = "ema/loss" if "ema" in techniques else "loss"
     check(tmp_path, values, 2, kit.where("fsdp2", 2, mixed_precision="no"), 1e-10, metric=metric)
-
-
-@pytest.fixture
-def spike(monkeypatch):
-    """The gradient of step 5 is a hundred times too large."""
-    compute = train.compute_gradient
-
-    def spiked(strategy, module, window, total_weight):
-        factor = 100 if window[0][0].step + 1 == SPIKE else 1
-        return compute(strategy, module, window, total_weight / factor)
-
-    monkeypatch.setattr(train, "compute_gradient", spiked)
-
-
-@pytest.mark.parametrize(
-    "more, techniques",
-    [
-        ({"metric_for_best_model": "ema/loss"}, TOGETHER),
-        ({"metric_for_best_model": "ema/loss", "greater_is_better": True, "early_stopping_patience": 7}, TOGETHER),
-        ({"streaming": True}, TOGETHER),
-        ({"adam_beta1": 0.0}, ROLL_BACK | {"schedule_free": None, "sam": None}),
-        ({"optim": "nadam"}, ROLL_BACK | {"unfreeze": {"steps": {"*.mlp.*": SPIKE + 1}}}),
-    ],
-)
-def test_roll_back_under_fsdp2(tmp_path, spike, more, techniques):
-    """A resumed run does the rollback again, or begins after it."""
-    fixed = {"global_batch_size": 4, "max_steps": 9, "save_steps": 1, "eval_steps": 1, "save_total_limit": 99}
-    values = own(tmp_path, techniques=json.dumps(techniques), **fixed, **more) | {"per_device_batch_size": 1}
-    metric = "ema/loss" if "ema" in techniques else "loss"
-    found = check(tmp_path, values, 2, kit.where("fsdp2", 2, mixed_precision="no"), 1e-10, at=5, metric=metric)
-    assert [(line["step"], line["to"]) for line in found.kind("roll_back")] == [(6, 4)]

@@ -1,19 +1,16 @@
-"""Optimizers that are not built in: the trial before step 1, their state in checkpoints, sharding."""
+"""Optimizers that are not built in: their names, their state in checkpoints, sharding."""
 
 import collections
-import contextlib
-import copy
-import io
-from types import SimpleNamespace
+import sys
+from types import ModuleType
 
 import pytest
 import torch
 
+from src.config import optimizer_class
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
-from src.distributed.optimizer_trial import _try
-from src.training import optimizers
 from tests.helpers import kit, technique_runs
 
 FSDP2 = kit.where("fsdp2", 2, mixed_precision="no")
@@ -58,20 +55,13 @@ def test_radam_under_fsdp2(tmp_path):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path, "radam", adam_epsilon=1e-4))
 
 
-@pytest.mark.cluster
-def test_adafactor_is_refused_under_fsdp2(tmp_path):
-    """torch's Adafactor changes means over a sharded dimension in place, which DTensor refuses."""
-    with pytest.raises(kit.RankFailed, match="optim is adafactor, which cannot train here"):
-        technique_runs.train(tmp_path / "run", fields(tmp_path, "adafactor"), 2, 4, env=FSDP2, units=1)
-
-
-# ---- the trial ---------------------------------------------------------------------------------------------------------
+# ---- a package of optimizers -------------------------------------------------------------------------------------------
 
 
 class Own(torch.optim.Optimizer):
-    """SGD with a state of every kind; subclasses add an error."""
+    """SGD with a state of every kind."""
 
-    def __init__(self, params, lr=1e-2, weight_decay=0.0):
+    def __init__(self, params, lr=1e-2, weight_decay=0.0, **ignored):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -83,7 +73,7 @@ class Own(torch.optim.Optimizer):
                     if p not in self.state:
                         self.state[p] = {
                             "parts": [torch.zeros_like(p), None, (torch.zeros(3, dtype=torch.int64), 2)],
-                            "best": float("inf"),
+                            "limit": float("inf"),
                             "named": {"half": torch.zeros_like(p, dtype=torch.bfloat16)},
                         }
                     self.update(p, self.state[p], group)
@@ -92,20 +82,8 @@ class Own(torch.optim.Optimizer):
         state["parts"][0].lerp_(p.grad, 0.5)
         state["parts"][2][0].add_(1)
         state["named"]["half"].add_(p.grad.to(torch.bfloat16))
-        state["best"] = min(state["best"], float(group["count"]))
-        count = state["parts"][2][0][0].item() + group["count"] + state["best"]
+        count = min(state["parts"][2][0][0].item() + group["count"] + state["parts"][2][1], state["limit"])
         p.sub_(state["parts"][0] + state["named"]["half"].to(p.dtype), alpha=group["lr"] * count)
-
-
-class CountsOutside(Own):
-    def update(self, p, state, group):
-        self.updates = getattr(self, "updates", 0) + 1
-        p.sub_(p.grad, alpha=group["lr"] / self.updates)
-
-
-class Draws(Own):
-    def update(self, p, state, group):
-        p.sub_(p.grad + torch.randn_like(p.grad), alpha=group["lr"])
 
 
 class KeepsAnObject(Own):
@@ -113,91 +91,65 @@ class KeepsAnObject(Own):
         state["queue"] = collections.deque([1])
 
 
-class NormOfTheShard(Own):
-    def update(self, p, state, group):
-        local = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-        p.sub_(p.grad / local.norm().item(), alpha=group["lr"])
+class OtherWeights(Own):
+    def eval(self):
+        """Put the weights to evaluate into the parameters."""
 
 
-def small_model() -> torch.nn.Module:
-    torch.manual_seed(0)
-    model = torch.nn.Module()
-    model.embed, model.norm = torch.nn.Embedding(6, 4), torch.nn.LayerNorm(4)
-    model.layers = torch.nn.ModuleList([torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)])
-    model.conv = torch.nn.Conv2d(2, 3, 3)
-    return model
+class NoRate(torch.optim.Optimizer):
+    def __init__(self, params, weight_decay=0.0):
+        super().__init__(params, {"weight_decay": weight_decay})
 
 
-def trial(optim: str, **given) -> str | None:
-    """Return the reason why an optimizer is refused, or None."""
-    try:
-        return _try(optimizers.make_optimizer(RunConfig(optim=optim, learning_rate=1e-2, **given), small_model()))
-    except UsageError as error:
-        return str(error)
-    except Exception as error:  # try_optimizer makes a sentence of these
-        return f"{type(error).__name__}: {error}"
+@pytest.fixture
+def package(monkeypatch):
+    """The optimizers above in place of the package pytorch_optimizer."""
+    module = ModuleType("pytorch_optimizer")
+    vars(module).update({kind.__name__: kind for kind in (Own, KeepsAnObject, OtherWeights, NoRate)})
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
+
+
+def test_state_of_every_kind_is_resumed(tmp_path, package):
+    technique_runs.check_resume(tmp_path, fields(tmp_path, "own"))
+
+
+def test_mutant_a_resume_without_the_values_of_groups_is_seen(tmp_path, package, monkeypatch):
+    nested = optimizer_state._nested
+    monkeypatch.setattr(optimizer_state, "_nested", lambda flat: {} if "count" in flat else nested(flat))
+    with pytest.raises(AssertionError):
+        technique_runs.check_resume(tmp_path, fields(tmp_path, "own"), world=1, micro=16)
+
+
+def test_a_state_that_no_checkpoint_can_hold_ends_all_ranks_at_the_first_save(tmp_path, package):
+    with pytest.raises(kit.RankFailed, match="queue in the state of the optimizer is a deque"):
+        technique_runs.train(tmp_path / "run", fields(tmp_path, "keeps_an_object"), 2, 4)
 
 
 @pytest.mark.parametrize(
-    "kind, text",
+    "given, text",
     [
-        (Own, None),
-        (CountsOutside, "a resumed run would differ"),
-        (Draws, "it draws random numbers"),
-        (KeepsAnObject, "its state queue is a deque"),
-        (NormOfTheShard, None),
+        ({"optim": "owm"}, "optim is owm: not one of torch.optim or pytorch_optimizer; did you mean own"),
+        ({"optim": "pytorch_optimizer/adamw"}, "optim is pytorch_optimizer/adamw: not one of"),
+        ({"optim": "own", "optim_args": {"betta": 1}}, "Own has no argument betta"),
+        ({"optim": "other_weights"}, "trains other weights than it evaluates: .*schedule_free"),
+        ({"optim": "no_rate"}, "no learning rate"),
     ],
 )
-def test_the_trial_finds_what_cannot_be_resumed(kind, text):
-    model = small_model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    optimizer = kind(optimizers.parameter_groups(model, RunConfig()), lr=1e-2)
-    try:
-        found = _try(optimizer)
-    except UsageError as error:
-        found = str(error)
-    assert found == text if text is None else text in found
-    assert not optimizer.state
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+def test_what_a_package_lacks_or_would_ignore_is_refused(package, given, text):
+    with pytest.raises(UsageError, match=text):
+        optimizer_class.optimizer_arguments(RunConfig(**given), optimizer_class.find_class(given["optim"]))
 
 
-def _train_own(kind, argv):
-    import train
-
-    train.optimizers.find_class = lambda name: kind
-    train.optimizers.optimizer_arguments = lambda cfg, found: {}
-    train.main([str(word) for word in argv])
-
-
-@pytest.mark.cluster
-def test_a_norm_of_the_shard_is_refused_under_fsdp2(tmp_path):
-    argv = kit.flags(**technique_runs.files(tmp_path) | {"dtype": "float32", "output_dir": tmp_path / "run"})
-    with pytest.raises(kit.RankFailed, match="a sharded matrix is updated in another way"):
-        kit.spawn(2, _train_own, NormOfTheShard, argv, out=tmp_path / "out", env=FSDP2)
-    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+def test_the_package_is_imported_only_for_its_names(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)  # importing it fails
+    assert optimizer_class.find_class("Rms_Prop") is torch.optim.RMSprop
+    with pytest.raises(UsageError, match=r"optim is nadan: .*did you mean nadam.*pip install pytorch_optimizer"):
+        optimizer_class.find_class("nadan")
+    with pytest.raises(UsageError, match="pip install pytorch_optimizer"):
+        optimizer_class.find_class("pytorch_optimizer/adamw")
 
 
-# ---- pytorch_optimizer -------------------------------------------------------------------------------------------------
-
-NAMES = ["lion", "soap", "adan", "prodigy", "adamp", "lamb", "ranger", "shampoo", "came", "adopt", "mars", "muonclip"]
-
-
-@pytest.mark.cluster  # needs an extra package
-def test_every_name_of_pytorch_optimizer_works_or_is_refused_with_a_reason():
-    package = pytest.importorskip("pytorch_optimizer")
-    kinds = [kind for kind in vars(package).values() if isinstance(kind, type)]
-    names = [kind.__name__ for kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-    reasons = {}
-    with contextlib.redirect_stdout(io.StringIO()):
-        for name in sorted(names):
-            reason = trial(f"pytorch_optimizer/{name}")
-            if reason and reason.endswith("give --weight_decay 0"):
-                reason = trial(f"pytorch_optimizer/{name}", weight_decay=0.0)
-            reasons[name] = reason
-    works = {name.lower() for name, reason in reasons.items() if reason is None}
-    assert set(NAMES) <= works
-    assert len(works) > 80
-    assert "schedule_free" in str(reasons["ScheduleFreeAdamW"])
+# ---- pytorch_optimizer itself ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.cluster  # needs an extra package
@@ -229,29 +181,9 @@ def test_lion_is_that_of_its_paper(tmp_path):
 
 
 @pytest.mark.cluster
-def test_lion_under_fsdp2_and_soap_refused(tmp_path):
+def test_lion_under_fsdp2(tmp_path):
     pytest.importorskip("pytorch_optimizer")
     values = fields(tmp_path, "lion", learning_rate=1e-3)  # in float64, because a sign may follow the last bit
     one = technique_runs.train(tmp_path / "one", values, 1, 4)
     sharded = technique_runs.train(tmp_path / "sharded", values, 2, 4, env=FSDP2, units=1)
     assert kit.distance(sharded.weights, one.weights) <= 1e-10
-    with pytest.raises(kit.RankFailed, match="optim is soap, which cannot train here"):
-        technique_runs.train(tmp_path / "soap", fields(tmp_path, "soap"), 2, 4, env=FSDP2, units=1)
-
-
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
-def test_a_restored_state_has_nothing_of_the_one_before(kind):
-    """A rollback to before a parameter was unfrozen: it then has no moments, as in a run that resumes there."""
-    parameters = {name: torch.nn.Parameter(torch.ones(3)) for name in ("early", "late")}
-    optimizer = kind(parameters.values())
-    parameters["early"].grad = torch.ones(3)
-    optimizer.step()
-    saved = copy.deepcopy(optimizer_state.flatten(optimizer, list(parameters)))
-    parameters["late"].grad = torch.ones(3)
-    optimizer.step()
-    tensors = {path: value for path, value in saved.items() if torch.is_tensor(value)}
-    reader = SimpleNamespace(where=tensors, like=lambda path, current: tensors[path])
-    numbers = {path: value for path, value in saved.items() if path not in tensors}
-    optimizer_state.restore(optimizer, list(parameters), reader, numbers)
-    assert optimizer_state.flatten(optimizer, list(parameters)).keys() == saved.keys()
-    assert not optimizer.state.get(parameters["late"])

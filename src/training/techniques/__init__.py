@@ -37,7 +37,7 @@ TECHNIQUES = {
     "adaptive_clipping": _technique("AdaptiveClipping", "adaptive_clipping"),
     "clip_by_value": _technique("ClipByValue", "clip_by_value"),
     "cycle_momentum": _technique("CycleMomentum", "cycle_momentum"),
-    # updates: skip or undo
+    # updates: skip
     "spike_watch": _technique("SpikeWatch", "spike_watch"),
     # weights after an update, and their averages
     "lookahead": _technique("Lookahead"),

@@ -3,7 +3,7 @@
 Write your own as one file here and one line of __init__.py (docs/techniques.md). Tests: tests/training/techniques/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,6 @@ class Run:
     optimizer: torch.optim.Optimizer
     num_steps: int
     state: TrainState  # of the checkpoint, once it is loaded; in a step, state.step already counts this step
-    # Return to the newest checkpoint before a step, on all ranks; its step, or None if there is none (Checkpointer).
-    roll_back: Callable[[int], int | None] = lambda before: None
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""
@@ -81,9 +79,12 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will
-    # be repeated because a rank ran out of memory; to know costs those that define them an all-reduce of one number.
+    # Whether `after_update` counts a skipped update, too. Then it is not called for a step that will be repeated because a
+    # rank ran out of memory; to know costs those that define it an all-reduce of one number.
     counts_skipped = True
+    # Options that it no longer has: (value that did what is done without it, what to do instead) by name. Checkpoints of
+    # older versions record them.
+    removed_options: Mapping[str, tuple[Any, str]] = {}
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -120,14 +121,6 @@ class Technique:
         `skipped` is a bool on the device: do not wait for it. The gradient of a skipped update may hold NaN, so commit
         what is remembered of gradients here (`torch.where`). A step without targets calls no technique. With `counts_skipped = False`, a skipped update must change
         nothing that lasts."""
-
-    def roll_back_before(self) -> int | None:
-        """Return a step if, after this update, the run must roll back to the last checkpoint before that step, else
-        None; only at multiples of save_steps. A technique that does so has an option `action` with the value roll_back.
-
-        Return the same on every rank, without waiting for the device: judge the update before this one. Weights,
-        optimizer, techniques and schedule roll back; training continues with the data of the next step."""
-        return None
 
     # ---- beside the model --------------------------------------------------------------------------------------------
 
