@@ -26,9 +26,9 @@ WORDS = ("can't allocate memory", "out of memory")
 def can_repeat(strategy: Strategy) -> bool:
     """Return whether this run can repeat a step; the same on every rank.
 
-    Not with sharded models (each forward pass is a collective), local SGD or PowerSGD on several processes, streams."""
+    Not with sharded models (each forward pass is a collective) or PowerSGD on several processes, streams."""
     several, hook = strategy.accelerator.num_processes > 1, strategy.cfg.ddp_comm_hook
-    alone = several and (strategy.uses_local_sgd or "power_sgd" in hook)
+    alone = several and "power_sgd" in hook
     return strategy.repeats_steps and not (strategy.is_sharded or alone or strategy.cfg.streaming)
 
 

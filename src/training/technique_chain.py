@@ -21,7 +21,7 @@ from src.training.technique_options import explain_unknown, in_words, options_of
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
-from src.training.weight_copies import assign, refuse_local_sgd
+from src.training.weight_copies import assign
 
 
 class TechniqueChain:
@@ -98,8 +98,6 @@ class TechniqueChain:
                     f"techniques: {name} does not support {run.strategy.name}, which owns gradients and weights: use FSDP2 "
                     "(accelerate_configs/fsdp2.yaml)"
                 )
-            if technique.copies:
-                refuse_local_sgd(run)
             technique.run = run
             technique.check()
 

@@ -39,11 +39,6 @@ class SpikeWatch(Technique):
 
     def check(self) -> None:
         run = self.run
-        if run.strategy.uses_local_sgd:
-            raise UsageError(
-                "techniques: spike_watch and local_sgd_steps are both given, but local SGD has no gradient of the global "
-                "batch: remove one of them"
-            )
         if self.action == "roll_back" and run.strategy.tp_size > 1:
             raise UsageError(
                 f"techniques: spike_watch: action is roll_back, which {run.strategy.name} does not support: use action "
