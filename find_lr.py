@@ -49,7 +49,6 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
     """Run the test on all ranks, and print its result on one."""
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)
-    strategy.repeats_steps = False  # out of memory ends the test, and names the smaller micro-batch
     found = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
         report(test, cfg, strategy, found)

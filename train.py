@@ -11,7 +11,7 @@ from src.distributed.init_accelerator import check_environment, init_accelerator
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, out_of_memory, schedules
+from src.training import auto_batch_size, optimizers, schedules
 from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
@@ -65,7 +65,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
 
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
-        out_of_memory.repeat_if_due(run, logger, save_requested or due.anything())  # if a rank ran out in the last step
         if due.log():
             logger.train_line(state)
         if due.evaluate():
@@ -85,8 +84,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         batch, data_seconds = next(batches)
         totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
-        # A rank ran out of memory: repeat the step before in smaller micro-batches. Or a stream has no rows left.
-        if out_of_memory.repeat_step(run, logger, totals.out_of_memory) or not totals.examples:
+        if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
             continue
         if totals.stop or totals.failed:

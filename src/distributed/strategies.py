@@ -45,8 +45,6 @@ class Strategy:
 
     allows_tensor_parallel = True
     has_gradients = True  # whether parameters have `.grad` after the backward pass
-    repeats_steps = True  # whether the loop repeats a step in which a rank ran out of memory
-    out_of_memory = 0.0  # 1: this rank ran out of memory in this step
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg

@@ -61,7 +61,7 @@ class Ledger:
             self.lines.try_flush()
 
     def add_event(self, event: dict) -> None:
-        """Queue a line about a step that was repeated or undone; its examples are in a line of their own."""
+        """Queue a line about steps that were undone; their examples are in lines of their own."""
         if self.main:
             self.lines.add(event)
 

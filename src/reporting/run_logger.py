@@ -138,11 +138,6 @@ class RunLogger:
         self.ledger.add(state.step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
-    def undo_step(self) -> None:
-        """Forget the last step, which is repeated; ledger.jsonl keeps its line, and gets the same line again."""
-        self.meter.undo()
-        self.console.step(-1)
-
     def train_line(self, state: TrainState) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
         state.finish_update(self.cfg.max_skipped_steps)

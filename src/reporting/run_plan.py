@@ -15,7 +15,6 @@ from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
 from src.models import memory_estimate
 from src.models.activation_memory import forward_of_row
 from src.tasks import Task
-from src.training import out_of_memory
 from src.training.parameter_groups import describe_groups
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
@@ -125,7 +124,7 @@ def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainS
             f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
             "--output_dir, or --resume never to start over"
         )
-    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg) + out_of_memory.note(cfg, progress)
+    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg)
     total = total_steps(cfg, splits["train"].stats["examples"])
     if cfg.warmup_steps > total:
         notes.append(

@@ -78,7 +78,6 @@ class TrainState:
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
-    smaller_batch: dict | None = None  # {"given", "used"} since a rank ran out of memory: micro-batches of "used"
     stream: dict | None = None  # position in each shard group of a streamed dataset
     rollbacks: list[dict] = field(default_factory=list)  # {"step", "to", …} of each rollback
 
@@ -92,16 +91,6 @@ class TrainState:
     def lr_factor(self) -> float:
         """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
         return self.plateau["factor"] if self.plateau else 1.0
-
-    def batch_limits(self, cfg: RunConfig) -> tuple[int, int | None]:
-        """Return (rows, tokens or None) of a micro-batch: those of `cfg`, or fewer since a rank ran out of memory.
-
-        A resumed run with another size in `cfg` uses that size."""
-        rows, tokens = int(cfg.per_device_batch_size), cfg.per_device_batch_tokens
-        if not self.smaller_batch or self.smaller_batch["given"] != (tokens or rows):
-            return rows, tokens
-        used = self.smaller_batch["used"]
-        return (rows, used) if tokens else (used, None)
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
@@ -174,10 +163,6 @@ class Intervals:
     def every(self, steps: int | None) -> bool:
         """Return whether this step ends an interval of `steps` steps, or the run."""
         return self.finished() or bool(steps and self.state.step % steps == 0)
-
-    def anything(self) -> bool:
-        """Return whether a train line, an evaluation, a save or the end is due at this step."""
-        return self.log() or self.evaluate() or self.save() or self.finished()
 
     def log(self) -> bool:
         """Return whether a train line (metrics.jsonl) is due and not yet written."""

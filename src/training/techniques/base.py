@@ -81,9 +81,6 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    # Whether `after_update` or `roll_back_before` count a skipped update, too. Then they are not called for a step that will
-    # be repeated because a rank ran out of memory; to know costs those that define them an all-reduce of one number.
-    counts_skipped = True
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -118,8 +115,7 @@ class Technique:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.
 
         `skipped` is a bool on the device: do not wait for it. The gradient of a skipped update may hold NaN, so commit
-        what is remembered of gradients here (`torch.where`). A step without targets calls no technique. With `counts_skipped = False`, a skipped update must change
-        nothing that lasts."""
+        what is remembered of gradients here (`torch.where`). A step without targets calls no technique."""
 
     def roll_back_before(self) -> int | None:
         """Return a step if, after this update, the run must roll back to the last checkpoint before that step, else
