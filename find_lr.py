@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     if cfg.dry_run:
         raise UsageError("dry_run: find_lr.py trains, and has no plan to print: give --dry_run to train.py")
     check_environment()
-    cfg.report_to = []
+    cfg.report_to = []  # no tracker
     TechniqueChain(cfg)
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))

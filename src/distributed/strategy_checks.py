@@ -76,6 +76,11 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     """Raise UsageError for settings that this strategy does not support; warn about settings that it ignores."""
     _check_mesh(strategy, cfg)
     _check_unused_parameters(strategy, cfg)
+    if cfg.per_device_batch_size == "auto" and strategy.is_sharded:
+        raise UsageError(
+            f"per_device_batch_size is auto, but under {strategy.name} each pass is a collective, in which all ranks would "
+            "wait for one that has run out of memory: give a number"
+        )
     if cfg.peft and (strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED"):
         raise UsageError(
             f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
