@@ -66,7 +66,7 @@ def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
 
 
 def totals(weight: float, tokens: float) -> StepTotals:
-    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
+    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
 
 
 class OneRank:
