@@ -187,8 +187,8 @@ def _describe(error: BaseException, rank: int) -> str:
     """Return the traceback, or the message of a UsageError; if memory ran out, also what to do."""
     text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
     if is_out_of_memory(error):
-        smaller = "a smaller --per_device_batch_size (in an evaluation, --per_device_eval_batch_size)"
-        smaller = getattr(error, "smaller_batch", smaller)
+        both = "a smaller --per_device_batch_size (in an evaluation, --per_device_eval_batch_size)"
+        smaller = getattr(error, "smaller_batch", both)  # set in a forward or backward pass of training
         text += (
             f"\nrank {rank} ran out of memory: give {smaller}; the same command then resumes from the last checkpoint"
         )
