@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
     if cfg.dry_run:
         raise UsageError("dry_run: find_lr.py trains, and has no plan to print: give --dry_run to train.py")
     check_environment()
-    cfg.report_to, cfg.local_sgd_steps = [], None  # no tracker; one curve for all ranks
+    cfg.report_to = []  # no tracker
     TechniqueChain(cfg)
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))
@@ -49,7 +49,6 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
     """Run the test on all ranks, and print its result on one."""
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)
-    strategy.repeats_steps = False  # out of memory ends the test, and names the smaller micro-batch
     found = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
         report(test, cfg, strategy, found)

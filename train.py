@@ -6,12 +6,12 @@ Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_ra
 from src.checkpointing.checkpointer import Checkpointer
 from src.config import parsing, validation
 from src.data import data_loader, dataset
-from src.distributed import stop_signals, strategies
+from src.distributed import replica_check, stop_signals, strategies
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, out_of_memory, replicas, schedules
+from src.training import auto_batch_size, optimizers, schedules
 from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
@@ -53,8 +53,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     state = run.state = checkpointer.load(model, optimizer, logger.meter, **techniques.begin(run))
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
-    model_replicas = replicas.Replicas(strategy, hosts, cfg, model, optimizer, state, num_steps)
-    checkpointer.begin(due, logger.files(), model_replicas, signals)
+    checkpointer.begin(due, logger.files(), signals)
     logger.begin(datasets, model, lr_at, due, checkpointer.resume_from, checkpointer.notes)
 
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
@@ -66,7 +65,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
 
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
-        out_of_memory.repeat_if_due(run, logger, save_requested or due.anything())  # if a rank ran out in the last step
         if due.log():
             logger.train_line(state)
         if due.evaluate():
@@ -86,8 +84,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
         batch, data_seconds = next(batches)
         totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
         save_requested = totals.save
-        # A rank ran out of memory: repeat the step before in smaller micro-batches. Or a stream has no rows left.
-        if out_of_memory.repeat_step(run, logger, totals.out_of_memory) or not totals.examples:
+        if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
             continue
         if totals.stop or totals.failed:
@@ -107,7 +104,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
             state.pending = UpdateResult(skipped, state.step, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(state, losses, totals, data_seconds)
-        model_replicas.after_step()  # local SGD, and the check that replicas are equal, if due
+        replica_check.check_replicas(strategy, model, state.step, due.replica_check())
 
     if not due.complete():
         checkpointer.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes

@@ -22,6 +22,7 @@ from src.checkpointing.trial_save import try_to_save
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
+from src.distributed import replica_check
 from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.stop_signals import StopSignals
@@ -30,7 +31,6 @@ from src.runtime import run_status
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
 from src.training.evaluation import check_finite
-from src.training.replicas import Replicas
 from src.training.step import ModelWithLoss
 from src.training.train_state import Intervals, TrainState
 from src.training.trial_evaluation import check_best_metric
@@ -69,9 +69,9 @@ class Checkpointer:
             self.state = checkpoint_format.load_checkpoint(self.resume_from, self.strategy, model, self.parts, meter)
         return self.state
 
-    def begin(self, due: Intervals, files: list[JsonlWriter], replicas: Replicas, stop_signals: StopSignals) -> None:
-        """Prepare to save. Before each checkpoint `files` are flushed, and `replicas` are averaged or compared."""
-        self.due, self.replicas, self.config = due, replicas, to_yaml(self.cfg, self.task.options)
+    def begin(self, due: Intervals, files: list[JsonlWriter], stop_signals: StopSignals) -> None:
+        """Prepare to save. Before each checkpoint `files` are flushed."""
+        self.due, self.config = due, to_yaml(self.cfg, self.task.options)
         self.metadata = resume.run_metadata(self.accelerator, self.cfg, self.config, self.datasets, self.resume_from)
         self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, files, stop_signals)
         if self.resume_from and checkpoint_list.is_inside(self.resume_from, self.folder):
@@ -105,7 +105,7 @@ class Checkpointer:
         """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""
         with self.meter.paused():
             self.state.finish_update(self.cfg.max_skipped_steps)
-            self.replicas.before_save()
+            replica_check.check_replicas(self.strategy, self.model, self.state.step)
             self.due.last_save = (self.state.step, self.state.evaluated)
             self.state.stream = self.datasets["train"].position(self.state.step, self.hosts)
             if self.due.finished() or self.due.best():

@@ -225,6 +225,5 @@ def _compare_schedules(changes: Changes, cfg: RunConfig, state: dict, examples: 
 def _compare_processes(changes: Changes, cfg: RunConfig, old: dict, new: dict) -> None:
     if old["processes"] == new["processes"]:
         return
-    depends = [name for name in ("local_sgd_steps", "ddp_comm_hook") if getattr(cfg, name) not in (None, "no")]
-    more = f": with {depends[0]} the training result depends on it" if depends else ""
+    more = ": with ddp_comm_hook the training result depends on it" if cfg.ddp_comm_hook != "no" else ""
     changes.remarks.append(f"number of processes: {old['processes']} → {new['processes']}{more}")

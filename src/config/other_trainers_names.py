@@ -14,6 +14,7 @@ _AUTO_BATCH_SIZE = "give per_device_batch_size auto"
 _BEST = "give metric_for_best_model: final/ is then the best evaluated checkpoint"
 _ADAPTER = "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}"
 _CLIPPING = "give max_grad_norm (by norm), or techniques: {clip_by_value: {limit: X}}"
+_LOCAL_SGD = "it was removed: to average the weights of processes now and then, use accelerate.local_sgd.LocalSGD"
 _LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
 
 NAMES_ELSEWHERE = {
@@ -86,6 +87,7 @@ NAMES_ELSEWHERE = {
     "save_interval": "give save_steps",
     "log_every_n_steps": "give logging_steps",
     "torch_compile": "give compile",
+    "local_sgd_steps": _LOCAL_SGD,
     "fsdp": _LAUNCH,
     "deepspeed": _LAUNCH,
     "strategy": _LAUNCH,
@@ -108,7 +110,7 @@ NOT_TECHNIQUES = {
     "curriculum": "give curriculum_column and curriculum_steps, fields of the run file",
     "sequence_length_warmup": "give sequence_length_warmup_steps, a field of the run file",
     "batch_size_warmup": "give batch_size_warmup_steps, a field of the run file",
-    "local_sgd": "give local_sgd_steps, a field of the run file",
+    "local_sgd": _LOCAL_SGD,
     "lora": _ADAPTER + ", a field of the run file",
     "early_stopping": "give early_stopping_patience, a field of the run file",
     "one_cycle": "give lr_scheduler_type one_cycle, a field of the run file",

@@ -83,9 +83,6 @@ class RunConfig(ModelAndDataFields):
         min=1,
         may_change_on_resume=True,
     )
-    local_sgd_steps: int | None = option(
-        "local SGD: average the weights and moments of all processes every this many steps (default: off)", min=1
-    )
 
     max_steps: int | None = option(
         "optimizer steps of the whole run; overrides num_train_epochs",

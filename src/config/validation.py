@@ -15,7 +15,7 @@ from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.mixture_fields import mixture_errors
-from src.config.optimizer_class import BUILT_IN, optimizer_errors
+from src.config.optimizer_class import optimizer_errors
 from src.config.redact import was_redacted
 from src.config.schema import RunConfig
 from src.config.split_fields import evaluated_split, held_out_rows, named_subset
@@ -149,24 +149,6 @@ def group_fields(cfg: RunConfig) -> Iterator[str]:
                 yield f"parameter_groups: {pattern}: {name} is {value!r}: give a number of 0 or more"
 
 
-def local_sgd(cfg: RunConfig) -> Iterator[str]:
-    """Yield the errors of intervals that do not fit `local_sgd_steps`."""
-    every = cfg.local_sgd_steps or 0
-    if every <= 0:
-        return
-    for name in ("save_steps", "eval_steps", "drift_check_steps"):
-        value = getattr(cfg, name) or 0
-        if value % every:
-            yield (
-                f"{name} is {value}, not a multiple of local_sgd_steps, which is {every}: between two averages, "
-                "processes have different weights"
-            )
-    if cfg.optim not in BUILT_IN:
-        yield f"local_sgd_steps is {every} and optim is {cfg.optim}, whose state cannot be averaged: use adamw or sgd"
-    if cfg.ddp_comm_hook != "no":
-        yield "local_sgd_steps and ddp_comm_hook are both given: local SGD sends no gradients to compress: keep one"
-
-
 def hub_upload(cfg: RunConfig) -> Iterator[str]:
     """Yield an error for a missing token before the run, not after it."""
     if not cfg.push_to_hub:
@@ -228,7 +210,6 @@ TRAINING_RULES = [
     stream,
     micro_batch_within_global_batch,
     data_order_errors,
-    local_sgd,
     hub_upload,
 ]
 EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]

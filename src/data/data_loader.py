@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -40,25 +39,12 @@ def train_batches(
 
     The examples of a step depend only on seed and step, so starting at any step is O(1). A stream never ends: if a
     window has no rows on any rank, it is not a step; call `train_set.next_pass()`."""
+    pin_memory = strategy.accelerator.device.type == "cuda"
     if cfg.streaming:
-        pin_memory = strategy.accelerator.device.type == "cuda"
         return train_set.windows(strategy.data_rank, strategy.data_world_size, state, pin_memory)
-    return _planned_windows(cfg, strategy, task, train_set, state, num_steps)
-
-
-def _planned_windows(
-    cfg: RunConfig, strategy: Strategy, task: Task, train_set, state, num_steps: int
-) -> Iterator[tuple[Window, float]]:
-    """Yield the windows of the batch plan; start again at `state.step` if the limits of a micro-batch have changed."""
-    pin_memory, limits = strategy.accelerator.device.type == "cuda", None
-    while limits != state.batch_limits(cfg):  # at the start, and when a rank has run out of memory
-        rows, tokens = limits = state.batch_limits(cfg)
-        plan = replace(plan_config(cfg, task, train_set), micro_batch=rows, max_tokens=tokens)
-        order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
-        for window in group_into_windows(read_batches(train_set, task, order, cfg, pin_memory)):
-            yield window
-            if state.batch_limits(cfg) != limits:
-                break  # which ends the dataloader workers, too
+    plan = plan_config(cfg, task, train_set)
+    order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
+    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
 
 
 def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:

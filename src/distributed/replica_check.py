@@ -13,7 +13,7 @@ from src.config.errors import Failure
 from src.distributed.step_buffers import persistent_buffers
 
 if TYPE_CHECKING:
-    from src.distributed.host_group import HostGroup
+    from src.distributed.strategies import Strategy
 
 CHUNK = 1 << 22
 INTEGER_OF_WIDTH = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -46,13 +46,16 @@ def _digest_on_device(flat: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def check_replicas(host_group: "HostGroup", model: torch.nn.Module, step: int) -> None:
+def check_replicas(strategy: "Strategy", model: torch.nn.Module, step: int, is_due: bool = True) -> None:
     """Raise Failure on every rank if two replicas differ in a bit; the message names rank and first tensor.
 
-    Collective. Reads every tensor once and sends eight bytes per tensor and rank."""
+    Collective. Reads every tensor once and sends eight bytes per tensor and rank. Does nothing if not
+    `is_due`, on one process, and if the model is sharded."""
+    if not is_due or strategy.accelerator.num_processes == 1 or strategy.is_sharded:
+        return
     mine = digests(model)
     ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine, group=host_group.group)
+    dist.all_gather(ranks, mine, group=strategy.hosts.group)
     table = torch.stack(ranks)  # (ranks, tensors)
     differs = (table != table[0]).any(dim=0)
     if not differs.any():

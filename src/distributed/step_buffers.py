@@ -35,7 +35,6 @@ class StepBuffers:
         owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
-        self.before_step: list[torch.Tensor] = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -52,15 +51,6 @@ class StepBuffers:
             yield
         finally:
             self._write(before)
-
-    def begin_step(self) -> None:
-        """Keep the values of now for `undo_step`; needed if a step runs several passes, each of which may change them."""
-        self.before_step = self._by_dtype()
-
-    def undo_step(self) -> None:
-        """Return to the values of `begin_step`, if it was called: the step is repeated."""
-        if self.before_step:
-            self._write(self.before_step)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -82,10 +72,6 @@ class StepBuffers:
     def restore(self) -> None:
         """Set the buffers to the values of `begin`. Call it after the backward pass, which refuses changed buffers."""
         self._write(self.start)
-
-    def spoil(self) -> None:
-        """Make `finish` keep the values of `begin` on all ranks: this rank could not run its forward passes."""
-        self.total.fill_(float("nan"))
 
     @torch.no_grad()
     def finish(self) -> None:

@@ -45,8 +45,6 @@ class Strategy:
 
     allows_tensor_parallel = True
     has_gradients = True  # whether parameters have `.grad` after the backward pass
-    repeats_steps = True  # whether the loop repeats a step in which a rank ran out of memory
-    out_of_memory = 0.0  # 1: this rank ran out of memory in this step
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg
@@ -57,7 +55,6 @@ class Strategy:
         self.is_sharded = self.tp_size > 1
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
-        self.uses_local_sgd = bool(cfg.local_sgd_steps) and accelerator.num_processes > 1
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
         self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
@@ -109,7 +106,7 @@ class Strategy:
             group.setdefault("lr_factor", strategy_checks.rate_factor(group.get("lr", 0.0), self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
         self.gradients = GradientCheck(self, model_with_loss)
-        several = self.accelerator.num_processes > 1 and not self.uses_local_sgd
+        several = self.accelerator.num_processes > 1
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
         return module, optimizer
 
@@ -122,13 +119,9 @@ class Strategy:
         if accelerator.scaler is None and accelerator.device.type != "xla":
             # Without a gradient scaler, all that accelerate's wrapper adds is an import check of 0.3 ms per step.
             optimizer = optimizer.optimizer
-        wrapped = isinstance(module, torch.nn.parallel.DistributedDataParallel)
-        if wrapped and (self.uses_local_sgd or accelerator.num_processes == 1):
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel) and accelerator.num_processes == 1:
             # Remove DDP. On a CPU, accelerate wraps one process, too, and would all-reduce after every micro-batch.
-            # Local SGD needs only DDP's constructor, which has made the replicas equal, and not its gradient buckets.
             module = accelerator.unwrap_model(module)
-        if self.uses_local_sgd:
-            accelerator.free_memory()
         return module, optimizer
 
     def prepare_for_evaluation(self, model_with_loss: torch.nn.Module) -> torch.nn.Module:
@@ -204,8 +197,7 @@ class Strategy:
         """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
 
         The update is skipped if the norm is not finite, or by `skip_rules`. It is that of the reduced gradient, so all
-        ranks decide alike (except under local SGD). A fused optimizer reads `skipped` on the device, others make the
-        host wait."""
+        ranks decide alike. A fused optimizer reads `skipped` on the device, others make the host wait."""
         self.unscale_gradients()
         clip = self.accelerator.clip_grad_norm_
         if self.accelerator.scaler is not None:

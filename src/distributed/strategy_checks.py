@@ -1,7 +1,6 @@
 """Checks of the distributed settings before training; device-mesh sizes that are not given are computed.
 
-Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py, test_tensor_parallel.py and
-tests/training/test_local_sgd.py.
+Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py and test_tensor_parallel.py.
 """
 
 import os
@@ -76,8 +75,12 @@ def check_precision_of_fsdp2(precision: str, cfg: RunConfig) -> None:
 def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     """Raise UsageError for settings that this strategy does not support; warn about settings that it ignores."""
     _check_mesh(strategy, cfg)
-    _check_local_sgd(strategy, cfg)
     _check_unused_parameters(strategy, cfg)
+    if cfg.per_device_batch_size == "auto" and strategy.is_sharded:
+        raise UsageError(
+            f"per_device_batch_size is auto, but under {strategy.name} each pass is a collective, in which all ranks would "
+            "wait for one that has run out of memory: give a number"
+        )
     if cfg.peft and (strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED"):
         raise UsageError(
             f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
@@ -103,23 +106,6 @@ def _check_mesh(strategy: "Strategy", cfg: RunConfig) -> None:
         raise UsageError(
             f"tp_size is {strategy.tp_size}: tensor parallelism needs no compile, and either FSDP2 with "
             "fsdp_cpu_ram_efficient_loading: false, or neither FSDP nor DeepSpeed"
-        )
-
-
-def _check_local_sgd(strategy: "Strategy", cfg: RunConfig) -> None:
-    if not cfg.local_sgd_steps:
-        return
-    if strategy.is_sharded:
-        raise UsageError(
-            f"local_sgd_steps is {cfg.local_sgd_steps}, but under {strategy.name} no process holds the whole model, "
-            "which local SGD needs: remove local_sgd_steps, or use accelerate_configs/ddp.yaml"
-        )
-    if strategy.accelerator.num_processes == 1:
-        warn("local_sgd_steps is ignored: with one process there is nothing to average")
-    elif strategy.accelerator.mixed_precision == "fp16":
-        raise UsageError(
-            f"local_sgd_steps is {cfg.local_sgd_steps}, but with fp16 each process would have its own loss scale: use "
-            "mixed_precision: bf16"
         )
 
 

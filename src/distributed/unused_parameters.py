@@ -46,13 +46,7 @@ class GradientCheck:
         same parameters on every rank in each pass."""
         strategy = self.strategy
         world = strategy.accelerator.num_processes
-        if (
-            not self.is_first_step
-            or self.is_checked
-            or world == 1
-            or strategy.uses_local_sgd
-            or not (is_last or strategy.is_sharded)
-        ):
+        if not self.is_first_step or self.is_checked or world == 1 or not (is_last or strategy.is_sharded):
             return
         if strategy.cfg.ddp_find_unused_parameters:
             return

@@ -68,6 +68,6 @@ def _build(cfg: RunConfig, task: Task) -> tuple[torch.nn.Module, int]:
     if parameters > BUILT:
         warn(
             f"the model has {parameters:,} parameters, too many for a dry run to make or read them: the run checks them "
-            "and its first loss; `python -m src.reporting.memory_command` estimates activations"
+            "and its first loss"
         )
     return model, parameters

@@ -60,18 +60,13 @@ class Ledger:
         if len(self.lines.waiting) >= FLUSH_EVERY:
             self.lines.try_flush()
 
-    def add_event(self, event: dict) -> None:
-        """Queue a line about a step that was repeated; its examples are in a line of their own."""
-        if self.main:
-            self.lines.add(event)
-
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
     """Return (first line, {step: (examples, hash)}) of a run; skip a truncated last line."""
     lines = jsonl.read_lines(folder / FILE, required=())
     if not lines or "plan" not in lines[0]:
         raise UsageError(f"{folder} has no {FILE} that begins with a plan: give a run folder")
-    return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:] if "ids" in line}
+    return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
 
 
 def planned_config(folder: Path, settings: dict) -> PlanConfig:

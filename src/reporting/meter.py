@@ -37,20 +37,12 @@ class Meter:
 
     def add(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Add a step: this rank's losses (None if the global batch has no weight) and the totals of all ranks."""
-        self.before_step = len(self.pending), {name: getattr(self, name) for name in self.SUMS}
         if losses is not None:
             self.pending.append({"loss": losses.losses.sum()} | losses.sums)
         self.weight += totals.weight
         self.tokens += totals.tokens
         self.padded_tokens += totals.padded_tokens
         self.data_seconds += data_seconds
-
-    def undo(self) -> None:
-        """Remove the step that was added last: it is repeated. No line or checkpoint was written since."""
-        count, sums = self.before_step
-        del self.pending[count:]
-        for name, value in sums.items():
-            setattr(self, name, value)
 
     def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
         """Add named sums of this rank; all ranks call this equally often."""

@@ -129,19 +129,10 @@ class RunLogger:
         self.meter.add_sums(sums)
 
     def add_step(self, state: TrainState, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
-        """Count one step without waiting for the device; write a line for each of `state.events`."""
-        for event in state.events:
-            self._line(event["kind"], state.step, event)
-            self.ledger.add_event(event | {"step": state.step})
-        state.events.clear()
+        """Count one step without waiting for the device."""
         self.meter.add(losses, totals, data_seconds)
         self.ledger.add(state.step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
-
-    def undo_step(self) -> None:
-        """Forget the last step, which is repeated; ledger.jsonl keeps its line, and gets the same line again."""
-        self.meter.undo()
-        self.console.step(-1)
 
     def train_line(self, state: TrainState) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
@@ -190,10 +181,19 @@ class RunLogger:
             if kind in last:
                 chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table(in_unit(chosen, self.task.unit))}")
+        self.say(gpu_memory(self.strategy.accelerator.device))
         step = max((line["step"] for line in last.values()), default=0)
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", step, 0, **outcome)
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
+
+
+def gpu_memory(device: torch.device) -> str:
+    """Return the most memory that tensors have taken on this process's GPU; an empty string on other devices."""
+    if device.type != "cuda":
+        return ""
+    most, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    return f"\ngpu memory  at most {most / 2**30:.1f} of {total / 2**30:.1f} GiB (main process)"
 
 
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:

@@ -13,9 +13,7 @@ from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats
 from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
 from src.models import memory_estimate
-from src.models.activation_memory import forward_of_row
 from src.tasks import Task
-from src.training import out_of_memory
 from src.training.parameter_groups import describe_groups
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
@@ -28,8 +26,7 @@ def plan_table(
 ) -> dict[str, str]:
     """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
     train, model = splits["train"], module.model
-    counted = memory_estimate.count_parameters(model)
-    parameters, trainable = counted.parameters, counted.trained
+    parameters, trainable = memory_estimate.count_parameters(model)
     rows = {"task": cfg.task, "training data": format_stats(train.stats, module.task.unit)}
     if train.quotas:
         rows["mixture"] = _mixture(train)
@@ -46,13 +43,9 @@ def plan_table(
     techniques = TechniqueChain(cfg)
     if techniques.techniques:
         rows["techniques"] = techniques.describe()
-    # Activations are estimated in a dry run only, because the model is not yet wrapped by a strategy.
-    longest, forward = train.stats.get("longest", 1), None
-    if cfg.dry_run and train.stats.get("longest"):
-        forward = forward_of_row(model, module.task, train.rows(train.longest(1))[0])
-    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, forward, longest, techniques.copies_in_step)
-    saved = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
-    disk = _disk_bytes(cfg, saved.parameters, trainable, total, techniques.copies)
+    rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, techniques.copies_in_step)
+    saved, _ = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
+    disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
 
@@ -125,7 +118,7 @@ def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainS
             f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
             "--output_dir, or --resume never to start over"
         )
-    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg) + out_of_memory.note(cfg, progress)
+    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg)
     total = total_steps(cfg, splits["train"].stats["examples"])
     if cfg.warmup_steps > total:
         notes.append(

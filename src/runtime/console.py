@@ -150,9 +150,9 @@ class Console:
         if self.shown and is_terminal():
             self.bar = bar("training", self.total, "step", step, leave=True)
 
-    def step(self, count: int = 1) -> None:
+    def step(self) -> None:
         if self.bar is not None:
-            self.bar.update(count)
+            self.bar.update()
 
     def line(self, line: dict) -> None:
         """Print one line of metrics.jsonl in readable form."""

@@ -23,7 +23,7 @@ from src.storage import peer_failures
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
 CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
-MEMORY_WORDS = ("out of memory", "can't allocate memory")
+MEMORY_WORDS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
 COMMON_ERROR_WAIT = 5.0  # seconds that a rank waits for rank 0 to report an error that all ranks may have
 LOCAL_RANK_0_WAIT = 120.0  # seconds that a rank waits for the end of the one that prints the errors of all
@@ -186,13 +186,18 @@ def _rank() -> int:
 def _describe(error: BaseException, rank: int) -> str:
     """Return the traceback, or the message of a UsageError; if memory ran out, also what to do."""
     text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
-    if _has_word(error, MEMORY_WORDS):
-        smaller = getattr(error, "smaller_batch", "a smaller --per_device_batch_size")
+    if is_out_of_memory(error):
+        both = "a smaller --per_device_batch_size (in an evaluation, --per_device_eval_batch_size)"
+        smaller = getattr(error, "smaller_batch", both)  # set in a forward or backward pass of training
         text += (
-            f"\nrank {rank} ran out of memory: give {smaller} (the global batch stays the same, with more "
-            "accumulation); the same command then resumes from the last checkpoint"
+            f"\nrank {rank} ran out of memory: give {smaller}; the same command then resumes from the last checkpoint"
         )
     return text
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out; torch has a class of its own for only some of these errors."""
+    return _has_word(error, MEMORY_WORDS)
 
 
 def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:

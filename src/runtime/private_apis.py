@@ -4,7 +4,6 @@ After an upgrade run the tests named here; each test fails if its API has change
 checks that no other file of src/ uses private names.
 """
 
-import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -152,26 +151,11 @@ def compile_for_any_rows(function: Callable) -> Callable:
     return call
 
 
-def fake_tensors():
-    """Return a context in which tensors have shapes but no memory. Test: tests/models/test_memory_estimate.py."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    logging.getLogger("torch._subclasses.fake_tensor").disabled = True  # it logs the traceback of what it also raises
-    return FakeTensorMode(allow_non_fake_inputs=True)  # a model may have made constants before
-
-
-def storage_id(tensor: torch.Tensor) -> int:
-    """Return an id of a tensor's memory. It also works for fake tensors, which have address 0.
-
-    Test: tests/models/test_memory_estimate.py."""
-    return tensor.untyped_storage()._cdata
-
-
 # ---- transformers 5.23 -----------------------------------------------------------------------------------------------
 
 
 def layer_class_names(model: torch.nn.Module) -> set[str]:
-    """Return the class names of a model's repeated layers: the units to shard, compile and count.
+    """Return the class names of a model's repeated layers: the units to shard and compile.
 
     A model may also name layers that it does not have. A class of your own can have this attribute, too. A module
     that contains models has the layers of all of them.

@@ -2,7 +2,6 @@
 
 from importlib import import_module
 
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.models.adapter_options import read_options
 from src.tasks.base import Batch, Task
@@ -29,14 +28,7 @@ OPTIONS = {  # task name (also its file name) -> function that returns its Optio
 
 
 def make_task(cfg: RunConfig, options) -> Task:
-    """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong, and for local
-    SGD with a loss over the whole batch."""
+    """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong."""
     if cfg.peft is not None:
         read_options(cfg)  # raises UsageError for invalid ones
-    task = import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
-    if task.has_batch_loss and cfg.local_sgd_steps:
-        raise UsageError(
-            f"local_sgd_steps is {cfg.local_sgd_steps}, but the loss of task {cfg.task} is over the whole global batch, "
-            "and local SGD gives each process a loss of its own: remove local_sgd_steps"
-        )
-    return task
+    return import_module(f"src.tasks.{cfg.task}").Task(cfg, options)

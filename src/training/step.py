@@ -18,7 +18,7 @@ from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
-from src.training import batch_loss, out_of_memory
+from src.training import batch_loss
 from src.training.batch_loss import BatchLoss, LossesAndSums
 from src.training.train_state import DeviceFlag, StepLosses, Window, widen
 from src.training.trial_loss import check_trial_loss
@@ -45,10 +45,7 @@ class ModelWithLoss(torch.nn.Module):
                 path, _, leaf = name.rpartition(".")
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
-    def forward(self, inputs: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        if inputs is None:  # a rank that ran out of memory: NaN for the gradient of every parameter
-            trained = [p for p in self.parameters() if p.requires_grad]
-            return {"loss": sum(p.sum() for p in trained) * float("nan")}
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.batch_loss and (self.training or self.task.has_batch_loss):
             return self.batch_loss.represent(self.model, inputs)
         return self.task.loss(self.model, inputs)
@@ -93,7 +90,6 @@ class StepTotals(NamedTuple):
     save: float  # ranks that were asked for a checkpoint
     stop: float  # ranks that were asked to stop
     failed: float  # ranks on which too many checkpoints in a row could not be written
-    out_of_memory: float  # ranks that ran out of memory in the step before
     forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
 
     @classmethod
@@ -104,8 +100,8 @@ class StepTotals(NamedTuple):
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
         forwards = strategy.forwards_per_rank(window)
-        sums = hosts.sum([*window_counts(window), *requests, failed, strategy.out_of_memory, *forwards]).tolist()
-        return cls(*sums[:10], forwards=sums[10:])
+        sums = hosts.sum([*window_counts(window), *requests, failed, *forwards]).tolist()
+        return cls(*sums[:9], forwards=sums[9:])
 
 
 def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
@@ -114,19 +110,27 @@ def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window
     `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
     because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
     non-finite. Every forward pass begins with the buffers of the step before; then they are set to the mean over the
-    micro-batches. Nothing here waits for the device. A rank that runs out of memory makes the gradient of every rank
-    NaN."""
+    micro-batches. Nothing here waits for the device."""
     model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
     backward = batch_loss.backward_in_two_passes if model_with_loss.batch_loss else _backward
-    with strategy.step():
-        try:
-            found = backward(strategy, module, window, total_weight)
-        except RuntimeError as error:
-            out_of_memory.check_survivable(error, strategy, module, window)
-            found = None
-        # Outside of `except`, which would keep the tensors of the failed pass.
-        losses, sums = found or out_of_memory.give_up_gradient(strategy, module, window)
+    try:
+        with strategy.step():
+            losses, sums = backward(strategy, module, window, total_weight)
+    except RuntimeError as error:  # perhaps out of memory
+        vars(error)["smaller_batch"] = smaller_batch(strategy.cfg, window)  # for the last line that this rank prints
+        raise
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
+
+
+def smaller_batch(cfg: RunConfig, window: Window) -> str:
+    """Return the flag with which the next start needs less memory, in words."""
+    rows = max(len(micro.ids) for micro, _ in window)
+    if rows == 1:
+        return "--gradient_checkpointing true, or shorter rows"
+    size = f"size {rows // 2}"
+    if cfg.per_device_batch_tokens:
+        size = f"tokens {cfg.per_device_batch_tokens // 2}"
+    return f"--per_device_batch_{size} (the global batch stays the same, with more accumulation)"
 
 
 def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> LossesAndSums:

@@ -15,13 +15,12 @@ from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
-from src.training import out_of_memory
 from src.training.evaluation import evaluate, is_size
 from src.training.technique_options import explain_unknown, in_words, options_of, read_options
 from src.training.techniques import TECHNIQUES, Technique
 from src.training.techniques.base import Run
 from src.training.train_state import DeviceFlag, StepLosses, Window
-from src.training.weight_copies import assign, refuse_local_sgd
+from src.training.weight_copies import assign
 
 
 class TechniqueChain:
@@ -98,8 +97,6 @@ class TechniqueChain:
                     f"techniques: {name} does not support {run.strategy.name}, which owns gradients and weights: use FSDP2 "
                     "(accelerate_configs/fsdp2.yaml)"
                 )
-            if technique.copies:
-                refuse_local_sgd(run)
             technique.run = run
             technique.check()
 
@@ -117,7 +114,6 @@ class TechniqueChain:
         """Return `compute_gradient` of step.py as the techniques call it, the first one outermost; same arguments."""
 
         def compute(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
-            strategy.buffers.begin_step()  # if the second of two passes runs out of memory, the first is undone, too
             inner = partial(compute_gradient, strategy, module)
             for technique in reversed(self.techniques.values()):
                 inner = partial(technique.compute_gradient, inner)
@@ -136,14 +132,9 @@ class TechniqueChain:
 
     @torch.no_grad()
     def after_update(self, skipped: DeviceFlag) -> None:
-        """Let the techniques follow an update of the weights, which the device may have skipped.
-
-        If one of them counts skipped updates, the ranks first ask each other whether the step will be repeated."""
-        counting = [technique for technique in self.techniques.values() if _counts_skipped(technique)]
-        repeats = bool(counting) and out_of_memory.ranks(self.run) > 0
+        """Let the techniques follow an update of the weights, which the device may have skipped."""
         for technique in self.techniques.values():
-            if not repeats or technique not in counting:
-                technique.after_update(skipped.tensor)
+            technique.after_update(skipped.tensor)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
@@ -162,10 +153,6 @@ class TechniqueChain:
             own = {f"{name}/{key}": value for key, value in (found or {}).items() if not is_size(key)}
             metrics = None if found is None else metrics | own
         return metrics
-
-
-def _counts_skipped(technique: Technique) -> bool:
-    return technique.counts_skipped and type(technique).after_update is not Technique.after_update
 
 
 @contextmanager

@@ -78,64 +78,47 @@ class TrainState:
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
-    smaller_batch: dict | None = None  # {"given", "used"} since a rank ran out of memory: micro-batches of "used"
     stream: dict | None = None  # position in each shard group of a streamed dataset
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
         # Further values of the last step, for its train line; tensors stay on the device until then. Never saved.
         self.line_values: dict[str, torch.Tensor | float | None] = {}
-        self.local_updates = False  # whether each rank updates with its own gradient (local SGD)
-        self.events: list[dict] = []  # each becomes a line of metrics.jsonl; emptied by the logger
 
     @property
     def lr_factor(self) -> float:
         """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
         return self.plateau["factor"] if self.plateau else 1.0
 
-    def batch_limits(self, cfg: RunConfig) -> tuple[int, int | None]:
-        """Return (rows, tokens or None) of a micro-batch: those of `cfg`, or fewer since a rank ran out of memory.
-
-        A resumed run with another size in `cfg` uses that size."""
-        rows, tokens = int(cfg.per_device_batch_size), cfg.per_device_batch_tokens
-        if not self.smaller_batch or self.smaller_batch["given"] != (tokens or rows):
-            return rows, tokens
-        used = self.smaller_batch["used"]
-        return (rows, used) if tokens else (used, None)
-
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
 
-        Under local SGD each rank counts its own skipped updates, and `updates` grows anyway: ranks share one schedule.
         This may wait for the device, so call it when the next gradient is already queued."""
         pending, self.pending = self.pending, None
         if pending is None:
             return
         skipped = bool(pending.skipped)
-        self.updates += self.local_updates or not skipped
+        self.updates += not skipped
         self.skipped = self.skipped + 1 if skipped else 0
         if skipped:
-            report_skipped(pending, self.local_updates, self.norm_if_spike())
-        if not self.local_updates:
-            self.check_skipped(max_skipped, pending.step)
+            report_skipped(pending, self.norm_if_spike())
+        self.check_skipped(max_skipped, pending.step)
 
     def check_skipped(self, max_skipped: int, step: int) -> None:
         """Raise Failure if `max_skipped` updates in a row, the last at `step`, were skipped."""
         if self.skipped < max_skipped:
             return
-        where = " on some rank" if self.local_updates else ""
         reason = "the loss or the gradient was not finite" if self.norm_if_spike() is None else "the gradient spiked"
-        weights = "" if self.local_updates else "Skipped updates do not change the weights. "
         raise Failure(
-            f"{self.skipped} updates in a row were skipped{where} because {reason}, the last at step "
-            f"{step} (max_skipped_steps is {max_skipped}). {weights}Lower learning_rate, or check the "
-            "examples named above and in logs/; the same command resumes from the last checkpoint"
+            f"{self.skipped} updates in a row were skipped because {reason}, the last at step {step} (max_skipped_steps is "
+            f"{max_skipped}). Skipped updates do not change the weights. Lower learning_rate, or check the examples named "
+            "above and in logs/; the same command resumes from the last checkpoint"
         )
 
     def norm_if_spike(self) -> float | None:
         """Return the gradient norm of the last update if it is finite; this waits for the device."""
         norm = float("nan") if self.grad_norm is None else float(self.grad_norm)
-        return norm if math.isfinite(norm) and not self.local_updates else None
+        return norm if math.isfinite(norm) else None
 
     def use_metric(self, cfg: RunConfig) -> None:
         """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
@@ -179,10 +162,6 @@ class Intervals:
         """Return whether this step ends an interval of `steps` steps, or the run."""
         return self.finished() or bool(steps and self.state.step % steps == 0)
 
-    def anything(self) -> bool:
-        """Return whether a train line, an evaluation, a save or the end is due at this step."""
-        return self.log() or self.evaluate() or self.save() or self.finished()
-
     def log(self) -> bool:
         """Return whether a train line (metrics.jsonl) is due and not yet written."""
         return self.state.logged < self.state.step and self.every(self.cfg.logging_steps)
@@ -190,6 +169,10 @@ class Intervals:
     def evaluate(self) -> bool:
         """Return whether an evaluation is due and not yet finished."""
         return self.has_validation and self.state.evaluated < self.state.step and self.every(self.cfg.eval_steps)
+
+    def replica_check(self) -> bool:
+        """Return whether drift_check_steps asks for a comparison of the model replicas."""
+        return bool(self.cfg.drift_check_steps) and self.every(self.cfg.drift_check_steps)
 
     def best(self) -> bool:
         """Return whether metric_for_best_model is set and this step is the best evaluated one so far."""
@@ -226,8 +209,8 @@ class Intervals:
         )
 
 
-def report_skipped(result: UpdateResult, local_updates: bool = False, spike: float | None = None) -> None:
-    """Log a skipped update and print it on rank 0, on ranks with a non-finite loss, and under local SGD on each rank.
+def report_skipped(result: UpdateResult, spike: float | None = None) -> None:
+    """Log a skipped update and print it on rank 0 and on ranks with a non-finite loss.
 
     `spike`: the gradient norm if it is finite, because then a technique skipped the update."""
     rank = os.environ.get("RANK", "0")
@@ -238,8 +221,7 @@ def report_skipped(result: UpdateResult, local_updates: bool = False, spike: flo
             bad_ids += [] if math.isfinite(loss) else micro.ids.tolist()
     what = f"the loss of examples {bad_ids} is" if bad_ids else f"the gradient (here, of examples {all_ids}) is"
     what += " not finite" if spike is None or bad_ids else f" a spike of norm {spike:.4g}"
-    where = "on this rank" if local_updates else "on all ranks"
-    text = f"step {result.step}: {what}; the update is skipped {where}, no weight or moment has changed"
+    text = f"step {result.step}: {what}; the update is skipped on all ranks, no weight or moment has changed"
     logging.getLogger("run").warning("%s", text)
-    if bad_ids or local_updates or rank == "0":
+    if bad_ids or rank == "0":
         print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,6 @@ Tests: tests/training/techniques/test_averages.py.
 
 import torch
 
-from src.config.errors import UsageError
 from src.distributed.sharded_tensors import local_part, plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
@@ -14,20 +13,10 @@ from src.training.techniques.base import Run
 Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
 
 
-def refuse_local_sgd(run: Run) -> None:
-    """Raise UsageError under local SGD, where the weights of the processes differ."""
-    if run.strategy.uses_local_sgd:
-        raise UsageError(
-            "techniques: averages of weights and lookahead do not support local_sgd_steps, with which the weights of the "
-            "processes differ: remove one of them"
-        )
-
-
 class TrainedTensors:
     """The trainable parameters of a run and, with `buffers`, the buffers that checkpoints hold, by name."""
 
     def __init__(self, run: Run, buffers: bool = True):
-        refuse_local_sgd(run)
         self.parameters = {plain_name(name): parameter for name, parameter in run.parameters().items()}
         found = persistent_buffers(run.model) if buffers else {}
         places = {name: name.rpartition(".") for name in found}

@@ -55,9 +55,8 @@ CASES = {  # fields -> what the sentence names
 LAUNCHES = {  # accelerate file and mixed precision (none: no), fields -> what the sentence names
     "float64 under bf16": ("ddp bf16", {"dtype": "float64"}, "dtype is float64, but mixed_precision is bf16"),
     "bfloat16 under FSDP2": ("fsdp2 bf16", {"dtype": "bfloat16"}, "FSDP2 keeps float32 weights"),
-    "ema under local SGD": ("ddp", {"local_sgd_steps": 2, "techniques": {"ema": None}}, "local_sgd_steps"),
-    "spikes under local SGD": ("ddp", {"local_sgd_steps": 2, "techniques": {"spike_watch": None}}, "spike_watch and"),
-    "sharded local SGD": ("fsdp2", {"local_sgd_steps": 2}, "under FSDP2 no process"),
+    "auto under FSDP2": ("fsdp2", {"per_device_batch_size": "auto"}, "auto, but under FSDP2"),
+    "auto under ZeRO": ("zero3", {"per_device_batch_size": "auto"}, "auto, but under DeepSpeed ZeRO-3"),
     "sam under ZeRO": ("zero2", {"techniques": {"sam": None}}, "sam does not support DeepSpeed ZeRO-2"),
     "muon under ZeRO": ("zero3", {"optim": "muon", "dtype": "float32"}, "optim is muon, but DeepSpeed"),
     "unused under ZeRO": ("zero2", {"ddp_find_unused_parameters": True}, "ddp_find_unused_parameters is true"),

@@ -1,7 +1,6 @@
 """Micro-batches come in order for any number of loader processes; a failing process is reported with its rows."""
 
 import json
-import multiprocessing
 import os
 import pickle
 import re
@@ -10,7 +9,6 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -22,7 +20,6 @@ from src.data import data_loader
 from src.data.arrow_columns import column_readers
 from src.data.batch_plan import PlanConfig, training_order
 from src.tasks import causal_lm
-from src.training.train_state import TrainState
 from tests.helpers import kit
 
 
@@ -464,25 +461,3 @@ def test_mutant_that_copies_columns(monkeypatch):
     monkeypatch.setattr(arrow_columns, "_reader", copying)
     batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS))
     assert set(_copies(batch)) == ZERO_COPY
-
-
-def test_smaller_micro_batches_end_the_old_loader_process(data):
-    """A rank ran out of memory in step 2: the plan continues after step 1 with micro-batches of 2 rows."""
-    task, split = data
-    cfg = RunConfig(dataloader_num_workers=1, global_batch_size=8, per_device_batch_size=4)
-    one = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device("cpu")), data_rank=0, data_world_size=1)
-    before, state = len(multiprocessing.active_children()), TrainState()
-    windows, found = data_loader.train_batches(cfg, one, task, split, state, 5), []
-    for _ in range(2):
-        found.append(next(windows)[0])
-    state.step, state.smaller_batch = 1, {"given": 4, "used": 2}
-    found += [window for window, _ in windows]
-    assert [(window[0][0].step, len(window)) for window in found] == [(0, 2), (1, 2), (1, 4), (2, 4), (3, 4), (4, 4)]
-    ids = [sorted(i for micro, _ in window for i in micro.ids.tolist()) for window in found]
-    assert ids[1] == ids[2]
-    state.step = 0
-    windows = data_loader.train_batches(cfg, one, task, split, state, 5)
-    next(windows)
-    state.smaller_batch = {"given": 4, "used": 1}
-    next(windows)
-    assert len(multiprocessing.active_children()) == before + 1

@@ -221,7 +221,7 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
         # In each pass of the first step, one small vector more: whether all ranks use the same parameters.
         assert [counts.get("allreduce_", 0) for counts in steps] == [reduced + 4, reduced]
         # The vector of DDP, and the number of micro-batches of each rank.
-        assert vectors[1:7] == [10 + world, *[world] * 4, 10 + world]
+        assert vectors[1:7] == [9 + world, *[world] * 4, 9 + world]
 
 
 # ---- memory and precision ----------------------------------------------------------------------------------------------

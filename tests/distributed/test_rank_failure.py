@@ -122,13 +122,20 @@ def test_exception_in_the_checkpoint_writer(tiny, tmp_path, monkeypatch):
     assert checkpoint_list.list_checkpoints(tmp_path / "run") == []
 
 
-def test_out_of_memory_names_what_helps(tiny, tmp_path, monkeypatch):
-    """Micro-batches of two rows are halved first; those of one row have no smaller size."""
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB")
-    raise_in(monkeypatch, "forward", 1, error)
+@pytest.mark.parametrize(
+    "place, error, helps",
+    [
+        ("forward", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB"), "--per_device_batch_size 1"),
+        ("update", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"), "a smaller --per_device_batch_size"),
+        ("evaluation", torch.OutOfMemoryError("CUDA out of memory"), "--per_device_eval_batch_size"),
+    ],
+)
+def test_out_of_memory_names_what_helps(tiny, tmp_path, monkeypatch, place, error, helps):
+    """In a step, in an update, whose first moments may not fit, and in an evaluation."""
+    raise_in(monkeypatch, place, 1, error)
     last = check_failed(tmp_path, recipe(tiny), 1, "rank 1 ran out of memory")
-    assert "give --gradient_checkpointing true" in last
-    assert "OutOfMemoryError: CUDA out of memory" in last
+    assert helps in last.splitlines()[-1]
+    assert str(error) in last
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -8,12 +8,12 @@ import torch
 
 import train
 from src.checkpointing import checkpoint_list
+from src.checkpointing.checkpointer import Checkpointer
 from src.config.errors import Failure
 from src.config.schema import RunConfig
 from src.distributed import replica_check
-from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import init_accelerator
-from src.training.replicas import Replicas
+from src.distributed.strategies import make_strategy
 from tests.helpers import kit
 
 PARAMETER = "transformer.h.1.mlp.c_fc.weight"
@@ -105,17 +105,17 @@ def test_mutant_without_the_check_saves_replicas_that_differ(files, tmp_path, mo
 
 def _checks(argv):
     """Train on this rank; return the steps at which replicas were compared, and those before a save."""
-    steps, saves, check, before_save = [], [], replica_check.check_replicas, Replicas.before_save
+    steps, saves, check, save = [], [], replica_check.check_replicas, Checkpointer.save
 
-    def checked(host_group, model_with_loss, step):
-        steps.append(step)
-        return check(host_group, model_with_loss, step)
+    def checked(strategy, model_with_loss, step, is_due=True):
+        steps.extend([step] * is_due)
+        check(strategy, model_with_loss, step, is_due)
 
     def saving(self):
         saves.append(self.state.step)
-        before_save(self)
+        save(self)
 
-    replica_check.check_replicas, Replicas.before_save = checked, saving
+    replica_check.check_replicas, Checkpointer.save = checked, saving
     train.main([str(word) for word in argv])
     return steps, saves
 
@@ -194,14 +194,14 @@ def _compare(changes: list[dict[int, str]], mutant: bool) -> list[str]:
     if mutant:  # sums in the tensors' own precision
         sums = lambda model: torch.stack([p.detach().sum() for p in model.parameters()])  # noqa: E731
         replica_check.digests = lambda model: sums(model).view(torch.int32)
-    accelerator = init_accelerator(RunConfig(output_dir="unused"))
-    host_group, found = HostGroup(accelerator, 60), []
+    cfg, found = RunConfig(output_dir="unused", ddp_timeout=60), []
+    strategy = make_strategy(init_accelerator(cfg), cfg)
     for change in changes:
         model = _model()
         if (name := change.get(int(os.environ["RANK"]))) is not None:
             flip(model.get_parameter(name), 0)
         try:
-            replica_check.check_replicas(host_group, model, 7)
+            replica_check.check_replicas(strategy, model, 7)
             found.append("")
         except Failure as failure:
             found.append(str(failure))

@@ -157,7 +157,7 @@ def name(model: tuple) -> str:
 def check(result: dict) -> None:
     assert result.keys() == {"plan", "trained", "evaluated"}, result.get("crashed") or result.get("refused")
     assert result["trained"] == result["evaluated"]
-    assert "for activations" in result["plan"]
+    assert "for weights, gradients and optimizer" in result["plan"]
 
 
 @pytest.mark.parametrize("model", FEW, ids=name)

@@ -117,15 +117,6 @@ def test_lazy_module_is_refused_in_one_sentence():
         build_plain_model(RunConfig(), lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)))
 
 
-def test_parameters_are_counted_without_memory(plain):
-    from src.config import parsing
-    from src.reporting.memory_command import empty_model
-    from src.tasks import OPTIONS
-
-    model, _ = empty_model(*parsing.parse(flags(plain), OPTIONS))
-    assert {value.device.type for value in model.parameters()} == {"meta"}
-
-
 def test_gradient_checkpointing_is_refused_in_one_sentence(plain, tmp_path):
     argv = flags(plain, gradient_checkpointing=True, output_dir="run")
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path)

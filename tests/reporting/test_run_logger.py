@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.reporting import run_plan
+from src.reporting import run_logger, run_plan
 from src.reporting.environment import arithmetic
 from src.reporting.meter import Meter
 from src.reporting.run_logger import RunLogger
@@ -65,7 +66,7 @@ def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
 
 
 def totals(weight: float, tokens: float) -> StepTotals:
-    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
+    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
 
 
 class OneRank:
@@ -215,3 +216,11 @@ def test_a_sum_with_the_name_of_a_field_is_refused(files, tmp_path, monkeypatch)
     assert "'skipped'" in "".join(texts)
     with pytest.raises(UsageError, match="'loss'"):
         Meter().add_sums({"loss": torch.ones(())})
+
+
+def test_gpu_memory_is_the_most_that_tensors_have_taken(monkeypatch):
+    """The figures of a GPU are invented here: there may be none."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
+    assert "gpu memory  at most 3.0 of 80.0 GiB" in run_logger.gpu_memory(torch.device("cuda"))
+    assert run_logger.gpu_memory(torch.device("cpu")) == ""

@@ -159,7 +159,6 @@ def test_sharded_model_trains_the_same(trained, tmp_path):
         ({"pooling": "max"}, ["pooling", "mean"]),
         ({"temperature": 0}, ["temperature"]),
         ({"train_file": [{"query": "a", "found": 3, "other": "b"}]}, ["train.jsonl", "found"]),
-        ({"local_sgd_steps": 2}, ["local_sgd_steps", "embeddings"]),
     ],
 )
 def test_refused_in_one_sentence(folder, tmp_path, fields, words):

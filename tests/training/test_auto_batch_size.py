@@ -7,15 +7,14 @@ import pytest
 import torch
 import yaml
 
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import make_strategy
-from src.models import memory_estimate
-from src.models.activation_memory import Forward, activation_bytes
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
+
+CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 
 
 def flags(files, **values):
@@ -36,7 +35,7 @@ def _search(files, limits: list[int]):
     def bounded(inputs):
         trials.append(len(inputs["input_ids"]))
         if trials[-1] > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise (torch.OutOfMemoryError("CUDA out of memory") if limit > 4 else RuntimeError(CUBLAS))
         return forward(inputs)
 
     model_with_loss.forward = bounded
@@ -75,36 +74,21 @@ def test_at_most_the_share_of_a_rank():
 
 
 @pytest.mark.cluster
-def test_auto_of_a_sharded_model(files, tmp_path):
-    """On a CPU; on a GPU the same vote follows from the estimate of the test below."""
-    argv = flags(files, per_device_batch_size="auto", global_batch_size=8)
-    run = kit.run_training(2, tmp_path / "run", *argv, env=kit.where("fsdp2", 2, mixed_precision="no"))
-    assert yaml.safe_load((run.folder / "config.yaml").read_text())["per_device_batch_size"] == 4
+def test_auto_of_a_sharded_model_is_refused_on_all_ranks(files, tmp_path):
+    argv = flags(files, per_device_batch_size="auto", output_dir="run")
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env)
+    assert codes == [2, 2], texts
+    assert "per_device_batch_size is auto, but under FSDP2" in "".join(texts)
 
 
-def test_estimate_leaves_room_for_gradients_and_moments(files, monkeypatch):
-    run = RunConfig(per_device_batch_size="auto")
+def test_other_errors_of_a_trial_are_raised(files):
+    """The mutant would take every error for a lack of memory, and train with one row."""
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
-    for name, value in kit.where("fsdp2", 2, mixed_precision="no").items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    sizes = memory_estimate.count_parameters(task.build())
-    settings = memory_estimate.strategy_of_launch(run)
-    resting = memory_estimate.resting_bytes(sizes, run, settings)
-    rest = resting["gradients"] + resting["optimizer"] + memory_estimate.working_bytes(sizes, run, settings)
-    [row] = splits["train"].rows(splits["train"].longest(1))
-    forward = Forward(task.build(), task.loss, lambda rows: task.collate([row] * rows, training=True).inputs)
-    for rows in (1, 4, 16):
-        room = rest + activation_bytes(forward, rows, torch.float32, autocast=False)
-        fits = auto_batch_size.estimate(run, task, splits["train"], room)
-        assert fits(rows)
-        assert not fits(rows + 1)
-    assert not auto_batch_size.estimate(run, task, splits["train"], rest)(1)
-
-
-def test_estimate_of_a_loss_that_reads_values(files, monkeypatch):
-    task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
-    loss = type(task).loss
-    monkeypatch.setattr(type(task), "loss", lambda *args: {"loss": torch.tensor(loss(*args)["loss"].item())})
-    with pytest.raises(UsageError, match="auto"):
-        auto_batch_size.estimate(RunConfig(), task, splits["train"], 1e9)(1)
+    module = ModelWithLoss(task.build(), task)
+    module.forward = lambda inputs: torch.zeros(2) @ torch.zeros(3)
+    strategy = SimpleNamespace(
+        accelerator=SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda module: module)
+    )
+    with pytest.raises(RuntimeError, match="size"):
+        auto_batch_size.fits(strategy, module, task, splits["train"].rows(np.arange(2)))

@@ -73,12 +73,6 @@ def test_two_processes_evaluate_and_resume_bitwise(flags, two, tmp_path):
     assert resumed.kind("eval") == two.kind("eval")
 
 
-def test_local_sgd_averages_buffers(flags, tmp_path):
-    run = kit.run_training(2, tmp_path / "run", *flags, "--local_sgd_steps", 4)  # it compares replicas at each save
-    reported, found = evaluated(run, tmp_path / "eval")
-    assert found == reported
-
-
 def test_mutant_buffers_of_each_rank_are_caught(flags, tmp_path, monkeypatch):
     for name in ("record", "restore", "finish"):
         monkeypatch.setattr(StepBuffers, name, lambda self: None)

@@ -79,9 +79,6 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    # Whether `after_update` counts a skipped update, too. Then it is not called for a step that will be repeated because a
-    # rank ran out of memory; to know costs those that define it an all-reduce of one number.
-    counts_skipped = True
     # Options that it no longer has: (value that did what is done without it, what to do instead) by name. Checkpoints of
     # older versions record them.
     removed_options: Mapping[str, tuple[Any, str]] = {}
@@ -119,8 +116,7 @@ class Technique:
         """Use or change the weights after the optimizer's update; `.grad` is cleared.
 
         `skipped` is a bool on the device: do not wait for it. The gradient of a skipped update may hold NaN, so commit
-        what is remembered of gradients here (`torch.where`). A step without targets calls no technique. With `counts_skipped = False`, a skipped update must change
-        nothing that lasts."""
+        what is remembered of gradients here (`torch.where`). A step without targets calls no technique."""
 
     # ---- beside the model --------------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ class CycleMomentum(Technique):
 
     def begin(self) -> None:
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
-        self._set(self.max_momentum)  # for local SGD, which creates the moments before the first update
 
     def change_gradient(self) -> None:
         self._set(self.momentum(self.run.state.updates))

@@ -23,7 +23,6 @@ class EMA(Technique):
     final: bool = option("final/ holds the average instead of the weights of training", False)
 
     copies = 1
-    counts_skipped = False
 
     def begin(self) -> None:
         share = self.decay**self.run.num_steps

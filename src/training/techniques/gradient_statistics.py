@@ -25,8 +25,6 @@ class GradientStatistics(Technique):
     one pass over the weights for each value, under FSDP2 a small collective for each parameter; update_ratio copies the
     weights for the rest of that step."""
 
-    counts_skipped = False
-
     values: list[str] = option(f"what to log, of {', '.join(VALUES)}", ["grad_norm"])
     groups: dict | None = option("groups of parameters as {NAME: PATTERN, …} (default: one for each layer)")
 

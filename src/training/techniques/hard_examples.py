@@ -36,11 +36,6 @@ class HardExamples(Technique):
                 "of two passes: remove one of them"
             )
         self.hardest = model.batch_loss = HardestRows(model.task, self.share)
-        if cfg.local_sgd_steps:
-            raise UsageError(
-                f"techniques: hard_examples chooses from the whole global batch, but local_sgd_steps is {cfg.local_sgd_steps}, "
-                "which gives each process a loss of its own: remove one of them"
-            )
 
     def begin(self) -> None:
         warn_if_unused(self.run, "hard_examples", self.start_step)

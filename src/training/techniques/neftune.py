@@ -41,12 +41,12 @@ class NEFTune(Technique):
 
     def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
         losses = compute(window, total_weight)
-        if window and not self.used and not self.run.strategy.out_of_memory:
+        if window and not self.used:
             raise UsageError("techniques: neftune: the model does not use its get_input_embeddings(): remove neftune")
         return losses
 
     def _note_lengths(self, model: torch.nn.Module, arguments: tuple) -> None:
-        inputs, self.lengths = arguments[0] or {}, None  # None: a rank that ran out of memory
+        inputs, self.lengths = arguments[0], None
         if "attention_mask" in inputs:
             self.lengths = inputs["attention_mask"].sum(-1).flatten()
         elif "lengths" in inputs:

@@ -24,7 +24,6 @@ class ScheduleFree(Technique):
     power: float = option("weight of update t in the average: t ** power × (highest rate so far) ** 2", 0.0, min=0)
 
     copies = copies_in_step = 1  # z; x within a step
-    counts_skipped = False
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if cfg.dtype == "bfloat16":

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError
 from src.config.fields import option
 from src.training.techniques.base import Technique, warn_if_unused
 
@@ -33,13 +32,6 @@ class SpikeWatch(Technique):
         if self.warmup > self.window:
             return [f"warmup is {self.warmup}, more than window, which is {self.window}: it would never end"]
         return []
-
-    def check(self) -> None:
-        if self.run.strategy.uses_local_sgd:
-            raise UsageError(
-                "techniques: spike_watch and local_sgd_steps are both given, but local SGD has no gradient of the global "
-                "batch: remove one of them"
-            )
 
     def begin(self) -> None:
         run = self.run

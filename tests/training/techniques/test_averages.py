@@ -220,7 +220,7 @@ class _NoWait(TorchDispatchMode):
 @pytest.mark.parametrize("kind", [EMA, SWA, LAWA, Lookahead])
 def test_an_update_does_not_wait_for_the_device(kind):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    strategy = SimpleNamespace(uses_local_sgd=False, buffers=StepBuffers(model, torch.device("cpu"), False))
+    strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     technique = kind()
     technique.run = Run(None, strategy, None, None, model, model, None, 1000, TrainState(step=1000))
     technique.begin()
@@ -292,7 +292,7 @@ def test_a_longer_run_starts_its_mean_again(tmp_path):
 
 def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
     model = torch.nn.Linear(2, 2)
-    strategy = SimpleNamespace(uses_local_sgd=False, buffers=StepBuffers(model, torch.device("cpu"), False))
+    strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     swa = SWA()
     swa.run = Run(None, strategy, None, None, model, model, None, 100, TrainState(step=100))
     swa.begin()
@@ -301,16 +301,15 @@ def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
 
 
 @pytest.mark.parametrize(
-    ("techniques", "more", "said"),
+    ("techniques", "said"),
     [
-        ({"ema": {"decay": 1}}, {}, "ema: decay"),
-        ({"lawa": {"k": 1}}, {}, "lawa: k"),
-        ({"lookahead": {"alpha": 0}}, {}, "lookahead: alpha"),
-        ({"swa": None}, {"local_sgd_steps": 2, "save_steps": 2, "eval_steps": 2}, "local_sgd_steps"),
+        ({"ema": {"decay": 1}}, "ema: decay"),
+        ({"lawa": {"k": 1}}, "lawa: k"),
+        ({"lookahead": {"alpha": 0}}, "lookahead: alpha"),
     ],
 )
-def test_what_cannot_work_is_refused_on_all_ranks(tmp_path, techniques, more, said):
-    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques), "max_steps": 4} | more
+def test_what_cannot_work_is_refused_on_all_ranks(tmp_path, techniques, said):
+    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques), "max_steps": 4}
     argv = kit.flags(**values | {"per_device_batch_size": 8, "output_dir": "run"})
     codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
     assert codes == [2, 2], texts

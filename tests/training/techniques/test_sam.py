@@ -157,12 +157,6 @@ def test_degenerate_gradients(kind, value):
     assert found.isfinite().all() if value < 1 else not found.isfinite().any()
 
 
-def test_local_sgd_moves_each_rank_by_its_own_gradient(tmp_path):
-    values = fields(tmp_path) | {"local_sgd_steps": 2}
-    run = technique_runs.train(tmp_path / "run", values, 2, 4)
-    assert len(run.losses()) == technique_runs.STEPS
-
-
 def _watched(argv):
     """Train on this rank; assert that the host does not wait for the device after the first step."""
     around = train.TechniqueChain.around
