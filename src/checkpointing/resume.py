@@ -103,8 +103,7 @@ def _candidates(cfg: RunConfig, restarted: bool) -> tuple[list[Path], list[str]]
     if step is not None and checkpoints and (step_of(checkpoints[-1]) or 0) > step:
         return checkpoints, [f"{own} holds the run that began from {asked}: resuming from its newest checkpoint"]
     found = _checkpoints_at(asked)
-    held = [path.name for path in checkpoints]
-    held += [name for name in ("metrics.jsonl", "final") if (own / name).exists()]
+    held = [path.name for path in (*checkpoints, own / "metrics.jsonl", own / "final") if path.exists()]
     if step is None and held:
         raise UsageError(
             f"resume: {asked} is a checkpoint of another run than the one in output_dir {own} ({', '.join(held[:3])}): "
@@ -170,21 +169,18 @@ def archive_stale_outputs(accelerator: "Accelerator", cfg: RunConfig, start: Pat
             f"output_dir: another process has trained in {folder} since this one started: run the command again"
         )
     own = start is not None and belongs(start, folder)
-    for path in filter(Path.exists, _stale_outputs(cfg, folder, start, own)):
+    for path in filter(Path.exists, _stale_outputs(folder, start, own)):
         _archive(path, prefix="old_" if own else "")
     if start and not own and cfg.metric_for_best_model:
         copy_best_checkpoint(start, folder, metadata["lineage"])
 
 
-def _stale_outputs(cfg: RunConfig, folder: Path, start: Path | None, own: bool) -> list[Path]:
+def _stale_outputs(folder: Path, start: Path | None, own: bool) -> list[Path]:
     stale = [folder / "final"]
     if not own:
         stale += [folder / "metrics.jsonl", folder / "ledger.jsonl"]
     if start is None:
-        stale.append(folder / "checkpoints")
-        if cfg.resume == "never":
-            stale.append(folder / "trackers.json")  # so that wandb starts a new run, too
-        return stale
+        return [*stale, folder / "checkpoints"]
     step = read_state(start)["progress"]["step"]  # not from the name: a user may have renamed the folder
     return stale + [path for path in list_checkpoints(folder) if _contradicts(path, start, step)]
 

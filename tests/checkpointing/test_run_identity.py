@@ -170,6 +170,15 @@ def test_length_in_epochs_counts_as_its_steps(tmp_path):
     assert text in refusal(tmp_path, run_of("linear", num_train_epochs=3.0), was=was)
 
 
+def test_stream_instead_of_epochs_is_refused(tmp_path):
+    """A stream has no number of rows to compare the old length with."""
+    stream = DATA | {"examples": None, "rows": "stream"}
+    said = refusal(
+        tmp_path, run_of("linear", max_steps=22), was=run_of("linear"), known=KNOWN | {"data": stream}, then=KNOWN
+    )
+    assert "(data: 83 rows, hash one → a stream, hash stream)" in said
+
+
 def test_mutant_that_ignores_the_schedule_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(run_identity, "_has_same_rates", lambda *args: True)
     assert check(tmp_path, run_of("linear", max_steps=1000), was=run_of("linear", max_steps=12))
