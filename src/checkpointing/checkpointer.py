@@ -85,7 +85,7 @@ class Checkpointer:
         if self.resume_from is None and self.cfg.check_save:
             saved = {"progress": asdict(self.state)} | self.metadata
             try_to_save(self.strategy, self.writer, self.model, self.parts, saved)
-        resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata["lineage"])
+        resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 

@@ -1,19 +1,21 @@
 """Choice of the checkpoint to resume from, the same on all ranks; archiving of outputs that the run replaces.
 
-Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_lineage.py.
+Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_folder.py.
 """
 
+import json
 import os
+import shutil
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import yaml
 
-from src.checkpointing import run_lineage
-from src.checkpointing.checkpoint_list import list_checkpoints, read_state, step_of
-from src.checkpointing.run_identity import check_same_run, identity
-from src.config.errors import Stopped, UsageError
+from src.checkpointing.checkpoint_list import is_inside, list_checkpoints, read_state, step_of
+from src.checkpointing.run_identity import check_same_run, identity, lineage, read_lineage
+from src.config.errors import Stopped, UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.host_group import run_on_main
 from src.runtime import run_lock, run_status
@@ -94,15 +96,44 @@ def _candidates(cfg: RunConfig, restarted: bool) -> tuple[list[Path], list[str]]
     if cfg.resume == "never":
         return [], []
     asked = Path(cfg.resume)
-    if run_lineage.belongs(asked, own):
+    if belongs(asked, own):
         return _checkpoints_at(asked), []
-    if not run_lineage.began_from(own, asked):
-        found = _checkpoints_at(asked)
-        run_lineage.check_no_other_run(own, asked)
-        return found, []
-    if run_lineage.has_trained(own):
+    step = _step_of_start(own, asked)
+    # A checkpoint of that step or an earlier one is a copy of the best one.
+    if step is not None and checkpoints and (step_of(checkpoints[-1]) or 0) > step:
         return checkpoints, [f"{own} holds the run that began from {asked}: resuming from its newest checkpoint"]
-    return _checkpoints_at(asked), []
+    found = _checkpoints_at(asked)
+    held = [path.name for path in (*checkpoints, own / "metrics.jsonl", own / "final") if path.exists()]
+    if step is None and held:
+        raise UsageError(
+            f"resume: {asked} is a checkpoint of another run than the one in output_dir {own} ({', '.join(held[:3])}): "
+            "give another --output_dir, or remove --resume to resume the run in output_dir"
+        )
+    return found, []
+
+
+def belongs(path: Path, output_dir: Path) -> bool:
+    """Return True if `path` is `output_dir`, or a checkpoint that its run saved, even if it was moved since."""
+    if path.resolve() == output_dir.resolve() or is_inside(path, output_dir):
+        return True
+    run_id = read_lineage(path).get("run_id")
+    return run_id is not None and run_id in [read_lineage(own).get("run_id") for own in list_checkpoints(output_dir)]
+
+
+def _step_of_start(output_dir: Path, asked: Path) -> int | None:
+    """Return the step at which the run in `output_dir` began from `asked`, a checkpoint or a run; None if it did not."""
+    checkpoints = list_checkpoints(output_dir)
+    for path in reversed(checkpoints):
+        if began := read_lineage(path).get("began_from"):
+            source, manifest = Path(began["checkpoint"]), atomic_folder.read_manifest(asked).get("manifest")
+            same = asked.resolve() in (source, source.parent.parent) or began["manifest"] == manifest
+            return began["step"] if same else None
+    if checkpoints or (output_dir / "final").exists():
+        return None
+    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):  # killed before its first checkpoint
+        resumed = yaml.safe_load((output_dir / "config.yaml").read_text())["resume"]
+        return 0 if Path(str(resumed)).resolve() == asked.resolve() else None
+    return None
 
 
 def _checkpoints_at(asked: Path) -> list[Path]:
@@ -121,11 +152,11 @@ def run_metadata(accelerator: "Accelerator", cfg: RunConfig, resolved: str, spli
     return {
         "config": yaml.safe_load(resolved),
         "identity": identity(accelerator, cfg, splits),
-        "lineage": run_lineage.lineage(cfg, start),
+        "lineage": lineage(start, start is not None and belongs(start, Path(cfg.output_dir))),
     }
 
 
-def archive_stale_outputs(accelerator: "Accelerator", cfg: RunConfig, start: Path | None, lineage: dict) -> None:
+def archive_stale_outputs(accelerator: "Accelerator", cfg: RunConfig, start: Path | None, metadata: dict) -> None:
     """Rename old outputs that would not fit this run. Nothing is deleted.
 
     For a new run these are all outputs, for a resumed run the final model and the checkpoints after `start`."""
@@ -137,22 +168,19 @@ def archive_stale_outputs(accelerator: "Accelerator", cfg: RunConfig, start: Pat
         raise UsageError(
             f"output_dir: another process has trained in {folder} since this one started: run the command again"
         )
-    own = start is not None and run_lineage.belongs(start, folder)
-    for path in filter(Path.exists, _stale_outputs(cfg, folder, start, own)):
+    own = start is not None and belongs(start, folder)
+    for path in filter(Path.exists, _stale_outputs(folder, start, own)):
         _archive(path, prefix="old_" if own else "")
     if start and not own and cfg.metric_for_best_model:
-        run_lineage.copy_best_checkpoint(start, folder, lineage)
+        copy_best_checkpoint(start, folder, metadata["lineage"])
 
 
-def _stale_outputs(cfg: RunConfig, folder: Path, start: Path | None, own: bool) -> list[Path]:
+def _stale_outputs(folder: Path, start: Path | None, own: bool) -> list[Path]:
     stale = [folder / "final"]
     if not own:
         stale += [folder / "metrics.jsonl", folder / "ledger.jsonl"]
     if start is None:
-        stale.append(folder / "checkpoints")
-        if cfg.resume == "never":
-            stale.append(folder / "trackers.json")  # so that wandb starts a new run, too
-        return stale
+        return [*stale, folder / "checkpoints"]
     step = read_state(start)["progress"]["step"]  # not from the name: a user may have renamed the folder
     return stale + [path for path in list_checkpoints(folder) if _contradicts(path, start, step)]
 
@@ -175,3 +203,28 @@ def _archive(path: Path, prefix: str) -> None:
         path.rename(path.with_name(f"{name}.old{number}"))
     except OSError as error:
         raise UsageError(f"output_dir: {path} cannot be renamed to make room for this run: {error}") from error
+
+
+def copy_best_checkpoint(start: Path, output_dir: Path, new_lineage: dict) -> None:
+    """Copy the best checkpoint of the run that saved `start` to `output_dir`, with `new_lineage` as its lineage.
+
+    It is beside `start`, where a user may also keep checkpoints of other runs."""
+    best_step, run_id = read_state(start)["progress"]["best_step"], read_lineage(start)["run_id"]
+    beside = [path for path in [start, *sorted(start.resolve().parent.iterdir())] if path.is_dir()]
+    found = [path for path in beside if best_step and step_of(path) == best_step]
+    same_run = (path for path in found if read_lineage(path).get("run_id") == run_id)
+    best = next((path for path in same_run if not atomic_folder.verify(path)), None)
+    if best is None:
+        return
+
+    def write(temporary: Path) -> None:
+        for name in atomic_folder.read_manifest(best)["files"]:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(best / name, temporary / name)  # not the file mode: the source may be read-only
+        (temporary / "state.json").write_text(json.dumps(read_state(best) | {"lineage": new_lineage}, indent=1))
+
+    folder = output_dir / "checkpoints" / f"step_{best_step:08d}"
+    try:
+        atomic_folder.publish(folder, write, **atomic_folder.read_metadata(best))
+    except (OSError, shutil.Error) as error:
+        warn(f"the best checkpoint so far, {best}, cannot be copied to {folder}: {error}", any_rank=True)

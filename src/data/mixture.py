@@ -43,9 +43,7 @@ class Mixture:
         return total | {
             "examples": len(self),
             "longest": max(s["longest"] for s in stats),
-            "tokenizer": stats[0]["tokenizer"],
             "rows": hashlib.sha256(repr([*content, self.quotas]).encode()).hexdigest()[:32],
-            "files": {f"{name}: {k}": v for name, part in self.parts.items() for k, v in part.stats["files"].items()},
         }
 
     def next_pass(self) -> None:

@@ -116,7 +116,7 @@ def _value_bytes(value) -> bytes:
     return repr(value).encode()
 
 
-def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:
+def write_stats(raw: RawRows, targets: list[Path], work: SharedWork) -> None:
     """Merge the lengths and the hashes of all pieces into one file each. Write the statistics of all rows last."""
     source, folder = raw.source, targets[0].parent
     pieces = [json.loads(target.read_text()) for target in targets]
@@ -143,10 +143,8 @@ def write_stats(task: Task, raw: RawRows, targets: list[Path], work: SharedWork)
         "longest": int(lengths.max(initial=0)),
         "examples": examples,
         "rows": digest,
-        "files": source.sizes(),
         "unread": raw.unread[:4],
         "unused_split": source.unused_split(raw.splits),
-        "tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode()),
         "pieces": [[arrow.name, piece["blocks"]] for arrow, piece in zip(arrows, pieces, strict=True)],
         "bytes": {path.name: path.stat().st_size for path in written},
     }

@@ -130,7 +130,7 @@ def piece_bounds(rows: int, size: int) -> list[int]:
 
 def _finish(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> None:
     """Write the statistics. Remove temporary files, and unfinished folders of other data that are older than a week."""
-    write_stats(task, raw, targets, work)
+    write_stats(raw, targets, work)
     folder = targets[0].parent
     if work.peers.locks_work:  # without file locks another process may still read them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):

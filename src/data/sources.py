@@ -120,10 +120,6 @@ class Source:
         known = self.remote.get(file, {})
         return known.get("bytes"), known.get("etag")
 
-    def sizes(self) -> dict[str, int]:
-        """Return {name: bytes} of the first 1000 files, so that a run can report which files changed."""
-        return {name: size for name, size, _ in self.versions()[:1000]}
-
     def sample(self) -> str | None:
         """Return a hash of bytes from the start, middle and end of the first 1000 files, or None without local files.
 

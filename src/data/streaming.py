@@ -73,8 +73,6 @@ class Stream:
         self.stats = {
             "examples": None,
             "rows": xxhash.xxh3_128_hexdigest(repr(content).encode()),
-            "files": source.sizes(),
-            "tokenizer": xxhash.xxh3_128_hexdigest(task.fingerprint().encode()),
             "sample": source.sample(),
         }
         self.epoch, self.pass_ended = 0, False

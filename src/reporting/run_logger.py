@@ -19,12 +19,12 @@ from src.data.streaming import Stream
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import CompileCounter
-from src.reporting import trackers
 from src.reporting.dry_run import checked_model
 from src.reporting.environment import environment, save_diff, topology
 from src.reporting.ledger import Ledger
 from src.reporting.meter import Meter
 from src.reporting.run_plan import plan_table, run_notes
+from src.reporting.trackers import Trackers
 from src.runtime import console, run_status
 from src.runtime.console import Console, exact, in_unit, table
 from src.runtime.exit_codes import record_exit_in
@@ -57,6 +57,7 @@ class RunLogger:
         self.console = Console(self.is_main, num_steps, task.unit)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.ledger = Ledger(cfg, train_set, self.is_main)
+        self.trackers: Trackers | None = None
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{strategy.accelerator.process_index}.log")
@@ -93,23 +94,22 @@ class RunLogger:
 
     def _begin_files(self, state: TrainState) -> None:
         """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to `state`, start the trackers."""
-        config = to_yaml(self.cfg, self.task.options)
         try:
-            self._write_run_files(config, state.step)
+            self._write_run_files(state.step)
             # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
             jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
             run_status.write_status(self.folder, "running", state.step)
+            if self.strategy.accelerator.log_with:
+                self.trackers = Trackers(self.strategy.accelerator, self.cfg, state.step)
         except OSError as error:
             raise _not_writable(self.folder, error) from error
-        lines = jsonl.read_lines(self.metrics.path)
-        trackers.start(self.strategy.accelerator, self.cfg, config, state.step, lines)
         self.ledger.begin(state.step)
         self.console.begin(state.step)
 
-    def _write_run_files(self, config: str, step: int) -> None:
+    def _write_run_files(self, step: int) -> None:
         """Write config.yaml, environment.json (with a list of all starts of this run) and code.diff."""
         starts = atomic_folder.read_json(self.folder / "environment.json").get("starts", []) if step else []
-        atomic_folder.rewrite(self.folder / "config.yaml", config)
+        atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(self.cfg, self.task.options))
         known = environment(self.strategy, self.cfg)
         known["unit"] = self.task.unit
         known["starts"] = [*starts, {"step": step, "world_size": known["world_size"], "time": time.time()}]
@@ -161,7 +161,8 @@ class RunLogger:
         line = strict_json({"kind": kind, "step": step} | numbers)
         self.metrics.add(line)
         self.metrics.try_flush()
-        trackers.add(line)
+        if self.trackers:
+            self.trackers.add(line)
         log.info("%s", json.dumps(line))
         self.console.line(line)
 

@@ -1,4 +1,4 @@
-"""Options of techniques: reading the field `techniques`, all values in words, and what a resumed run has changed.
+"""Options of techniques: reading the field `techniques`, defaults, all values in words.
 
 Tests: tests/training/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
 """
@@ -62,30 +62,7 @@ def _text(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def differences(old: dict | None, new: dict | None) -> tuple[list[str], list[str]]:
-    """Return (changes that would change a run's numbers, others) of `techniques`, each as "techniques: NAME: …".
-
-    An option that a checkpoint of an older version lacks had today's default."""
-    before, after = _with_defaults(old), _with_defaults(new)
-    refused, remarks = [], []
-    for name in [*before, *(name for name in after if name not in before)]:
-        found = refused if name not in TECHNIQUES or TECHNIQUES[name]().changes_training else remarks
-        if name not in before or name not in after:
-            texts = [in_words(side[name]) or "on" if name in side else "none" for side in (before, after)]
-            found.append(f"techniques: {name}: {texts[0]} → {texts[1]}")
-            continue
-        was, now = before[name], after[name]
-        changed = [key for key in {**was, **now} if _in_order(was.get(key)) != _in_order(now.get(key))]
-        found += [f"techniques: {name}: {key} {was.get(key)} → {now.get(key)}" for key in changed]
-    return refused, remarks
-
-
-def _in_order(value: Any) -> Any:
-    """Return a value that differs for another order of patterns: the first that matches decides."""
-    return list(value.items()) if isinstance(value, dict) else value
-
-
-def _with_defaults(given: dict | None) -> dict[str, dict]:
+def with_defaults(given: dict | None) -> dict[str, dict]:
     """Return all options of each technique of the field `techniques`; of one that this version lacks, those given."""
     found = {}
     for name, options in (given or {}).items():

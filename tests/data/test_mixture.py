@@ -184,7 +184,7 @@ def test_mixture_resumes_bitwise_and_weights_are_fixed(sources, one, tmp_path):
         "train.py", *fields, *mixed(other), "--output_dir", tmp_path / "run", folder=tmp_path
     )
     assert codes == [2]
-    assert "training data" in texts[0]
+    assert "(data: 91 rows, hash " in texts[0]
 
 
 def test_config_with_a_mixture_round_trips(sources, one, tmp_path):

@@ -1,12 +1,13 @@
-"""Trackers: every line of a run under one id; a failing or hanging tracker is a warning."""
+"""Trackers: they get every line of a start; a failing or hanging tracker is a warning."""
 
 import json
+import os
 import signal
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
+from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
 from src.config.schema import RunConfig
@@ -51,18 +52,13 @@ def _raise(*args, **kwargs):
 
 
 def _register():
-    bad = {
-        "hangs_in_start": {"start": _forever},
-        "hangs_in_log": {"log": _forever},
-        "hangs_at_end": {"finish": _forever},
-    }
-    bad |= {"raises_in_start": {"start": _raise}, "raises_in_log": {"log": _raise}}
+    methods = {"start": "start", "log": "log", "end": "finish"}
     register_tracker_class(Good)
-    for name, methods in bad.items():
-        fields = {"name": name, "requires_logging_directory": False, "tracker": None}
-        fields["__init__"] = lambda self, project: GeneralTracker.__init__(self)
-        register_tracker_class(type(name, (GeneralTracker,), fields | methods))
-    return list(bad)
+    for what, act in (("hangs", _forever), ("raises", _raise)):
+        for when, method in methods.items():
+            fields = {"name": f"{what}_in_{when}", "requires_logging_directory": False, "tracker": None, method: act}
+            fields["__init__"] = lambda self, project: GeneralTracker.__init__(self)
+            register_tracker_class(type(fields["name"], (GeneralTracker,), fields))
 
 
 @pytest.fixture
@@ -71,8 +67,6 @@ def registered():
     yield _register()
     LOGGER_TYPE_TO_CLASS.clear()
     LOGGER_TYPE_TO_CLASS.update(before)
-    trackers._threads.clear()
-    trackers._close_deadlines.clear()
 
 
 def received(folder) -> list[dict]:
@@ -109,10 +103,14 @@ def _fail():
     raise ZeroDivisionError("in the middle")
 
 
+def _two_signals():
+    send_here(signal.SIGTERM)
+    time.sleep(1.5)  # a signal within a second is a copy of the first
+    send_here(signal.SIGTERM)
+
+
 def _train(argv, folder, timeout, rank=None, act=_fail):
     """Run train.py with the trackers of this file; one `rank` calls `act()` in step 4."""
-    import os
-
     import train
 
     _register()
@@ -141,22 +139,31 @@ def run(files, folder, *at_step_4, timeout=100.0, world=1, **values):
     return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
 
 
-def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
-    names = [*registered, "good"]
+@pytest.mark.parametrize("when", ["start", "log", "end"])
+def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, when):
+    """A tracker that raises does not disturb the others; one that hangs stops them, but never the run."""
+    folder = tmp_path / "all" / "run"
+    names, began = [f"raises_in_{when}", "good", f"hangs_in_{when}"], time.monotonic()
     codes, text = run(files, tmp_path / "all", timeout=4.0, max_steps=3, report_to=names)
     assert codes == [0], text
-    folder = tmp_path / "all" / "run"
+    assert time.monotonic() - began < 100  # not the 1000 s of a hanging call
     assert (folder / "final" / "config.json").exists()
     assert json.loads((folder / "status.json").read_text())["status"] == "complete"
     lines = received(folder)
-    assert losses(lines) == expected(folder)
     assert len(expected(folder)) == 5
+    assert losses(lines) == expected(folder)[: {"start": 0, "log": 1, "end": 5}[when]]
     assert lines[0] == {"project": kit.REPOSITORY.name}
-    assert lines[-1] == {"finished": True}
-    for name in registered:
-        assert f"warning: report_to: {name} " in text
-    assert "hangs_in_log has not logged 5 of 5 lines" in text
+    assert f"warning: report_to: raises_in_{when} could not " in text
+    assert f"warning: report_to: hangs_in_{when} has not closed in 4 s" in text
+    assert (f"hangs_in_{when} has not started in 4 s" in text) == (when == "start")
     assert "good" not in text
+
+
+def test_second_signal_does_not_wait_long_for_trackers(files, tmp_path, registered):
+    began = time.monotonic()
+    codes, text = run(files, tmp_path / "end", 0, _two_signals, max_steps=400, report_to=["hangs_in_log"])
+    assert codes == [128 + signal.SIGTERM], text
+    assert time.monotonic() - began < 90  # the timeout of this test's trackers is 100 s
 
 
 ENDS = {  # name: (exit code, rank and what it does in step 4)
@@ -178,53 +185,43 @@ def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
     assert "report_to" not in text
 
 
-def start(folder, config="a: 1", step=0, lines=()):
-    """Start the good tracker in this process, as train.py does; return trackers.json."""
-    folder.mkdir(exist_ok=True)
-    run = RunConfig(output_dir=str(folder), report_to=["good"], project="p/q")
-    trackers.start(SimpleNamespace(log_with=["good"], trackers=[]), run, config, step, list(lines))
-    return json.loads((folder / "trackers.json").read_text())
-
-
-def line(step):
-    return {"kind": "train", "step": step, "loss": float(step)}
-
-
-def test_resume_sends_lines_that_a_tracker_may_lack(tmp_path, registered, monkeypatch):
+def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, registered, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
-    first = start(tmp_path / "run")
+    terminal, cfg = sys.stdin, RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
+    accelerator = Accelerator(cpu=True, log_with=["good"], project_dir=tmp_path)
+    started = trackers.Trackers(accelerator, cfg, 0)
     assert sys.argv == ["train.py"]
-    for step in (1, 2):
-        trackers.add(line(step))
-    assert trackers.close()
-    assert start(tmp_path / "run", "a: 2", 2, map(line, (1, 2)))["run_id"] == first["run_id"]
-    trackers.add(line(3))
-    trackers._threads[0].queue.put(None)  # as after a kill, trackers.json does not have step 3
-    trackers._threads[0].thread.join()
-    (tmp_path / "run" / "trackers.json").write_text(json.dumps(first | {"complete": {"good": 2}}))
-    start(tmp_path / "run", "a: 2", 4, map(line, (1, 2, 3, 4)))
-    assert trackers.close()
-    assert [step for step, *_ in losses(received(tmp_path / "run"))] == [1, 2, 3, 3, 4]
-    assert json.loads((tmp_path / "run" / "trackers.json").read_text())["complete"] == {"good": 4}
-    assert start(tmp_path / "run", "a: 2", 3)["complete"] == {"good": 3}  # from an older checkpoint: step 4 comes again
+    assert sys.stdin is terminal
+    assert accelerator.get_tracker("good").project == "p"
+    started.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})
+    assert started.close()
+    assert started.close()  # the end of a process may call it again
+    assert received(tmp_path) == [{"project": "p"}, {"train/loss": 2.0, "step": 1}, {"finished": True}]
 
 
-def test_only_a_new_run_gets_a_new_id(tmp_path):
-    first = trackers._run_identity(tmp_path, "a: 1", 0)["run_id"]
-    assert trackers._run_identity(tmp_path, "a: 1", 0)["run_id"] == first  # killed before its first checkpoint
-    assert trackers._run_identity(tmp_path, "a: 2", 10)["run_id"] == first  # resumed, with another flag
-    second = trackers._run_identity(tmp_path, "a: 3", 0)["run_id"]
-    assert second != first
+def test_only_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+
+    def run_id(step: int) -> str:
+        return trackers.tracker_options(RunConfig(output_dir=str(tmp_path)), step)["wandb"]["id"]
+
+    first, resumed, second = run_id(0), run_id(10), run_id(0)
+    assert first == resumed != second
     (tmp_path / "trackers.json").write_text("[]")
-    assert trackers._run_identity(tmp_path, "a: 3", 10)["run_id"] not in (first, second)
+    assert run_id(10) not in (first, second)
 
 
 def test_wandb_variables_win_over_our_defaults(tmp_path, monkeypatch):
-    run, folder = RunConfig(output_dir=str(tmp_path / "x")), tmp_path / "x"
-    keywords = trackers._settings(run, folder, "id")["wandb"]
-    assert keywords == {"name": "x", "id": "id", "resume": "allow", "dir": str(folder)}
-    for name in ("NAME", "RUN_ID", "RESUME", "DIR"):
-        monkeypatch.setenv(f"WANDB_{name}", "theirs")
-    assert trackers._settings(run, folder, "id")["wandb"] == {}
+    names = {"NAME": "name", "RUN_ID": "id", "RESUME": "resume", "DIR": "dir"}
+    for variable in names:
+        monkeypatch.delenv(f"WANDB_{variable}", raising=False)
+    run = RunConfig(output_dir=str(tmp_path / "x"))
+    (tmp_path / "x").mkdir()
+    ours = trackers.tracker_options(run, 0)["wandb"]
+    assert ours == {"name": "x", "id": ours["id"], "resume": "allow", "dir": str(tmp_path / "x")}
+    for variable in names:
+        monkeypatch.setenv(f"WANDB_{variable}", variable)
+    theirs = {option: variable for variable, option in names.items()}
+    assert trackers.tracker_options(run, 0)["wandb"] == theirs
     run.run_name = "mine"
-    assert trackers._settings(run, folder, "id")["wandb"] == {"name": "mine"}
+    assert trackers.tracker_options(run, 0)["wandb"] == theirs | {"name": "mine"}

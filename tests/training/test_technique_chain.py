@@ -198,12 +198,15 @@ def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
     assert found({"gradient_noise": None, "clip_by_value": {"limit": 0.5}}).folder
     clip = {"clip_by_value": {"limit": 0.5}}
     others = [
-        (None, r"clip_by_value: limit 0\.5 → none"),
-        (clip, r"gradient_noise: eta 0\.01, gamma 0\.55 → none"),
-        ({"clip_by_value": {"limit": 0.6}, "gradient_noise": None}, r"clip_by_value: limit 0\.5 → 0\.6"),
+        (None, r"clip_by_value: {'limit': 0\.5} → None"),
+        (clip, r"gradient_noise: {'eta': 0\.01, 'gamma': 0\.55} → None"),
+        (
+            {"clip_by_value": {"limit": 0.6}, "gradient_noise": None},
+            r"clip_by_value: {'limit': 0\.5} → {'limit': 0\.6}",
+        ),
     ]
     for other, text in others:
-        with pytest.raises(UsageError, match=rf"techniques: {text}.*--output_dir"):
+        with pytest.raises(UsageError, match=rf"techniques\.{text}.*--output_dir"):
             found(other)
 
 

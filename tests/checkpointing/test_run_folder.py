@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from src.checkpointing import checkpoint_list
-from src.checkpointing.run_lineage import copy_best_checkpoint, run_id
+from src.checkpointing.resume import copy_best_checkpoint
+from src.checkpointing.run_identity import read_lineage
 from src.config.errors import UsageError
 from src.runtime import run_status
 from src.storage import atomic_folder
@@ -15,6 +16,10 @@ from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step, find
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
+
+
+def run_id(checkpoint: Path) -> str:
+    return read_lineage(checkpoint)["run_id"]
 
 
 def steps_of(run: kit.Run) -> list[int]:
