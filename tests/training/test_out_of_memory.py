@@ -143,9 +143,7 @@ def test_running_statistics_count_a_repeated_step_once(tmp_path, monkeypatch):
     """The first pass of SAM has counted its micro-batches when the second one runs out of memory."""
     monkeypatch.setattr(text_classification.Task, "build", batch_norm.build)
     limit_memory_in_pass(monkeypatch, 4, text_classification)
-    flags = batch_norm.recipe(
-        tmp_path, max_steps=3, per_device_batch_size=8, techniques='{"sam": null}', check_save=False
-    )
+    flags = batch_norm.recipe(tmp_path, max_steps=3, per_device_batch_size=8, techniques='{"sam": null}')
     run = kit.run_training(1, tmp_path / "run", *flags)
     assert [line["step"] for line in run.kind("out_of_memory")] == [2]
     assert run.weights["blocks.0.norm.num_batches_tracked"].item() == 3
