@@ -139,7 +139,9 @@ def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
 
 
 def check_model(strategy: "Strategy", model: Any) -> None:
-    """Raise UsageError for state of a ModelWithLoss that cannot be saved or sharded, or for a layer that depends on the number of processes."""
+    """Raise UsageError for state that cannot be saved or sharded, or a layer that depends on the number of processes.
+
+    `model` is a ModelWithLoss."""
     # A frozen teacher is not in checkpoints, but it is sharded, too.
     check_only_tensors(model if strategy.is_sharded else model.task.saved(model.model))
     for name, layer in model.named_modules():

@@ -50,52 +50,52 @@ def test_sound_run_passes(plain, tmp_path, strategy, world):
     assert not (small / "checkpoints").exists()
 
 
-def counted(model) -> None:
-    model.calls += model.training
+def test_run_without_evaluation_data_passes(plain, tmp_path):
+    argv = plain_task.flags({"train_file": plain["train_file"]})
+    codes, texts = smoke(argv, tmp_path / "here", 2)
+    assert codes == [0, 0], texts
+    assert "no evaluation data" in texts[0].splitlines()[-2]
 
 
-def dropping(cls):
-    """Return a `build` with a parameter or buffer that from_pretrained drops, because GPT2LMHeadModel does not have it."""
+class WithParameter(causal_lm.Task):
+    """Adds a parameter that GPT2LMHeadModel does not have: from_pretrained drops it."""
 
     def build(self, weights=None, empty=False):
-        model = causal_lm.Task.build(self, weights, empty)
-        if cls is torch.nn.Parameter:
-            model.scale = torch.nn.Parameter(torch.ones(3))
-        else:
-            model.register_buffer("calls", torch.zeros(3))
-            model.base_model.register_forward_pre_hook(lambda *_: counted(model))
+        model = super().build(weights, empty)
+        model.extra = torch.nn.Parameter(torch.ones(3))
         return model
 
-    return build
+    def loss(self, model, inputs):
+        sums = super().loss(model, inputs)
+        return sums | {"loss": sums["loss"] + model.extra.sum()}
 
 
-@pytest.mark.parametrize("kind, name", [(torch.nn.Parameter, "model/scale"), (torch.Tensor, "model/calls")])
+class WithBuffer(causal_lm.Task):
+    """Adds a buffer that training changes."""
+
+    def build(self, weights=None, empty=False):
+        model = super().build(weights, empty)
+        model.register_buffer("extra", torch.zeros(3))
+        model.base_model.register_forward_pre_hook(lambda *_: count(model))
+        return model
+
+
+def count(model) -> None:
+    model.extra += model.training
+
+
+@pytest.mark.parametrize("kind", [WithParameter, WithBuffer])
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, name, world):
-    """AdamW decays no vector, so the parameter's gradient moves it."""
-    fork = types.SimpleNamespace(
-        Options=causal_lm.Options,
-        Task=type(
-            "Task",
-            (causal_lm.Task,),
-            {
-                "build": dropping(kind),
-                "loss": lambda self, model, inputs: add(causal_lm.Task.loss(self, model, inputs), model, kind),
-            },
-        ),
-    )
+def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world):
+    fork = types.SimpleNamespace(Options=causal_lm.Options, Task=kind)
     argv = kit.flags(**tiny, task="fork", max_steps=9, learning_rate=1e-2, lr_scheduler_type="constant")
     argv += kit.flags(global_batch_size=8, per_device_batch_size=4)
     with plain_task.registered(fork, "fork"):
         codes, texts = smoke(argv, tmp_path / "here", world)
     assert codes == [2] * world, texts
-    assert name in texts[0].rstrip().splitlines()[-1]
+    assert "model/extra: " in texts[0].rstrip().splitlines()[-1]
     assert "smoke: passed" not in "".join(texts)
     assert "Traceback" not in "".join(texts)
-
-
-def add(sums, model, kind):
-    return sums | {"loss": sums["loss"] + model.scale.sum()} if kind is torch.nn.Parameter else sums
 
 
 def test_weights_that_build_ignores_are_named(plain, tmp_path):
