@@ -27,6 +27,7 @@ from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
+from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_status
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
@@ -62,6 +63,7 @@ class Checkpointer:
 
         A part (ema=ema) is saved beside the model: an object with a flat `state_dict` of tensors, numbers and strings,
         and `load_state_dict`."""
+        check_only_tensors(model.task.saved(model.model))
         self.model, self.parts, self.meter = model, {"optimizer": optimizer} | parts, meter
         if self.resume_from is None:
             self.state = TrainState()

@@ -6,7 +6,7 @@ tests/training/test_local_sgd.py.
 
 import os
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -138,12 +138,10 @@ def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
 # ---- before the model is wrapped -------------------------------------------------------------------------------------
 
 
-def check_model(strategy: "Strategy", model: Any) -> None:
-    """Raise UsageError for state that cannot be saved or sharded, or a layer that depends on the number of processes.
-
-    `model` is a ModelWithLoss."""
-    # A frozen teacher is not in checkpoints, but it is sharded, too.
-    check_only_tensors(model if strategy.is_sharded else model.task.saved(model.model))
+def check_model(strategy: "Strategy", model: torch.nn.Module) -> None:
+    """Raise UsageError for state that cannot be sharded, or for a layer that depends on the number of processes."""
+    if strategy.is_sharded:
+        check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and strategy.accelerator.num_processes > 1:
             raise UsageError(
