@@ -37,7 +37,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -60,6 +60,9 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 
 train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 	@$(VENV)/python -m src.distributed.run_launcher '$(OUT)' -- $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_GIVEN) $(ARGS)
+
+smoke: .venv/done ## try CONFIG in a minute: two steps, an evaluation, a save and a resume, compared
+	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) train.py --config '$(CONFIG)' --smoke true $(OUT_GIVEN) $(ARGS)
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)

@@ -33,8 +33,9 @@ def main(argv: list[str]) -> None:
     also = {name: rules.help for name, rules in declared_options(RangeTest).items()}
     cfg, task_options = parsing.parse(argv, OPTIONS, also=also)
     validation.check(cfg, task_options)
-    if cfg.dry_run:
-        raise UsageError("dry_run: find_lr.py trains, and has no plan to print: give --dry_run to train.py")
+    for name in ("dry_run", "smoke"):
+        if getattr(cfg, name):
+            raise UsageError(f"{name}: find_lr.py has no {name}: give --{name} to train.py")
     check_environment()
     cfg.report_to = []  # no tracker
     TechniqueChain(cfg)
@@ -57,7 +58,7 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:
     """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
     techniques, hosts, state = TechniqueChain(cfg), strategy.hosts, TrainState()
-    model = build_model(cfg, strategy, task, train_set, init_weights(cfg), techniques.change_model)
+    model = build_model(cfg, strategy, task, init_weights(cfg), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])

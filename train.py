@@ -11,7 +11,7 @@ from src.distributed.init_accelerator import check_environment, init_accelerator
 from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, schedules
+from src.training import auto_batch_size, optimizers, schedules, smoke
 from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
 from src.training.technique_chain import TechniqueChain
 from src.training.techniques.base import Run
@@ -29,11 +29,14 @@ def main(argv: list[str]) -> None:
     if cfg.dry_run:
         return print_plan(cfg, task, datasets)
     accelerator = init_accelerator(cfg)
-    train(cfg, task, datasets, accelerator)
+    if cfg.smoke:
+        smoke.run(train, cfg, task, datasets, accelerator)  # two short passes through `train`, compared
+    else:
+        train(cfg, task, datasets, accelerator)
     shutdown(accelerator)  # now nothing may refer to the model: torch could deadlock when it frees DDP later
 
 
-def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
+def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> smoke.Snapshot | None:
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
@@ -44,7 +47,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
     hosts = strategy.hosts  # sums small vectors over all ranks on the CPU (gloo)
     checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
     # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
-    model = build_model(cfg, strategy, task, train_set, checkpointer.find_weights(), techniques.change_model)
+    model = build_model(cfg, strategy, task, checkpointer.find_weights(), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
@@ -108,8 +111,10 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> No
 
     if not due.complete():
         checkpointer.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
+    state_of_pass = smoke.snapshot(run, checkpointer, techniques, val_set) if cfg.smoke else None
     checkpointer.write_final()  # final/: a folder for from_pretrained
     logger.finish(checkpointer.summary(), checkpointer.sample(), checkpointer.outcome())
+    return state_of_pass
 
 
 if __name__ == "__main__":

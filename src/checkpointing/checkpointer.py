@@ -4,6 +4,8 @@ All ranks make the same decisions here: whether a save is skipped and how a run 
 Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
 """
 
+import hashlib
+import json
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,7 +20,6 @@ from src.checkpointing.final_average import FinalAverage
 from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.sharded_checkpoint import check_shared_folder
-from src.checkpointing.trial_save import try_to_save
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
@@ -27,13 +28,13 @@ from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
+from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_status
 from src.storage.jsonl import JsonlWriter, strict_json
 from src.tasks import Task
 from src.training.evaluation import check_finite
 from src.training.step import ModelWithLoss
 from src.training.train_state import Intervals, TrainState
-from src.training.trial_evaluation import check_best_metric
 
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
 
@@ -62,6 +63,7 @@ class Checkpointer:
 
         A part (ema=ema) is saved beside the model: an object with a flat `state_dict` of tensors, numbers and strings,
         and `load_state_dict`."""
+        check_only_tensors(model.task.saved(model.model))
         self.model, self.parts, self.meter = model, {"optimizer": optimizer} | parts, meter
         if self.resume_from is None:
             self.state = TrainState()
@@ -80,11 +82,6 @@ class Checkpointer:
             check_shared_folder(self.accelerator, self.hosts, self.folder)
         if due.complete():
             return
-        if not self.state.best_step:  # no evaluation has had the metric yet
-            check_best_metric(self.cfg, self.datasets.get("validation"), self.model, self.strategy)
-        if self.resume_from is None and self.cfg.check_save:
-            saved = {"progress": asdict(self.state)} | self.metadata
-            try_to_save(self.strategy, self.writer, self.model, self.parts, saved)
         resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
@@ -136,10 +133,27 @@ class Checkpointer:
         host = writer.copy_to_host(tensors)
         copying = time.perf_counter() - copying
         scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        grad_norm = None if state.grad_norm is None else float(state.grad_norm)  # waits for the device
-        progress = asdict(replace(state, grad_norm=grad_norm))
-        saved = {"progress": progress, "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
+        saved = {"progress": self._progress(), "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
         writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began, copying)
+
+    def _progress(self) -> dict:
+        """Return the fields of the TrainState; this waits for the device."""
+        grad_norm = None if self.state.grad_norm is None else float(self.state.grad_norm)
+        return asdict(replace(self.state, grad_norm=grad_norm))
+
+    def state_hashes(self) -> dict[str, str]:
+        """Return {PART/NAME: hash or value} of all that a checkpoint would hold now, on every rank. A collective."""
+        self._wait_on_all_ranks()
+        lines = set()
+        if self.writer.writes:
+            tensors, numbers = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
+            for part, named in self.writer.copy_to_host(tensors).items():
+                for name, value in named.items():
+                    digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+                    lines.add(f"{part}/{name}: {value.dtype} {list(value.shape)} {digest}")
+            for part, named in (numbers | {"progress": self._progress()}).items():
+                lines |= {f"{part}/{name}: {json.dumps(strict_json(value))}" for name, value in named.items()}
+        return dict(line.split(": ", 1) for line in self.hosts.union(lines))
 
     def _any_writer(self, answers: list[bool]) -> list[bool]:
         """Return each of `answers` as True if it is True on any rank that writes."""

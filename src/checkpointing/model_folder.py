@@ -51,7 +51,9 @@ def write_model(
             (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
         has_tensors = False
     elif world == 1:
+        given = dict(tensors or {})
         model.save_pretrained(folder, state_dict=tensors)
+        _check_written(model, folder, given)
     else:
         _write_shard(model, folder, tensors or {}, rank, world)
     if rank > 0:
@@ -67,6 +69,27 @@ def write_model(
     for name in ("tokenizer", "image_processor"):
         if (part := getattr(task, name, None)) is not None:
             part.save_pretrained(folder)
+
+
+def _check_written(model: torch.nn.Module, folder: Path, given: dict[str, torch.Tensor]) -> None:
+    """Raise RuntimeError if `save_pretrained` has written weights of the model that training changes meanwhile.
+
+    Compares one vector, the last of those whose name the files have; transformers may convert matrices."""
+    where = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            where |= dict.fromkeys(file.keys(), path)
+    if not (names := [name for name, value in given.items() if name in where and value.dim() == 1]):
+        return
+    with safe_open(where[names[-1]], "pt") as file:
+        written, expected = file.get_tensor(names[-1]), given[names[-1]]
+    if written.shape == expected.shape and not torch.equal(
+        written.nan_to_num(), expected.to(written.dtype).nan_to_num()
+    ):
+        raise RuntimeError(
+            f"save_pretrained of {type(model).__name__} has written other values of {names[-1]} than those of its argument "
+            "state_dict: it must write these, because training changes the model meanwhile"
+        )
 
 
 def _write_plain(model: torch.nn.Module, folder: Path, tensors: dict | None, rank: int, world: int) -> None:

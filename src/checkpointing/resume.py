@@ -49,7 +49,7 @@ def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits:
     try:
         if folder.is_dir():
             run_lock.lock_run_folder(folder)
-            for path in (folder / "final", folder / "trial_save", folder / "checkpoints" / "step_*"):
+            for path in (folder / "final", folder / "checkpoints" / "step_*"):
                 atomic_folder.remove_leftovers(path.parent, path.name)
         start = find(cfg, options, identity(accelerator, cfg, splits))
         run_status.clear_failure(folder)

@@ -34,7 +34,10 @@ class ModelAndDataFields:
         "minutes until the run saves and exits with code 75 (default: no limit)", above=0, may_change_on_resume=True
     )
     dry_run: bool = option(
-        "check what a run checks before its first step, print the plan (steps, tokens, memory, disk) and exit",
+        "print the plan (steps, tokens, learning rate, memory, disk) and exit", False, may_change_on_resume=True
+    )
+    smoke: bool = option(
+        "two real steps, an evaluation, a save, a resume into a fresh model, compared; then stop",
         False,
         may_change_on_resume=True,
     )

@@ -98,6 +98,7 @@ NAMES_ELSEWHERE = {
     "bf16": "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16",
     "fp16": "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision fp16",
     "mixed_precision": "give it before train.py: accelerate launch --mixed_precision bf16 train.py",
+    "check_save": "it was removed: run make smoke, or train.py --smoke, before a long run",
     "num_processes": "give it before train.py: accelerate launch --num_processes 2 train.py, or make train NPROC=2",
     "config_file": "give the accelerate file before train.py (accelerate launch --config_file FILE)",
 }

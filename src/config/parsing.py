@@ -201,7 +201,7 @@ def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
 def to_yaml(cfg: RunConfig, options: Any) -> str:
     """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without credentials."""
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
-    del values["dry_run"]
+    del values["dry_run"], values["smoke"]
     rules = declared_options(RunConfig) | declared_options(type(options))
     for name in [name for name in values if rules[name].is_path and values[name]]:
         value = values[name]

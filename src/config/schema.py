@@ -134,12 +134,6 @@ class RunConfig(ModelAndDataFields):
         "also keep each checkpoint at a multiple of this number of steps", min=1, may_change_on_resume=True
     )
     max_failed_saves: int = option("fail after this many failed saves in a row", 3, min=1, may_change_on_resume=True)
-    check_save: bool = option(
-        "before the first step, save the model once, load it again and compare; costs the time and disk space of one "
-        "save, and the memory of a second model on the main process",
-        True,
-        may_change_on_resume=True,
-    )
     drift_check_steps: int | None = option(
         "steps between checks that model replicas are equal (default: at each save)", min=1, may_change_on_resume=True
     )

@@ -149,15 +149,6 @@ class StepSizes:
         epoch, within = self.locate(step)
         return epoch + self.positions(epoch, within)[0] / self.num_examples
 
-    def batch_sizes(self, steps: int) -> set[int]:
-        """Return the sizes that the global batch has in the first `steps` steps."""
-        epoch = self.locate(self.warmup_steps)[0]
-        following = self.first_step(epoch + 1)
-        ends = [following - 1, following, self.first_step(epoch + 2) - 1]  # the last step of an epoch may be smaller
-        chosen = [step for step in (*range(self.warmup_steps + 1), *ends) if step < steps]
-        bounds = [self.positions(*self.locate(step)) for step in chosen]
-        return {stop - start for start, stop in bounds}
-
 
 @lru_cache(maxsize=8)  # of equal arguments, so that a table is computed once
 def step_sizes(num_examples: int, global_batch: int, warmup: Ramp | None = None) -> StepSizes:

@@ -24,7 +24,6 @@ class DeepSpeed(Strategy):
     """ZeRO-1, 2 and 3: DeepSpeed's engine runs the backward pass, clips and updates."""
 
     allows_tensor_parallel = False
-    has_gradients = False
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
@@ -55,7 +54,19 @@ class DeepSpeed(Strategy):
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
         """Run the backward pass; accelerate's backward would also update the weights."""
+        if self.is_first_step:
+            self._check_same_parameters(loss)
         module.backward(loss, scale_wrt_gas=False)
+
+    def _check_same_parameters(self, loss: torch.Tensor) -> None:
+        """Raise UsageError on all ranks if they use different parameters, whose gradients ZeRO would add. A collective."""
+        reached = {id(p) for p in reached_parameters(loss)}
+        unused = [name for name in sorted(self.trainable) if id(self.parameters[name]) not in reached]
+        if len(found := self.hosts.union({", ".join(unused)})) > 1:
+            raise UsageError(
+                f"the loss does not use the same parameters on all ranks ({' / '.join(name or 'all' for name in found)} are "
+                f"not used), which {self.name} does not support: use DDP or FSDP2 (accelerate_configs/fsdp2.yaml)"
+            )
 
     def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
         """Let the engine clip and update; return (gradient norm, whether the update was skipped) as host tensors."""
@@ -110,6 +121,20 @@ class DeepSpeed(Strategy):
             for key in keys:
                 zero.optimizer.state[flat][key] = torch.zeros_like(flat)
         private_apis.link_moments(self.engine.optimizer)
+
+
+def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
+    """Return the leaves that get a gradient in the backward pass of `loss`."""
+    nodes, seen, found = [loss.grad_fn], set(), []
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            found.append(node.variable)
+        nodes += [following for following, _ in node.next_functions]
+    return found
 
 
 def check_fields(plugin: Any, cfg: RunConfig) -> None:

@@ -3,7 +3,7 @@
 Tests: tests/distributed/test_fsdp2.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -60,18 +60,18 @@ class FSDP2(Strategy):
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any, check: Callable[[torch.nn.Module], None] | None = None):
+    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
         """Return the task's model on the CPU; only the main process loads or initializes its weights.
 
         The other processes build it with empty tensors; their memory is never touched. `prepare` sends each process its
         shard. A UsageError on the main process is raised on all processes."""
         if not self.main_process_builds:
-            return super().build_model(task, weights, check)
+            return super().build_model(task, weights)
         build, model = super().build_model, None
 
         def build_on_main() -> tuple[dict, dict]:
             nonlocal model
-            model = build(task, weights, check)
+            model = build(task, weights)
             attributes = {name: getattr(task, name) for name in getattr(task, "attributes_from_weights", ())}
             return attributes, {name: p.requires_grad for name, p in model.named_parameters()}
 
@@ -168,10 +168,6 @@ class FSDP2(Strategy):
         module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
         module.set_requires_all_reduce(last)
         yield
-
-    def parameters_in_graph(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the gathered parameters that the forward pass has used."""
-        return private_apis.unsharded_parameters(module)
 
 
 def layers_that_share(model: torch.nn.Module) -> set[str]:

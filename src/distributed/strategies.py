@@ -17,9 +17,8 @@ from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state, strategy_checks, tensor_parallel
 from src.distributed.host_group import HostGroup
-from src.distributed.sharded_tensors import is_partial
+from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
-from src.distributed.unused_parameters import GradientCheck
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ class Strategy:
     """One process, or DDP: each process holds the whole model (with tensor parallelism, its part of each layer)."""
 
     allows_tensor_parallel = True
-    has_gradients = True  # whether parameters have `.grad` after the backward pass
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg
@@ -55,6 +53,7 @@ class Strategy:
         self.is_sharded = self.tp_size > 1
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
+        self.is_first_step = True  # of this process, until its last backward pass
         self.is_unscaled = False  # whether the scale of fp16 is already out of `.grad` in this step
         self.skip_rules: list[Callable] = []  # of techniques: norm of the gradient -> skip its update? On the device
 
@@ -78,10 +77,8 @@ class Strategy:
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
-    def build_model(self, task: Any, weights: Any, check: Callable[[torch.nn.Module], None] | None = None):
-        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights.
-
-        `check(model)` may raise UsageError; where only the main process has the weights, only it checks."""
+    def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
+        """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
         if (
             self.accelerator.mixed_precision == "fp16"
             and getattr(getattr(task, "config", None), "dtype", None) is torch.bfloat16
@@ -91,8 +88,6 @@ class Strategy:
                 "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
             )
         model = task.build_model(weights)
-        if check:
-            check(model)
         tensor_parallel.split_layers(self.accelerator, model)
         return model
 
@@ -105,7 +100,8 @@ class Strategy:
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
             group.setdefault("lr_factor", strategy_checks.rate_factor(group.get("lr", 0.0), self.cfg.learning_rate))
         module, optimizer = self.wrap(model_with_loss, optimizer)
-        self.gradients = GradientCheck(self, model_with_loss)
+        self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
+        self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
         several = self.accelerator.num_processes > 1
         self.buffers = StepBuffers(model_with_loss, self.accelerator.device, all_ranks=several)
         return module, optimizer
@@ -154,7 +150,7 @@ class Strategy:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before."""
-        self.gradients.check_trainable()
+        strategy_checks.check_trainable(self.parameters, self.trainable)
         with self.buffers.step():
             yield
 
@@ -173,15 +169,11 @@ class Strategy:
         Call it right after the forward pass and within `step`: it records what that pass did to the buffers."""
         if not micro.dummy:
             self.buffers.record()
-        self.gradients.before_backward(module, loss, micro.last)
         self.run_backward(module, loss)
         self.buffers.restore()
         if micro.last:
-            self.gradients.after_last_backward(module)
-
-    def parameters_in_graph(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors to which the graph of a loss leads, by the names of the model's parameters."""
-        return self.gradients.parameters
+            strategy_checks.check_reduced(module, self.parameters)
+            self.is_first_step = False
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
         """Run the backward pass and nothing else; each strategy defines it."""

@@ -4,6 +4,7 @@ Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py and test_tens
 """
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from src.distributed.strategies import Strategy
@@ -175,3 +177,44 @@ def check_shardable(model: torch.nn.Module, strategy: str) -> None:
             raise UsageError(
                 f"{type(model).__name__}: {name} {kind}, or use another strategy: {strategy} cannot split it"
             )
+
+
+# ---- in a step -------------------------------------------------------------------------------------------------------
+
+FIX = "freeze them by the field freeze (an adapter of peft: name the layers in its exclude_modules)"
+
+
+def check_trainable(parameters: dict[str, torch.nn.Parameter], trainable: set[str]) -> None:
+    """Raise UsageError if a parameter was frozen or unfrozen after the optimizer and the reduction were built."""
+    changed = [name for name, p in parameters.items() if p.requires_grad != (name in trainable)]
+    if changed:
+        raise UsageError(
+            f"requires_grad of {_in_words(changed)} was changed during training, which neither the optimizer nor the "
+            "reduction of gradients notices: set it in `build` of the task; to change it later, train the second part "
+            "as a run of its own with --init_from CHECKPOINT"
+        )
+
+
+def check_reduced(module: torch.nn.Module, parameters: dict[str, torch.nn.Parameter]) -> None:
+    """Raise UsageError if DDP is still waiting for a gradient after the last backward pass of a step.
+
+    Otherwise it says so only in its next forward pass, after an update with gradients that were not reduced."""
+    if not isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        return
+    try:
+        private_apis.check_reduced(module)
+    except RuntimeError as error:
+        names = [name for name, p in parameters.items() if p.requires_grad]
+        indices = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        missing = [names[int(index)] for index in indices[1].split()] if indices else ["some parameters"]
+        raise UsageError(
+            f"the loss does not use {_in_words(missing)} in this step, and DDP waits for their gradients: {FIX}, or, if "
+            "other rows use them, set --ddp_find_unused_parameters true"
+        ) from error
+
+
+def _in_words(names: list[str]) -> str:
+    """Return "parameter NAME" or "N parameters (NAME, …)" with at most five names."""
+    if len(names) == 1:
+        return f"parameter {names[0]}"
+    return f"{len(names)} parameters ({', '.join(names[:5])}{', …' if len(names) > 5 else ''})"

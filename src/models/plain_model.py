@@ -17,7 +17,6 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
 from src.models.model_files import model_folder, reason, refuse_base_without_adapter
-from src.models.parameter_checks import check_parameters
 from src.models.stochastic_depth import refuse_stochastic_depth
 
 
@@ -49,7 +48,6 @@ def build_plain_model(
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
     refuse_stochastic_depth(cfg, f"{type(model).__name__} is not a model of transformers, whose config sets it")
-    check_parameters(model)
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)

@@ -19,7 +19,7 @@ from src.data.streaming import Stream
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import CompileCounter
-from src.reporting.dry_run import checked_model
+from src.reporting.dry_run import planned_model
 from src.reporting.environment import environment, save_diff, topology
 from src.reporting.ledger import Ledger
 from src.reporting.meter import Meter
@@ -200,8 +200,8 @@ def gpu_memory(device: torch.device) -> str:
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    module = checked_model(cfg, task, datasets, num_steps)
-    print(table(plan_table(cfg, datasets, module, make_schedule(cfg, num_steps), num_steps)))
+    plan = plan_table(cfg, datasets, planned_model(cfg, task), make_schedule(cfg, num_steps), num_steps)
+    print(table(plan))
     print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
 
 

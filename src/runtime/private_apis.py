@@ -74,21 +74,6 @@ def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
     module._check_reducer_finalized()
 
 
-def unsharded_parameters(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return by name the gathered tensors with which FSDP2 computes; they are not the parameters that a model names.
-
-    Test: tests/distributed/test_unused_parameters.py."""
-    from torch.distributed.fsdp import FSDPModule
-
-    found = {}
-    for part in module.modules():
-        for group in part._get_fsdp_state()._fsdp_param_groups if isinstance(part, FSDPModule) else ():
-            for parameter in group.fsdp_params:
-                if hasattr(parameter, "_unsharded_param"):
-                    found[str(parameter._param_fqn)] = parameter._unsharded_param
-    return found
-
-
 def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
     """Return the slices of a DTensor that this rank holds, so that it reads only these from a file.
 

@@ -167,8 +167,8 @@ class Task:
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         """Return the metrics of an eval line besides loss, weight and examples. Each is a quotient of sums.
 
-        With the same names for any rows; where a metric is undefined, NaN. Otherwise a run whose metric_for_best_model the
-        first rows lack begins with a whole evaluation."""
+        With the same names for any rows; where a metric is undefined, NaN. Otherwise a run ends at an evaluation that
+        lacks its metric_for_best_model."""
         return {}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:

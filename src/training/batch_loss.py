@@ -52,7 +52,7 @@ def backward_in_two_passes(
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
-    is_first_step = strategy.gradients.is_first_step
+    is_first_step = strategy.is_first_step
     vectors, places = _global_vectors(strategy, model_with_loss, module, window)
     loss, gradients, sums = _gradient_of_vectors(task, model_with_loss.batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.

@@ -5,7 +5,6 @@ Tests: tests/training/test_evaluation.py and tests/conformance/.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,7 @@ from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Task
 from src.training import batch_loss
-from src.training.evaluation_plan import Plan, Source, make_plan, share_of_rank
+from src.training.evaluation_plan import Source, make_plan, share_of_rank
 from src.training.evaluation_results import TIMES_SEEN, Results
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests
@@ -85,25 +84,13 @@ def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Res
         total = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
         values[name] = total.numpy().astype(dtype, copy=False)
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
-    return eval_line(task, plan, names, table, values, partial(on_main, strategy))
-
-
-def eval_line(
-    task: Task,
-    plan: Plan,
-    names: list[str],
-    table: np.ndarray,
-    values: dict[str, np.ndarray],
-    on_main: Callable[[Callable[[], Any]], Any],
-) -> dict:
-    """Return the eval line from all ranks' sums and values; `on_main(f)` returns the main process's `f()`."""
     if plan.blocks:
-        names, table = on_main(lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
+        names, table = _on_main(strategy, lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
         line = _with_sources(task, names, table, plan.sources, line)
     if values:
-        line |= on_main(lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
+        line |= _on_main(strategy, lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
@@ -156,7 +143,7 @@ def _integers(values: np.ndarray) -> np.ndarray:
     return values.astype(np.int64) if (values % 1 == 0).all() else values
 
 
-def on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
+def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     from accelerate.utils import broadcast_object_list
 

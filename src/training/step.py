@@ -5,7 +5,7 @@ Tests: tests/training/test_step.py and tests/conformance/.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,7 +21,6 @@ from src.tasks import Task
 from src.training import batch_loss
 from src.training.batch_loss import BatchLoss, LossesAndSums
 from src.training.train_state import DeviceFlag, StepLosses, Window, widen
-from src.training.trial_loss import check_trial_loss
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -63,15 +62,12 @@ def build_model(
     cfg: RunConfig,
     strategy: Strategy,
     task: Task,
-    train_set: Any,
     weights: str | Path | None,
     change_model: Callable[[ModelWithLoss, RunConfig], None],
 ) -> ModelWithLoss:
     """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
-    checkpointing as `cfg` says.
-
-    Raise UsageError on all ranks if the model does not compute the loss of the first training rows."""
-    model = strategy.build_model(task, weights, lambda model: check_trial_loss(model, task, train_set))
+    checkpointing as `cfg` says."""
+    model = strategy.build_model(task, weights)
     model_with_loss = ModelWithLoss(model, task)
     change_model(model_with_loss, cfg)
     compile_and_recompute(model, cfg, strategy.accelerator.device)

@@ -90,7 +90,7 @@ class TechniqueChain:
             technique.change_model(model, cfg)
 
     def check(self, run: Run) -> None:
-        """Raise UsageError if a technique does not fit the run, which may be that of a dry run."""
+        """Raise UsageError if a technique does not fit the run."""
         for name, technique in self.techniques.items():
             if run.strategy.accelerator.distributed_type.value == "DEEPSPEED" and not technique.deepspeed:
                 raise UsageError(

@@ -20,6 +20,7 @@ from src.tasks import Batch
 from src.training.schedules import after_evaluation
 
 Window = list[tuple[MicroBatch, Batch]]
+SMOKE_STEPS = 2
 
 
 def widen(value: torch.Tensor) -> torch.Tensor:
@@ -147,7 +148,9 @@ class Intervals:
     """Whether logging, evaluation or a save is due at the current step of `state`; the same on every rank."""
 
     def __init__(self, cfg: RunConfig, state: TrainState, num_steps: int, has_validation: bool):
-        self.cfg, self.state, self.num_steps, self.has_validation = cfg, state, num_steps, has_validation
+        self.cfg, self.state, self.has_validation = cfg, state, has_validation
+        # A smoke test ends sooner, on the schedule of the whole run.
+        self.num_steps = min(num_steps, SMOKE_STEPS) if cfg.smoke else num_steps
         self.last_save = (state.step, state.evaluated)  # (step, evaluated) at the last save or at resume
         state.use_metric(cfg)
 

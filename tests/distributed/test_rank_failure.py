@@ -36,7 +36,7 @@ PLACES = {  # place -> (object, function, call that raises)
     "forward": (causal_lm.Task, "loss", 9),
     "update": (train, "optimizer_step", 5),
     "evaluation": (evaluation, "seed_everything", 5),
-    "save": (checkpoint_format, "save_file", 2),  # the first is the trial save
+    "save": (checkpoint_format, "save_file", 1),
     "build": (causal_lm.Task, "build", 1),
 }
 
@@ -185,7 +185,7 @@ def test_two_signals_end_the_wait_for_a_disk_that_hangs(tiny, tmp_path, monkeypa
     monkeypatch.setattr(stop_signals, "COPY_SECONDS", 0.0)
     monkeypatch.setattr(atomic_folder, "publish", lambda *_, **__: time.sleep(600))
     raise_in(monkeypatch, "update", 1, ValueError("a cosmic ray"))
-    ranks = kit.Ranks("train.py", *recipe(tiny, check_save=False), folder=tmp_path / "here", world=2)
+    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path / "here", world=2)
     log = tmp_path / "here" / "run" / "logs" / "rank_0.log"
     kit.until(lambda: log.exists() and "rank 1 failed" in log.read_text())
 

@@ -38,7 +38,6 @@ def files(folder) -> dict:
         "logging_steps": 1,
         "save_steps": 2,
         "save_total_limit": 10,
-        "check_save": False,
     }
 
 

@@ -61,7 +61,7 @@ def test_lora_is_exact_for_every_split(tmp_path):
 def run(tmp_path_factory) -> kit.Run:
     """A run with dropout in model and adapter on two processes, which also resumes bitwise."""
     folder = tmp_path_factory.mktemp("lora")
-    values = fields(folder, lora_dropout=0.2) | {"eval_steps": 2, "metric_for_best_model": "loss", "check_save": True}
+    values = fields(folder, lora_dropout=0.2) | {"eval_steps": 2, "metric_for_best_model": "loss"}
     values = technique_runs.with_dropout(folder, values) | {"techniques": json.dumps({"ema": {"decay": 0.5}})}
     return technique_runs.check_resume(folder, values)
 
@@ -313,7 +313,7 @@ def test_field_without_the_package_is_an_error(monkeypatch):
 
 def test_lora_under_fsdp2(tmp_path):
     """On two processes: weights of one process, resumed, one merged file, and the base model sharded as well."""
-    values = fields(tmp_path) | {"check_save": True}
+    values = fields(tmp_path)
     technique_runs.check_fsdp2(tmp_path, values)
     final = tmp_path / "fsdp2" / "straight" / "final"
     assert [path.name for path in final.glob("model*")] == ["model.safetensors"]

@@ -76,9 +76,6 @@ REFUSED = [  # … and what the sentence names
     (LM, "vit", {}, "AutoModelForCausalLM of model_type vit"),
     (LM, "reformer", {"vocab_size": 512}, "reformer.yaml: the model could not be built: .*axial_pos_embds"),
     (LM, "gptj", {"rotary_dim": 64}, "does not run on token ids alone"),
-    (CLASSIFIER, "bart", {}, "training rows .* cannot be computed by Bart.*<eos>"),
-    (IMAGE, "imagegpt", {}, "training rows .* cannot be computed by ImageGPT"),
-    (IMAGE, "swin", {"window_size": 7}, "training rows .* cannot be computed by Swin"),
 ]
 
 

@@ -124,7 +124,6 @@ def test_segmentation_with_a_backbone_of_timm(tmp_path):
 @pytest.mark.parametrize(
     "name, more, said",
     [
-        ("one_size", {"image_size": 48}, "cannot be computed by TimmWrapperForImageClassification"),
         ("one_size", {"techniques": '{"progressive_resizing": null}'}, "cannot interpolate its position embeddings"),
         ("no_such_model", {}, "no_such_model"),
         ("test_resnet", {"stochastic_depth": 0.1}, "timm_wrapper has no field drop_path_rate"),

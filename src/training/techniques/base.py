@@ -94,7 +94,7 @@ class Technique:
         """Change the model, or freeze parameters, before it is wrapped and the optimizer is made; add hooks."""
 
     def check(self) -> None:
-        """Raise UsageError if `self.run` does not fit. Also in a dry run: weights on the CPU, no process group."""
+        """Raise UsageError if `self.run` does not fit."""
 
     def begin(self) -> None:
         """Prepare for training with `self.run`. Weights are loaded; in a resumed run, `load_state_dict` follows."""

@@ -33,7 +33,6 @@ def fields(folder, **more) -> dict:
         "lr_scheduler_type": "constant",
         "save_steps": 2,
         "save_total_limit": 10,
-        "check_save": False,
     } | more
 
 

@@ -1,0 +1,118 @@
+"""Smoke test of a run (`--smoke`): two steps, an evaluation, a save, then a resume into a fresh model, compared.
+
+Both passes are the `train` of train.py, with the fields of the run, in OUTPUT_DIR/.smoke; nothing else of the run
+folder is read or written. Tests: tests/training/test_smoke.py.
+"""
+
+import copy
+import gc
+import io
+import json
+import shutil
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from src.config.errors import Failure, UsageError, warn
+from src.config.schema import RunConfig
+from src.runtime import console
+from src.storage.jsonl import strict_json
+from src.tasks import Task
+from src.training.evaluation import evaluate
+from src.training.technique_chain import TechniqueChain
+from src.training.techniques.base import Run
+
+ROUNDS = 2  # micro-batches per process in the evaluation
+SHOWN = 3  # differences in the message
+
+
+class Snapshot(NamedTuple):
+    """The state at the end of a pass, the same on every rank."""
+
+    resumed: bool  # whether the pass began from a checkpoint
+    values: dict[str, str]  # name of a tensor, number or metric -> hash or value
+
+
+def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, accelerator: Any) -> None:
+    """Run `train` twice, the second time from the checkpoint of the first; a collective.
+
+    Raise UsageError on every rank if the second pass does not end with the state of the first, bit by bit."""
+    folder = Path(cfg.output_dir) / ".smoke"
+    rows = ROUNDS * cfg.per_device_eval_batch_size * accelerator.num_processes
+    rows = min(cfg.max_eval_examples or rows, rows)
+    small: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_eval_examples": rows,
+        "report_to": [],
+        "push_to_hub": False,
+    }
+
+    def run_pass(resume: str) -> Snapshot:
+        fresh = copy.copy(task)  # `build` sets attributes
+        fresh.cfg = replace(cfg, resume=resume, **small)
+        state = train(fresh.cfg, fresh, datasets, accelerator)
+        accelerator.free_memory()
+        gc.collect()
+        return state
+
+    if accelerator.is_main_process:
+        shutil.rmtree(folder, ignore_errors=True)
+    accelerator.wait_for_everyone()
+    first = run_pass("never")
+    with redirect_stdout(io.StringIO()):  # the plan was printed
+        second = run_pass("auto")
+    if not second.resumed:
+        raise Failure(f"smoke: there is no checkpoint in {folder} to resume from: see the warnings above")
+    if differing := _differences(first.values, second.values):
+        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+        raise UsageError(
+            f"smoke: a resumed run differs from the run that it continues: {'; '.join(differing[:SHOWN])}{more}. "
+            "`build(weights)` of the task must return the model that was saved (from_pretrained drops a parameter or buffer "
+            "that the model class does not have), and an evaluation must give the same numbers twice"
+        )
+    if accelerator.is_main_process:
+        for name in ("checkpoints", "final"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        metrics = sum(name.startswith("evaluation/") for name in first.values)
+        evaluated = (
+            f"{metrics} metrics of the first {rows} validation rows" if metrics else "no metric (no evaluation data)"
+        )
+        console.say(
+            f"\n2 steps, a save, and a resume into a fresh model. Equal, bit by bit: {len(first.values) - metrics} tensors and "
+            f"numbers of a checkpoint, {evaluated}\nsmoke: passed"
+        )
+
+
+def snapshot(run: Run, checkpointer: Any, techniques: TechniqueChain, val_set: Any) -> Snapshot:
+    """Return the state and the metrics of a run that ends; in the first pass, warn if rows depend on each other."""
+    resumed = checkpointer.resume_from is not None
+    values = checkpointer.state_hashes()
+    if val_set is not None:
+        metrics = techniques.evaluate(val_set, lambda: 0.0) or {}
+        values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in metrics.items()}
+        if not resumed:
+            _compare_with_single_rows(run, val_set, metrics["loss"])
+    return Snapshot(resumed, values)
+
+
+def _compare_with_single_rows(run: Run, val_set: Any, loss: float) -> None:
+    """Warn if the loss of an evaluation is another one if each row is a micro-batch of its own."""
+    cfg, precision = run.cfg, run.strategy.accelerator.mixed_precision
+    tolerance = 1e-4 if precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32 else 1e-2
+    single = evaluate(
+        run.strategy, run.hosts, run.module, run.task, val_set, replace(cfg, per_device_eval_batch_size=1)
+    )
+    if single and abs(single["loss"] - loss) > tolerance * abs(loss):
+        warn(
+            f"smoke: the loss of the validation rows is {loss:.6g} in micro-batches of {cfg.per_device_eval_batch_size}, but "
+            f"{single['loss']:.6g} one by one: it depends on the padding or on the rows beside a row, so results will "
+            "depend on per_device_batch_size"
+        )
+
+
+def _differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
+    names = sorted(first.keys() | second.keys())
+    pairs = [(name, first.get(name, "absent"), second.get(name, "absent")) for name in names]
+    return [f"{name}: {before} → {after}" for name, before, after in pairs if before != after]

@@ -1,0 +1,179 @@
+"""--smoke: what a resumed run would not have is found in two steps; a sound run passes under every strategy."""
+
+import json
+import random
+import time
+import types
+
+import pytest
+import torch
+
+from src.tasks import causal_lm
+from tests.helpers import kit, plain_task
+
+
+def smoke(argv: list, folder, world: int = 1, env=None) -> tuple[list, list[str]]:
+    """Return (exit codes, what each rank printed) of train.py --smoke in `folder`/run."""
+    argv = [*argv, "--smoke", "--output_dir", "run"]
+    return kit.run_command("train.py", *argv, folder=folder, world=world, env=env)
+
+
+def module(**methods) -> types.SimpleNamespace:
+    """Return a module with the plain task and other methods, as a fork's file."""
+    return types.SimpleNamespace(Options=plain_task.Options, Task=type("Task", (plain_task.Task,), methods))
+
+
+LAUNCHES = [(None, 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.cluster)]
+LAUNCHES += [pytest.param(name, 2, marks=pytest.mark.cluster) for name in ("zero2", "zero3")]
+
+
+@pytest.mark.parametrize("strategy, world", LAUNCHES)
+def test_sound_run_passes(plain, tmp_path, strategy, world):
+    """With batch norm, dropout, an average and a warmup; the run's own checkpoints are neither read nor written."""
+    if (strategy or "").startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
+    env = kit.where(strategy, world, mixed_precision="no") if strategy else None
+    zero = (strategy or "").startswith("zero")
+    fields = {"dtype": "float32"} if zero else {"norm": True, "techniques": '{"ema": {"final": true}}'}
+    argv = plain_task.flags(plain, per_device_batch_size=4, metric_for_best_model="accuracy", warmup_steps=5, **fields)
+    own = kit.run_training(world, tmp_path / "here" / "run", *argv, env=env)
+    files = [path for path in own.folder.rglob("*") if path.is_file()]
+    before = [path.stat().st_mtime_ns for path in files]
+    codes, texts = smoke(argv, tmp_path / "here", world, env)
+    assert codes == [0] * world, texts
+    assert texts[0].rstrip().endswith("smoke: passed")
+    assert [path.stat().st_mtime_ns for path in files] == before
+    small = own.folder / ".smoke"
+    lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("eval", 2)]
+    assert [line["loss"] for line in lines[:2]] == own.losses()[:2]  # the first steps of the run itself
+    assert not (small / "checkpoints").exists()
+
+
+def test_run_without_evaluation_data_passes(plain, tmp_path):
+    argv = plain_task.flags({"train_file": plain["train_file"]})
+    codes, texts = smoke(argv, tmp_path / "here", 2)
+    assert codes == [0, 0], texts
+    assert "no evaluation data" in texts[0].splitlines()[-2]
+
+
+class WithParameter(causal_lm.Task):
+    """Adds a parameter that GPT2LMHeadModel does not have: from_pretrained drops it."""
+
+    def build(self, weights=None, empty=False):
+        model = super().build(weights, empty)
+        model.extra = torch.nn.Parameter(torch.ones(3))
+        return model
+
+    def loss(self, model, inputs):
+        sums = super().loss(model, inputs)
+        return sums | {"loss": sums["loss"] + model.extra.sum()}
+
+
+class WithBuffer(causal_lm.Task):
+    """Adds a buffer that training changes."""
+
+    def build(self, weights=None, empty=False):
+        model = super().build(weights, empty)
+        model.register_buffer("extra", torch.zeros(3))
+        model.base_model.register_forward_pre_hook(lambda *_: count(model))
+        return model
+
+
+def count(model) -> None:
+    model.extra += model.training
+
+
+@pytest.mark.parametrize("kind", [WithParameter, WithBuffer])
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world):
+    fork = types.SimpleNamespace(Options=causal_lm.Options, Task=kind)
+    argv = kit.flags(**tiny, task="fork", max_steps=9, learning_rate=1e-2, lr_scheduler_type="constant")
+    argv += kit.flags(global_batch_size=8, per_device_batch_size=4)
+    with plain_task.registered(fork, "fork"):
+        codes, texts = smoke(argv, tmp_path / "here", world)
+    assert codes == [2] * world, texts
+    assert "model/extra: " in texts[0].rstrip().splitlines()[-1]
+    assert "smoke: passed" not in "".join(texts)
+    assert "Traceback" not in "".join(texts)
+
+
+def test_weights_that_build_ignores_are_named(plain, tmp_path):
+    def forgets(self, weights=None, empty=False):
+        model, fresh = plain_task.Task.build(self, weights, empty), plain_task.Task.build(self, None, empty)
+        model.blocks[0] = fresh.blocks[0]
+        return model
+
+    with plain_task.registered(module(build=forgets), "fork"):
+        argv = plain_task.flags(plain, task="fork", lr_scheduler_type="constant")
+        codes, texts = smoke(argv, tmp_path / "here")
+    assert codes == [2], texts
+    assert "model/blocks.0.linear.bias" in texts[0]
+
+
+def test_evaluation_that_is_not_deterministic_is_named(plain, tmp_path):
+    def draws(self, sums, weight):
+        return {"accuracy": random.SystemRandom().random()}
+
+    with plain_task.registered(module(metrics=draws), "fork"):
+        codes, texts = smoke(plain_task.flags(plain, task="fork"), tmp_path / "here", world=2)
+    assert codes == [2, 2], texts
+    assert "evaluation/accuracy" in texts[0]
+
+
+def test_moments_that_are_not_restored_are_named(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr("src.distributed.strategies.Strategy.load_moments", lambda *_: None)
+    codes, texts = smoke(plain_task.flags(plain), tmp_path / "here")
+    assert codes == [2], texts
+    assert "optimizer/exp_avg/" in texts[0]
+
+
+def test_save_that_fails_is_not_passed(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "src.checkpointing.async_writer.CheckpointWriter.disk_error", lambda *_: OSError(28, "No space left on device")
+    )
+    codes, texts = smoke(plain_task.flags(plain), tmp_path / "here", world=2)
+    assert codes == [1, 1], texts
+    assert "there is no checkpoint" in texts[0]
+
+
+def test_metric_that_evaluations_lack_ends_with_the_list(plain, tmp_path):
+    codes, texts = smoke(plain_task.flags(plain, metric_for_best_model="acuracy"), tmp_path / "here")
+    assert codes == [2], texts
+    assert "did you mean accuracy?" in texts[0]
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_rows_that_depend_on_each_other_are_named(plain, tmp_path, mean):
+    def loss(self, model, inputs):
+        sums = plain_task.Task.loss(self, model, inputs)
+        return sums | {"loss": sums["loss"] / len(inputs["x"])} if mean else sums
+
+    with plain_task.registered(module(loss=loss), "fork"):
+        codes, texts = smoke(plain_task.flags(plain, task="fork"), tmp_path / "here")
+    assert codes == [0], texts
+    assert ("depend on per_device_batch_size" in texts[0]) == mean
+
+
+def live_save(self, weights=None, empty=False):
+    """A save_pretrained that ignores state_dict, as some libraries have: it saves what training changes meanwhile."""
+    model = causal_lm.Task.build(self, weights, empty)
+    original = model.save_pretrained
+
+    def save(folder, state_dict=None, **_):
+        time.sleep(1)
+        original(folder)
+
+    model.save_pretrained = save
+    return model
+
+
+def test_checkpoint_of_later_weights_is_refused(tiny, tmp_path):
+    """Smoke does not see it, because nothing is trained while the checkpoint of its last step is written."""
+    fork = types.SimpleNamespace(Options=causal_lm.Options, Task=type("Task", (causal_lm.Task,), {"build": live_save}))
+    argv = kit.flags(**tiny, task="fork", max_steps=9, save_steps=3, learning_rate=1e-2, global_batch_size=8)
+    with plain_task.registered(fork, "fork"):
+        codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "here")
+    assert codes == [1], texts
+    assert "training changes the model meanwhile" in texts[0]
+    assert not (tmp_path / "here" / "run" / "checkpoints" / "step_00000003").exists()
