@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about the program that wrote it, not the model
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")
-SILENT = ("output_dir", "resume", "dry_run")
+SILENT = ("output_dir", "resume", "dry_run", "smoke")
 
 
 def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict:
