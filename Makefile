@@ -15,14 +15,17 @@ else
 ACCELERATE ?= accelerate_configs/$(if $(filter 1,$(NPROC)),gpu,ddp).yaml
 endif
 # By default torchrun kills its processes 30 s after a signal, but a save may take longer; it dies of SIGUSR1, with which
-# schedulers warn; and after a restart on several nodes, ranks connect to addresses of the previous attempt.
+# schedulers warn; it handles SIGHUP even under nohup; and after a restart on several nodes, ranks connect to addresses
+# of the previous attempt.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
-export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1
+export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE ?= 1
-LAUNCH = --config_file '$(ACCELERATE)' --num_processes $(NPROC)
-# The run folder if neither YAML nor ARGS name one. Runs on several processes get their own, so that you can compare both.
+LAUNCH = $(VENV)/accelerate launch --quiet --config_file '$(ACCELERATE)' --num_processes $(NPROC)
+# The run folder if neither YAML nor ARGS name one (the last flag wins). Runs on several processes get their own, so that
+# you can compare both.
 OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)proc)
-OUT_GIVEN = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')
+NO_OUT_IN_CONFIG = $(shell grep -sL '^[^\#]*output_dir' '$(CONFIG)')
+OUT_FLAG = $(if $(filter command,$(origin OUT))$(NO_OUT_IN_CONFIG),--output_dir '$(OUT)')
 # RUN=folder, else the run in runs/ that was last written to.
 define find_run
 run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)}"; \
@@ -59,7 +62,7 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 	@echo "Installed: .venv is ready."
 
 train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
-	@$(VENV)/python -m src.distributed.run_launcher '$(OUT)' -- $(LAUNCH) train.py --config '$(CONFIG)' $(OUT_GIVEN) $(ARGS)
+	$(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 smoke: .venv/done ## try CONFIG in a minute: two steps, an evaluation, a save and a resume, compared
 	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) train.py --config '$(CONFIG)' --smoke true $(OUT_GIVEN) $(ARGS)
@@ -68,10 +71,10 @@ data: .venv/done ## download and prepare the data of CONFIG without training (no
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
 
 find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.png' draws the curve
-	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) find_lr.py --config '$(CONFIG)' $(ARGS)
+	$(LAUNCH) find_lr.py --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
-	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
+	$(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
 
 test-fast: .venv/done ## test while you edit: two minutes, few processes
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --fast -q -r fE $(ARGS)

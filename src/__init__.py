@@ -39,7 +39,6 @@ if _problem:
 
 _command = [os.path.basename(word) for word in getattr(sys, "orig_argv", sys.argv)]
 _is_script = os.path.basename(sys.argv[0]) in ("train.py", "eval.py", "find_lr.py")
-_is_launcher = "src.distributed.run_launcher" in _command[1:3]
 
 
 def _stop(number, frame):
@@ -51,9 +50,9 @@ def _stop(number, frame):
     os._exit(75 if training else 130)
 
 
-if _is_script or _is_launcher:
+if _is_script:
     import signal
 
-    # Until src/distributed/stop_signals.py or src/distributed/run_launcher.py takes over.
+    # Until src/distributed/stop_signals.py takes over.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, _stop)

@@ -22,7 +22,7 @@ from src.config.schema import RunConfig
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
 from src.runtime import console, run_status
-from src.storage import atomic_folder, lost_run_folder
+from src.storage import atomic_folder
 from src.storage.disk_errors import is_disk_error
 from src.storage.jsonl import JsonlWriter
 from src.training.step import ModelWithLoss
@@ -93,7 +93,6 @@ class CheckpointWriter:
                 file.flush()
             # The old checkpoints stay until the new one is complete.
             needed = sum(value.nbytes for named in tensors.values() for value in named.values()) + (1 << 20)
-            lost_run_folder.check_held(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
             checkpoints = self.folder / "checkpoints"  # may be on another disk
             free = shutil.disk_usage(checkpoints if checkpoints.exists() else self.folder).free
@@ -150,8 +149,6 @@ class CheckpointWriter:
 
     def save_failed(self, step: int, error: BaseException) -> None:
         """Count and report a checkpoint that could not be written."""
-        if lost_run_folder.lost_folder(self.folder):
-            return  # StopSignals notices this at its next check, ends the process and reports the reason
         self.failures += 1
         self.reason = f"{getattr(error, 'strerror', None) or error} ({self.folder})"
         most = self.cfg.max_failed_saves
@@ -195,7 +192,7 @@ class CheckpointWriter:
         except Failure as error:  # another rank's error: that rank ends the run with its traceback
             log.error("the checkpoint of step %s is not saved: %s", step, error)
         except BaseException as error:
-            if is_disk_error(error) or lost_run_folder.lost_folder(self.folder):
+            if is_disk_error(error):
                 self.save_failed(step, error)
             else:
                 self.error = error
@@ -205,14 +202,13 @@ class CheckpointWriter:
         try:
             work()
         except BaseException as error:
-            if is_disk_error(error) or lost_run_folder.lost_folder(self.folder):
+            if is_disk_error(error):
                 text = f"{self.folder / 'final'} could not be written: {error}; run the same command again"
                 error = Failure(text)
             self.error = error
 
     def _publish(self, folder: Path, write: Callable[[Path], None], step: int, merge: bool = False) -> None:
         """Write and publish `folder` on the main process; on other ranks write this rank's shard for it."""
-        lost_run_folder.check_held(folder)
         shards = folder.with_name(f".{folder.name}.{self.folders_started}.parts")
         if not self.is_main:
             self.shards.write_shard(shards, write)
@@ -241,7 +237,6 @@ class CheckpointWriter:
 
     def _delete_old(self, best_step: int) -> None:
         try:
-            lost_run_folder.check_held(self.folder)
             atomic_folder.remove_leftovers(self.folder / "checkpoints", "step_*")
             checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from src.checkpointing.sharded_checkpoint import file_name
-from src.config.redact import publishable, redact_all
+from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.models import adapters
 from src.models.model_files import ADAPTER, adapter_files
@@ -203,7 +203,7 @@ def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, con
         f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
         f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{usage}"
     )
-    text = yaml.safe_dump(redact_all(config, publishable), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
     (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
 
 

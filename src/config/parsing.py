@@ -20,7 +20,7 @@ from src.config.fields import declared_options, field_types, range_errors, read_
 from src.config.help_text import format_help
 from src.config.other_trainers_names import hint
 from src.config.paths import locate
-from src.config.redact import redact_all, remember_credentials
+from src.config.redact import redact_all, url_error
 from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
 
@@ -73,11 +73,11 @@ def parse(
     flags, path, errors = split_flags(argv)
     given = [Given("", name, value) for name, value in (base or {}).items()]
     if path:
-        values = read_yaml(path)
-        remember_credentials(values)
-        given += [Given(f"{path}: ", name, value) for name, value in values.items()]
+        given += [Given(f"{path}: ", name, value) for name, value in read_yaml(path).items()]
     given = [one for one in given if one.name not in _replaced_by(flags)]
     given += [Given("--", name, words) for name, words in flags]
+    if refused := [f"{one.source}{one.name}: {error}" for one in given if (error := url_error(one.value))]:
+        raise UsageError(list_errors(refused))
     given = [one for one in given if one.value is not None]  # null means the default
     task = _task(given, tasks)
     kinds = (RunConfig, tasks[task]())
@@ -199,7 +199,7 @@ def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
 
 
 def to_yaml(cfg: RunConfig, options: Any) -> str:
-    """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without credentials."""
+    """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without query strings."""
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
     del values["dry_run"], values["smoke"]
     rules = declared_options(RunConfig) | declared_options(type(options))

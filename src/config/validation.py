@@ -1,4 +1,4 @@
-"""Rules between fields, one function each; checks of folders, Hub token and credentials before a run starts.
+"""Rules between fields, one function each; checks of folders, Hub token and URLs before a run starts.
 
 src/config/schema.py declares the range of a single field. Each rule here yields one sentence per error, which names the
 fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
@@ -169,7 +169,7 @@ def hub_upload(cfg: RunConfig) -> Iterator[str]:
 def writable_folders(cfg: RunConfig) -> Iterator[str]:
     for name in ("output_dir", "cache_dir"):
         folder = getattr(cfg, name) or ""
-        if "://" in folder:  # otherwise a local folder with this name, credentials included, would be created
+        if "://" in folder:  # otherwise a local folder with this name would be created
             yield f"{name}: {folder} is a URL: give a local folder (or the folder where this storage is mounted)"
         elif folder and (reason := _not_writable(Path(folder).absolute())):
             yield f"{name}: {folder} cannot be created: {reason}; give another folder"
@@ -186,7 +186,7 @@ def _not_writable(folder: Path) -> str | None:
 
 def _redacted_values(values: dict[str, Any]) -> list[str]:
     return [
-        f"{name}: {value}: its credentials were redacted when the run was saved: give the full value by --{name}"
+        f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
         for name, value in values.items()
         if was_redacted(value)
     ]

@@ -13,7 +13,6 @@ import xxhash
 
 from src.config.errors import UsageError, warn
 from src.config.paths import locate
-from src.config.redact import redact
 from src.config.schema import RunConfig
 from src.data.dataset_spec import DatasetSpec
 from src.data.local_files import BUILDERS, expand, is_empty, list_folder
@@ -110,7 +109,7 @@ class Source:
 
         The result stays the same if files are moved, and on nodes with their own copies."""
         names = [self.origins.get(file, file) for file in self.files]
-        names = [redact(name).split("?")[0] if "://" in name else name for name in names]
+        names = [name.split("?")[0] if "://" in name else name for name in names]
         start = len(os.path.commonprefix(names).rpartition("/")[0])  # noqa: RUF071 (URLs, too; cut at a /)
         return [(name[start:].lstrip("/"), *self._size(file)) for name, file in zip(names, self.files, strict=True)]
 

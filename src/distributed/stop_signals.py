@@ -1,4 +1,4 @@
-"""Stop and save requests: SIGTERM, SIGUSR1, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
+"""Stop and save requests: signals, Ctrl-C, the files `stop` and `save`, the time limit, a dead launcher.
 
 A background thread receives them, because Python runs no signal handler while the main thread waits in a collective.
 Between two steps, all ranks sum their requests and decide together. Tests: tests/distributed/test_stop_signals.py.
@@ -21,12 +21,13 @@ from src.config.schema import RunConfig
 from src.runtime import run_lock, run_status
 from src.runtime.exit_codes import code_of_failed_rank, exit_process, is_exiting
 from src.runtime.run_status import EXIT_STOPPED
-from src.storage import lost_run_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
+if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores the end of the terminal
+    SIGNALS.append(signal.SIGHUP)
 DISPLAY_NAMES = {"SIGINT": "Ctrl-C"}
 # A signal within this time is a duplicate of the first: a launcher forwards what all its processes have received.
 COPY_SECONDS = 1.0
@@ -58,8 +59,7 @@ class StopSignals:
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     def begin(self) -> None:
-        """Mark the start of training: from now on a stop saves first, and losing the run folder is an error."""
-        lost_run_folder.hold(self.folder)
+        """Mark the start of training: from now on a stop saves first."""
         self.is_training = True
         self.last_boundary = time.monotonic()
 
@@ -127,8 +127,8 @@ class StopSignals:
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
 
     def _poll(self) -> None:
-        if reason := run_lock.lost(self.folder):  # first, because the files below could be those of another run
-            self._exit_without_folder(reason)
+        if not run_lock.keep_lock(self.folder):  # first, because the files below could be those of another run
+            _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
         if not self.is_training:
@@ -161,15 +161,6 @@ class StopSignals:
         """Return an upper estimate of the seconds that the current step and a save still take."""
         return 1.5 * self.step_seconds + 2 * self.save_seconds + 2 * POLL_SECONDS
 
-    def _exit_without_folder(self, reason: str) -> NoReturn:
-        """End this process without writing to the run folder: another run may now have its folder at the same path."""
-        text = f"failed: output_dir: {reason} during training: ended without saving"
-        is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-        if not is_first:
-            log.info("%s", text)
-            time.sleep(1)  # so that the launcher sees local rank 0 end first, and reports it
-        _exit(1, text if is_first else "")
-
 
 def exit_on_signal() -> None:
     """Make a signal end this process at once with exit code 75, until StopSignals exists: there is nothing to save."""
@@ -180,15 +171,8 @@ def exit_on_signal() -> None:
 def _exit_early(number: signal.Signals) -> NoReturn:
     """End this process, which does not train yet; silently if a launcher ends it because another rank has failed."""
     code = code_of_failed_rank()
-    _exit(code or EXIT_STOPPED, "" if code else stopped_early(number))
-
-
-def stopped_early(number: signal.Signals, training: bool = True) -> str:
-    """Return the message about a signal before training (`training` False: in an evaluation); "" on ranks above 0."""
-    if os.environ.get("RANK", "0") != "0":
-        return ""
-    detail = " before training began: there is nothing to save" if training else ""
-    return f"Stopped by {_display_name(number)}{detail}."
+    text = f"Stopped by {_display_name(number)} before training began: there is nothing to save."
+    _exit(code or EXIT_STOPPED, text if not code and os.environ.get("RANK", "0") == "0" else "")
 
 
 def check_launcher() -> None:

@@ -48,7 +48,7 @@ def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, di
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    # A URL may hold a password, so the key is hashed and the values are redacted.
+    # A URL may hold a signature, so the key is hashed and the values are redacted.
     found = work.compute_once(json.dumps([field, urls]), look_up_all, f"looking up {len(urls)} files")
     versions = dict(zip(urls, found["files"], strict=True))
     fetch_records.records.update(versions)

@@ -9,7 +9,6 @@ from datetime import datetime
 from pathlib import Path
 
 from src.config.errors import UsageError
-from src.config.redact import redact, redact_all
 from src.runtime.console import in_unit
 from src.runtime.exit_codes import run_main
 from src.storage import jsonl
@@ -48,9 +47,8 @@ def write(folder: Path) -> Path:
         if found
     ]
     body.append(f"<div class=pair>{''.join(last)}</div>")
-    # The files are redacted when written. Redact again, because older versions did not.
-    body.append(f"<h2>Environment</h2>{table(redact_all(environment))}")
-    config = redact(read(folder / "config.yaml")) or "config.yaml is missing"
+    body.append(f"<h2>Environment</h2>{table(environment)}")
+    config = read(folder / "config.yaml") or "config.yaml is missing"
     body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     name = html.escape(folder.resolve().name)
     head = f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'

@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from src.config.errors import Failure, Stopped, UsageError, warn
-from src.config.redact import redact, redact_all, remember_credentials, remember_environment
+from src.config.errors import Failure, Stopped, UsageError
+from src.config.redact import redact, redact_all
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 from src.storage import peer_failures
@@ -107,14 +107,7 @@ def _prepare() -> list[str]:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
         _redact_stream(stream)
     argv = sys.argv[1:]
-    remember_credentials(argv)
-    remember_environment()
     sys.argv[1:] = redact_all(argv)
-    if argv != sys.argv[1:]:
-        warn(
-            "the command line contains credentials: `ps` shows them to all users of this machine, and accelerate launch "
-            "without --quiet prints them if this process fails. Put them into the run file (YAML)"
-        )
     return argv
 
 

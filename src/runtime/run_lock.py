@@ -1,4 +1,4 @@
-"""The lock of a run folder: only one process trains in it, and it notices when it loses the folder.
+"""The lock of a run folder: only one process trains in it.
 
 Tests: tests/runtime/test_run_status.py.
 """
@@ -6,16 +6,10 @@ Tests: tests/runtime/test_run_status.py.
 import fcntl
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from src.config.errors import UsageError, warn
-from src.runtime.run_status import read_status
-from src.storage import lost_run_folder
-
-SETTLING = 0.5  # seconds to wait for the end of a deletion of the folder
-SAVING = 120  # seconds that a run may take to save after the end of its launcher
 
 _locks: dict[Path, IO] = {}  # run folder -> its lock file, held open until the process ends
 
@@ -26,8 +20,6 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     The operating system releases the lock when the process ends, however it ends."""
     key = folder.absolute()
     if key in _locks:
-        if reason := lost_run_folder.lost_folder(folder):
-            raise UsageError(f"output_dir: {reason} while this process started: run the same command again")
         return
     check_links(folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -46,7 +38,6 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
         file.close()
         return lock_run_folder(folder, patience)
     _locks[key] = file
-    lost_run_folder.hold(folder)
 
 
 def _wait(folder: Path, waited: float, patience: float) -> None:
@@ -68,30 +59,22 @@ def check_links(folder: Path) -> None:
             )
 
 
-def lost(folder: Path) -> str:
-    """Return the reason why this process has lost the run folder, or an empty string.
-
-    The folder may be deleted, moved or replaced, or another process may have locked it after its lock file was deleted.
-    If only the lock file was deleted, create and lock it again."""
-    held = _locks.get(folder.absolute())
-    if (reason := lost_run_folder.lost_folder(folder)) or held is None or _is_in_place(held, folder):
-        return reason
-    time.sleep(SETTLING)  # the deletion of the whole folder may be in progress
-    if reason := lost_run_folder.lost_folder(folder):
-        return reason
+def keep_lock(folder: Path) -> bool:
+    """Lock the folder again if the lock file of this process was deleted. Return False if another process was faster."""
+    old = _locks.get(folder.absolute())
+    if old is None or _is_in_place(old, folder):
+        return True
     try:
         file = _lock_file(folder).open("a")
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return f"another process has locked {folder}"
-    except FileNotFoundError:
-        return f"{_lock_file(folder).parent} was deleted"
-    except OSError:  # the next call checks again
-        return ""
+        return False
+    except OSError:  # also if the whole folder is gone; the next call tries again
+        return True
     _locks[folder.absolute()] = file
-    held.close()
+    old.close()
     warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", any_rank=True)
-    return ""
+    return True
 
 
 def _lock_file(folder: Path) -> Path:
@@ -112,10 +95,3 @@ def unlock_run_folder() -> None:
     """Close the lock files in a forked child process; the parent keeps the locks."""
     while _locks:
         _locks.popitem()[1].close()
-
-
-def wait_for_end(folder: Path) -> None:
-    """Wait up to SAVING seconds until no process trains in `folder`: a launcher may end before its child has saved."""
-    if read_status(folder).get("status") == "running":
-        with suppress(UsageError):
-            lock_run_folder(folder, patience=SAVING)

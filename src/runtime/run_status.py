@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from src.config.redact import redact
-from src.storage import atomic_folder, lost_run_folder
+from src.storage import atomic_folder
 
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
@@ -59,7 +59,6 @@ def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool
     temporary = file.with_name(f".failed_{rank}.tmp")
     report = {"rank": rank, "code": code, "launch": launch, "message": redact(message)}
     try:
-        lost_run_folder.check_held(file)
         if file.exists() and not _failure(folder):
             clear_failure(folder)
         temporary.write_text(json.dumps(report | {"time": time.time()}))

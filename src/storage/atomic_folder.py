@@ -13,7 +13,6 @@ from pathlib import Path
 import xxhash
 
 from src.config.errors import one_line
-from src.storage.lost_run_folder import check_held
 
 MANIFEST = "manifest.json"
 CHUNK = 1 << 22
@@ -30,7 +29,6 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
     the manifest last. An OSError leaves nothing behind. A kill leaves a folder with a name that begins with a dot. Nothing
     reads such a folder, and the next call removes it."""
     temporary, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))
-    check_held(folder)
     if old.exists() and not folder.exists():
         old.rename(folder)  # an earlier call was killed between the two renames below
     shutil.rmtree(temporary, ignore_errors=True)
@@ -39,7 +37,6 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
     try:
         temporary.mkdir(parents=True)
         _write_manifest(temporary, write(temporary) or {}, metadata)
-        check_held(folder)
         if folder.exists():
             folder.rename(old)
         temporary.rename(folder)
@@ -95,7 +92,6 @@ def remove_leftovers(parent: Path, name: str) -> None:
 
 def rewrite(path: Path, text: str) -> None:
     """Replace a file atomically: at any moment, also after a kill, it holds the old text or the new one."""
-    check_held(path)
     temporary = path.with_name(f".{path.name}.tmp")
     temporary.unlink(missing_ok=True)  # a symlink there would redirect the write
     temporary.write_text(text, encoding="utf-8")

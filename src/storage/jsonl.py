@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from src.config.errors import warn
-from src.storage.lost_run_folder import check_held, lost_folder
 
 
 def strict_json(value):
@@ -38,7 +37,6 @@ class JsonlWriter:
         """Write all queued lines. If that fails, write none and raise OSError."""
         if not self.waiting:
             return
-        check_held(self.path)
         data = "".join(self.waiting).encode()
         with self.path.open("ab", buffering=0) as file:
             end = file.tell()
@@ -55,8 +53,6 @@ class JsonlWriter:
         try:
             self.flush()
         except OSError as error:
-            if error.errno == errno.ESTALE and lost_folder(self.path):
-                return  # StopSignals ends this process at its next check and prints the reason
             warn(
                 f"{self.path} cannot be written ({error.strerror}): its last {len(self.waiting)} lines are kept for later"
             )

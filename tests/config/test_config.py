@@ -325,7 +325,7 @@ def test_errors_of_the_run_file(here, content, parts):
         ({"stream_lanes": 4}, ["stream_lanes is given without streaming"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
         ({"cache_dir": "file/x"}, ["cache_dir: file/x cannot be created", "is not a folder"]),
-        ({"output_dir": "s3://key:secret@bucket/run"}, ["output_dir: s3", "is a URL"]),
+        ({"output_dir": "s3://bucket/run"}, ["output_dir: s3", "is a URL"]),
         ({"cache_dir": "s3://bucket/run"}, ["cache_dir: s3", "is a URL"]),
     ],
 )

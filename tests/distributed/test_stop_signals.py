@@ -389,15 +389,3 @@ def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     check_saved(folder)
     assert "the end of the launcher" in run_status.read_status(folder)["reason"]
     kit.until(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
-
-
-def test_make_train_returns_the_code_of_a_stop(tiny, tmp_path):
-    fields = {name: str(value) for name, value in tiny.items()}
-    fields |= {"max_steps": 100_000, "save_steps": 20, "logging_steps": 1}
-    run_file = kit.write_yaml(tmp_path / "run.yaml", fields)
-    make = ["make", "-o", ".venv/done", "train", f"CONFIG={run_file}", f"OUT={tmp_path / 'run'}"]
-    launch = Launch(tmp_path, *make).until_step(30)
-    launch.workers()[0].terminate()
-    assert launch.process.wait(300) == 2
-    output = launch.output.read_text()
-    assert re.search(r"make(\[\d+\])?: \*\*\* \[Makefile:\d+: train\] Error 75", output), output

@@ -89,14 +89,14 @@ def test_averages_are_curves_beside_the_loss(tmp_path):
     assert "eval, ema/code" not in page
 
 
-def test_values_are_escaped_redacted_and_symlinks_replaced(tmp_path):
+def test_values_are_escaped_and_symlinks_replaced(tmp_path):
     line = {"kind": "eval", "step": 1, "loss": 1.0, "note": "<script>"}
     folder = run_folder(tmp_path / "<b>run", line)
-    (folder / "config.yaml").write_text("task: <i>\ntrain_file: [http://user:secret@host/x.jsonl?sig=secret]")
-    (folder / "environment.json").write_text('{"command": ["http://user:secret@host/x.jsonl?sig=secret"]}')
+    (folder / "config.yaml").write_text("task: <i>")
+    (folder / "environment.json").write_text('{"command": ["<u>"]}')
     (folder / "report.html").symlink_to(tmp_path / "outside")
     page = html_report.write(folder).read_text()
-    assert not re.search("<script>|<b>run|<i>|secret", page)
+    assert not re.search("<script>|<b>run|<i>|<u>", page)
     assert not (tmp_path / "outside").exists()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from src.checkpointing.sharded_checkpoint import ShardWriters
-from src.storage import atomic_folder, jsonl, lost_run_folder
+from src.storage import atomic_folder
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
 NAMES = {"small.txt", "empty.txt", "inner/large.bin", "manifest.json"}
@@ -402,40 +402,3 @@ def test_rewrite_does_not_follow_symlinks(tmp_path):
     atomic_folder.rewrite(folder / "eval.json", "new")
     assert (folder / "eval.json").read_text() == "new"
     assert (tmp_path / "outside").read_text() == "kept"
-
-
-@pytest.mark.parametrize("recreated", [False, True])
-def test_nothing_is_written_in_place_of_a_held_folder(tmp_path, monkeypatch, recreated):
-    monkeypatch.setattr(lost_run_folder, "_held", {})
-    run, lines = tmp_path / "run", jsonl.JsonlWriter(tmp_path / "run" / "metrics.jsonl")
-    run.mkdir()
-    lost_run_folder.hold(run)
-    lines.add({"step": 1})
-    lines.flush()
-    assert lost_run_folder.lost_folder(run) == ""
-
-    def replace_and_write(folder: Path) -> None:
-        (folder / "a").write_text("a")
-        (run / "metrics.jsonl").unlink(missing_ok=True)
-        for path in sorted(run.rglob("*"), reverse=True):
-            path.rmdir() if path.is_dir() else path.unlink()
-        run.rmdir()
-        if recreated:
-            run.mkdir()
-        folder.mkdir(parents=True)  # as save_pretrained does
-        (folder / "a").write_text("a")
-
-    with pytest.raises(OSError, match="deleted or moved"):
-        atomic_folder.publish(run / "checkpoints" / "step_00000001", replace_and_write)
-    assert not (run / "checkpoints" / "step_00000001").exists()
-    assert lost_run_folder.lost_folder(run)
-    lines.add({"step": 2})
-    for call in (
-        lines.flush,
-        lambda: atomic_folder.rewrite(run / "status.json", ""),
-        lambda: atomic_folder.publish(run / "final", replace_and_write),
-    ):
-        with pytest.raises(OSError, match="deleted or moved"):
-            call()
-    assert not [path for path in run.rglob("*") if path.is_file()]
-    atomic_folder.rewrite(tmp_path / "other.json", "")  # other folders do not matter

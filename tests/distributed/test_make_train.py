@@ -1,0 +1,178 @@
+"""What `make train` starts: the run folder, Ctrl-C, a closed terminal, nohup, a mistyped flag."""
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from src.runtime import run_status
+from tests.helpers import kit
+from tests.helpers.stopping import check_saved
+
+PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
+MAKE_TRAIN = ["make", "-o", ".venv/done", "train"]
+CTRL_C = b"\x03"
+
+
+@pytest.fixture
+def run_file(tmp_path) -> Path:
+    """A run file that names its folder, for more steps than any test waits for."""
+    fields = {name: str(value) for name, value in kit.tiny_files(tmp_path).items()}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
+    fields |= {"lr_scheduler_type": "constant"}
+    return kit.write_yaml(tmp_path / "run.yaml", fields | {"output_dir": str(tmp_path / "run")})
+
+
+def processes_of(run_file: Path) -> list[psutil.Process]:
+    """Return make, the launcher and the training processes of this run file."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if str(run_file) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def kill_what_a_failed_test_leaves(tmp_path):
+    """Ranks have sessions of their own, which outlive the terminal."""
+    yield
+    for process in processes_of(tmp_path / "run.yaml"):
+        process.kill()
+
+
+class Terminal:
+    """A command in a shell on a terminal of its own, with its output in a file."""
+
+    def __init__(self, output: Path, *words):
+        command = " ".join(f"'{word}'" for word in words)
+        self.pid, self.file = pty.fork()
+        if self.pid == 0:
+            os.chdir(kit.REPOSITORY)
+            os.execvpe("sh", ["sh", "-c", f"trap : INT; {command} >'{output}' 2>&1; exit $?"], PLAIN_ENVIRONMENT)
+
+    def press(self, key: bytes) -> None:
+        os.write(self.file, key)
+
+    def wait(self) -> int:
+        """Return the exit code of the command, which its shell exits with after Ctrl-C, too."""
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+
+def train_on_terminal(tmp_path: Path, run_file: Path, processes: int) -> Terminal:
+    """Start `make train` on a terminal, and return when it has trained a few steps."""
+    terminal = Terminal(tmp_path / "output.txt", *MAKE_TRAIN, f"CONFIG={run_file}", f"NPROC={processes}")
+    kit.until(lambda: kit.last_step(tmp_path / "run") > 3)
+    return terminal
+
+
+# ---- the run folder ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "yaml, words, folder",
+    [
+        ("seed: 1", [], "runs/chat"),
+        ("seed: 1", ["NPROC=2"], "runs/chat_2proc"),
+        ("output_dir: of_yaml", ["NPROC=2"], None),
+        ('{"seed": 1, "output_dir": "of_yaml"}', [], None),
+        ("# output_dir: a comment\nseed: 1  # output_dir", [], "runs/chat"),
+        ("output_dir: of_yaml", ["OUT=a b"], "'a b'"),
+        ("seed: 1", ["ARGS=--output_dir c"], "c"),  # the last flag wins
+        ("output_dir: of_yaml", ["ARGS=--output-dir=c"], "c"),
+    ],
+)
+def test_run_folder(tmp_path, yaml, words, folder):
+    path = tmp_path / "chat.yaml"
+    path.write_text(yaml)
+    command = subprocess.run(
+        [*MAKE_TRAIN, "-n", f"CONFIG={path}", *words], cwd=kit.REPOSITORY, capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"--output[_-]dir[ =]('[^']*'|\S+)", command)
+    assert (found[-1] if found else None) in (folder, f"'{folder}'")
+
+
+# ---- signals -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
+    terminal = train_on_terminal(tmp_path, run_file, processes)
+    terminal.press(CTRL_C)
+    assert terminal.wait() != 0
+    kit.until(lambda: not processes_of(run_file))
+    text = (tmp_path / "output.txt").read_text()
+    step = check_saved(tmp_path / "run")
+    assert text.count("saving after this step") == 1
+    assert f"Stopped by Ctrl-C at step {step:,}. Saved to {tmp_path / 'run'}" in text
+
+    make = [*MAKE_TRAIN, f"CONFIG={run_file}", f"ARGS=--max_steps {step + 2}"]
+    subprocess.run(make, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, check=True, timeout=300)
+    assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path, processes):
+    terminal = train_on_terminal(tmp_path, run_file, processes)
+    os.close(terminal.file)
+    terminal.wait()
+    kit.until(lambda: not processes_of(run_file))
+    check_saved(tmp_path / "run")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_run_under_nohup_survives_its_terminal(run_file, tmp_path, processes):
+    words = ["nohup", *MAKE_TRAIN, f"CONFIG={run_file}", f"NPROC={processes}"]
+    terminal = Terminal(tmp_path / "output.txt", *words)
+    kit.until(lambda: kit.last_step(tmp_path / "run") > 3)
+    os.close(terminal.file)
+    step = kit.last_step(tmp_path / "run")
+    kit.until(lambda: kit.last_step(tmp_path / "run") > step + 20)
+    (tmp_path / "run" / "stop").touch()
+    kit.until(lambda: not processes_of(run_file))
+    check_saved(tmp_path / "run")
+    assert "the file stop" in run_status.read_status(tmp_path / "run")["reason"]
+
+
+def test_ctrl_c_before_training_begins(run_file, tmp_path):
+    """During the imports of train.py."""
+    terminal = Terminal(tmp_path / "output.txt", sys.executable, "train.py", "--config", run_file)
+    [process] = kit.until(lambda: [p for p in processes_of(run_file) if p.name() != "sh"])
+    kit.until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text())
+    terminal.press(CTRL_C)
+    assert terminal.wait() == 75
+    text = (tmp_path / "output.txt").read_text()
+    assert "Stopped by Ctrl-C before training began" in text
+    assert "Traceback" not in text
+    assert not (tmp_path / "run").exists()
+
+
+# ---- errors ------------------------------------------------------------------------------------------------------------
+
+SLOW_RANK_0 = """
+import os, sys, time
+if os.environ.get("LOCAL_RANK") == "0" and "train.py" in sys.orig_argv:
+    time.sleep(3)
+"""
+
+
+def test_mistyped_flag_on_two_processes(tmp_path):
+    """One message, and no change to a run that trains in the folder. The rank that prints is the last to start."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (tmp_path / "sitecustomize.py").write_text(SLOW_RANK_0)
+    run_status.write_status(folder, "running", 3)
+    words = [*MAKE_TRAIN, "NPROC=2", f"OUT={folder}", "ARGS=--max_step 5"]
+    env = PLAIN_ENVIRONMENT | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, cwd=kit.REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2  # of make
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "--max_step: " in line
+    assert "max_steps?" in line
+    assert run_status.read_status(folder)["status"] == "running"
