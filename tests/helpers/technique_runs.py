@@ -90,10 +90,12 @@ def check_resume(
     return straight
 
 
-def check_fsdp2(folder, fields: dict, bar: float = 2e-5) -> None:
-    """Assert that FSDP2 on two processes ends with the weights of one process in float32, and that it resumes."""
+def check_fsdp2(folder, fields: dict, bar: float = 1e-10) -> None:
+    """Assert that FSDP2 on two processes ends with the weights of one process in float64, and that it resumes.
+
+    In float32, what a division by a small norm makes of rounding depends on the kernels of the CPU."""
     # With Adam's default epsilon, gradients that are zero except for rounding would become whole steps.
-    fields = {"adam_epsilon": 1e-4} | fields | {"dtype": "float32"}
+    fields = {"adam_epsilon": 1e-4} | fields
     one = train(Path(folder, "one"), fields, 1, 4)
     sharded = check_resume(
         Path(folder, "fsdp2"), fields, 2, 4, kit.where("fsdp2", 2, mixed_precision="no"), bar, units=1

@@ -109,6 +109,10 @@ def test_tasks_and_losses_under_fsdp2(tmp_path, name, more):
         values["model_config"] = kit.write_yaml(tmp_path / "gpt2.yaml", kit.EXACT)
     if name == "text_classification":
         values["model_config"] = kit.write_yaml(tmp_path / "dropout.yaml", recipes.BERT | DROPOUT)
+    if name == "image_classification":
+        values["adam_epsilon"] = (
+            1e-4  # weights before a batch norm have a gradient along them that is zero but for rounding
+        )
     check(tmp_path, values, 2, kit.where("fsdp2", 2, mixed_precision="no"), 1e-10)
 
 
