@@ -65,7 +65,7 @@ train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 	$(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 
 smoke: .venv/done ## try CONFIG in a minute: two steps, an evaluation, a save and a resume, compared
-	@$(VENV)/python -m src.distributed.run_launcher -- $(LAUNCH) train.py --config '$(CONFIG)' --smoke true $(OUT_GIVEN) $(ARGS)
+	$(LAUNCH) train.py --config '$(CONFIG)' --smoke true $(OUT_FLAG) $(ARGS)
 
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)

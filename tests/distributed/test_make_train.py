@@ -72,6 +72,16 @@ def train_on_terminal(tmp_path: Path, run_file: Path, processes: int) -> Termina
     return terminal
 
 
+def test_make_smoke_passes_and_leaves_the_run_folder_to_the_run(tmp_path, run_file):
+    command = ["make", "-o", ".venv/done", "smoke", f"CONFIG={run_file}", "NPROC=2"]
+    done = subprocess.run(
+        command, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.rstrip().endswith("smoke: passed")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 # ---- the run folder ----------------------------------------------------------------------------------------------------
 
 
