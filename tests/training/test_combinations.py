@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conformance import recipes
@@ -122,6 +123,22 @@ def test_tasks_under_zero(tmp_path, name, place):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
     values = own(tmp_path, MIXTRAL) if name == "experts" else of_recipe(tmp_path, name)
     check(tmp_path, values, 2, kit.where(place, 2, mixed_precision="no"), 1e-4)
+
+
+@pytest.mark.parametrize("place, world, bar", [("ddp", 2, 1e-10), ("fsdp2", 2, 1e-10), ("zero3", 2, 1e-4)])
+def test_loss_in_chunks(tmp_path, place, world, bar):
+    """8 rows of 300 tokens × 4,096 words are three chunks of logits on a CPU; 2 rows are one."""
+    if place == "zero3":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
+    generator = np.random.default_rng(0)
+    rows = [{"input_ids": generator.integers(0, 4096, 300).tolist()} for _ in range(16)]
+    files = {f"{split}_file": kit.write_jsonl(tmp_path / f"{split}.jsonl", rows) for split in ("train", "validation")}
+    model = kit.EXACT | {"vocab_size": 4096, "n_positions": 300}
+    values = own(tmp_path, model, **files, max_steps=3, per_device_batch_size=8)
+    env = kit.where(place, world, mixed_precision="no") if place != "ddp" else None
+    chunked = check(tmp_path, values, world, env, bar, at=2)
+    whole = run(tmp_path / "whole", values | {"per_device_batch_size": 2})
+    assert bar > 1e-9 or kit.distance(chunked.weights, whole.weights) <= bar
 
 
 def test_experts_under_fsdp2(tmp_path):
