@@ -112,11 +112,6 @@ def test_compiled_module_keeps_its_names(plain, one, tmp_path):
     assert run.weights.keys() == one.weights.keys()
 
 
-def test_lazy_module_is_refused_in_one_sentence():
-    with pytest.raises(UsageError, match="has no shape"):
-        build_plain_model(RunConfig(), lambda: torch.nn.Sequential(torch.nn.LazyLinear(3)))
-
-
 def test_gradient_checkpointing_is_refused_in_one_sentence(plain, tmp_path):
     argv = flags(plain, gradient_checkpointing=True, output_dir="run")
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path)
