@@ -109,16 +109,8 @@ def test_evaluation_alone_is_the_number_of_the_run(sharded, tmp_path):
     assert line["loss"] == pytest.approx(sharded["zero3"].kind("eval")[-1]["loss"], rel=1e-6)
 
 
-def test_batch_size_is_estimated(files, tmp_path):
-    argv = [*recipe(files, **FIELDS | {"per_device_batch_size": "auto", "max_steps": 2}), "--output_dir", "run"]
-    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=where("zero2", 2))
-    assert codes == [0, 0], outputs
-    states = sorted((tmp_path / "here" / "run" / "checkpoints").glob("*/state.json"))
-    assert json.loads(states[-1].read_text())["config"]["per_device_batch_size"] == 8  # the limit on a CPU
-
-
-def test_what_deepspeed_cannot_do_is_refused(files, tmp_path):
-    field, value = "dtype", "float64"
+@pytest.mark.parametrize("field, value", [("dtype", "float64"), ("per_device_batch_size", "auto")])
+def test_what_deepspeed_cannot_do_is_refused(files, tmp_path, field, value):
     argv = [*recipe(files, **FIELDS | {field: value}), "--output_dir", "run"]
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=where("zero2", 2))
     assert codes == [2, 2]

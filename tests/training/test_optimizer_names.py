@@ -153,10 +153,12 @@ def test_the_package_is_imported_only_for_its_names(monkeypatch):
 
 
 @pytest.mark.cluster  # needs an extra package
-@pytest.mark.parametrize("name", ["lion", "soap"])
-def test_optimizers_of_the_package_resume(tmp_path, name):
+@pytest.mark.parametrize("name, bar", [("lion", 0.0), ("soap", 1e-10)])
+def test_optimizers_of_the_package_resume(tmp_path, name, bar):
+    """SOAP keeps the transposed matrices of a QR; saved, they lie in another order in memory, and some CPUs
+    round products with them differently."""
     pytest.importorskip("pytorch_optimizer")
-    technique_runs.check_resume(tmp_path, fields(tmp_path, name))
+    technique_runs.check_resume(tmp_path, fields(tmp_path, name), bar=bar)
 
 
 @pytest.mark.cluster  # needs an extra package
