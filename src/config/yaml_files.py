@@ -3,6 +3,7 @@
 Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -27,16 +28,23 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# JSON writes 1e-05, which is text in YAML 1.1, because it has no point.
+def _mapping(pairs: list[tuple]) -> dict:
+    if twice := {key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1}:
+        raise ValueError(f"the key {min(twice)!r} is given twice")
+    return dict(pairs)
+
+
+# Python writes 1e-05, which is text in YAML 1.1, because it has no point.
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+][0-9]+$"), list("-+0123456789"))
 
 
 def read_yaml(path: str | Path) -> dict:
     """Return the mapping in a YAML or JSON file. Raise UsageError with the file and, if known, the line."""
     found = locate(str(path))
+    kind = "JSON" if found.endswith(".json") else "YAML"
     try:
         with open(found, encoding="utf-8") as file:
-            value = yaml.load(file, Loader)
+            value = json.load(file, object_pairs_hook=_mapping) if kind == "JSON" else yaml.load(file, Loader)
     except FileNotFoundError:
         near = [str(file) for file in Path(path).parent.glob("*.yaml")]
         known = near + [f"configs/{file.name}" for file in REPOSITORY.glob("configs/*.yaml")]
@@ -44,7 +52,7 @@ def read_yaml(path: str | Path) -> dict:
     except IsADirectoryError:
         raise UsageError(f"{path}: this is a folder; expected a YAML or JSON file") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: not readable as YAML: {' '.join(str(error).split())}") from None
+        raise UsageError(f"{path}: not readable as {kind}: {' '.join(str(error).split())}") from None
     if value is None:
         raise UsageError(f"{path}: the file is empty: expected lines of the form `name: value`")
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

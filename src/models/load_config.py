@@ -106,10 +106,10 @@ def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None
         raise UsageError(f"{file}: not a valid {model_type} configuration: {reason(error)}") from error
     # transformers converts names of earlier versions (`rope_theta`); of names that it does not know, it keeps the value.
     unknown = [name for name in given if name not in names and name in config.to_dict()]
-    if unknown and not PUBLISHED & given.keys():
+    if unknown and not PUBLISHED & given.keys() and Path(file).name != "config.json":
         raise UsageError(f"{file}: {unknown[0]}: {model_type} has no such field{did_you_mean(unknown[0], names)}")
     if unknown:
-        warn(f"{file}: {model_type} has no field {', '.join(unknown)}: the architecture does not depend on it")
+        warn(f"{file}: {model_type} has no field {', '.join(unknown)}: without effect unless the model's code reads it")
     if errors := _value_errors(config, given):
         raise UsageError(f"{file}: {'; '.join(errors)}")
     return config
@@ -170,7 +170,7 @@ def _value_errors(config: "PreTrainedConfig", values: dict) -> list[str]:
         if vocabulary > 0 and isinstance(values.get(name), int) and values[name] >= vocabulary
     ]
     for name, value in values.items():
-        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float) and not 0 <= value < 1:
+        if ("dropout" in name or name.endswith("pdrop")) and type(value) in (int, float) and not 0 <= value < 1:
             errors.append(f"{name} is {value}: give a probability from 0 to below 1")
     return errors
 

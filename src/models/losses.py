@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 
 from src.models.compile_and_recompute import CompiledOnAccelerators
-from src.models.cross_entropy import IGNORED, PLAIN, CrossEntropy
+from src.models.cross_entropy import PLAIN, CrossEntropy
 
 # Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
 # CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
@@ -79,12 +79,20 @@ def linear_sums(
     """Return the sums of `sums_from_logits` for the logits `hidden @ weight.T + bias`; three matrix products in all.
 
     hidden (rows, features), weight (vocabulary, features), targets (rows,); the sums are float32 or better."""
-    arguments = (hidden, targets, weight, bias, options, training)
+    arguments, rows = (
+        (hidden, targets, weight, bias, options, training),
+        chunk_rows(weight.device.type, weight.shape[0]),
+    )
     if _sums_of_rows.compiles(*arguments):
-        rows = compiled_rows(hidden.shape[0], weight)
-    else:
-        rows = chunk_rows(weight.device.type, weight.shape[0])
-    return _sums_of_rows(*arguments) if hidden.shape[0] <= rows else _sums_by_chunk(rows, *arguments)
+        memory = torch.get_device_module(weight.device).get_device_properties(weight.device).total_memory
+        rows = fitting_rows(hidden.shape[0], weight.shape[0] * _precision(weight).itemsize, memory)
+    if hidden.shape[0] <= rows:
+        return _sums_of_rows(*arguments)
+    if _precision(weight) is not torch.float16:
+        return _sums_by_chunk(rows, *arguments)
+    # In float16, each gradient needs the loss scale, which is known in backward only.
+    parts = zip(hidden.split(rows), targets.split(rows), strict=True)
+    return _added([recomputed(_sums_of_rows, *part, *arguments[2:]) for part in parts])
 
 
 @CompiledOnAccelerators
@@ -97,11 +105,11 @@ def _sums_by_chunk(rows: int, hidden, targets, weight, bias, *rest) -> dict[str,
     backward, and none are computed twice."""
     inputs = (hidden, weight, bias)
     trained = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
-    leaves = [x if x is None else x.detach().requires_grad_(on) for x, on in zip(inputs, trained, strict=True)]
+    leaves = [x if x is None else torch.nn.Parameter(x.detach(), on) for x, on in zip(inputs, trained, strict=True)]
     # In 16 bits, the sum over chunks would lose what each of them adds to the gradient of the head.
     dtypes = (hidden.dtype, *[torch.promote_types(weight.dtype, torch.float32)] * 2)
     gradients = [torch.zeros_like(x, dtype=d) if on else None for x, d, on in zip(inputs, dtypes, trained, strict=True)]
-    total: dict[str, torch.Tensor] = {}
+    parts = []
     for start in range(0, hidden.shape[0], rows):
         part = slice(start, start + rows)
         leaves[0] = hidden.detach()[part].requires_grad_(trained[0])
@@ -111,11 +119,21 @@ def _sums_by_chunk(rows: int, hidden, targets, weight, bias, *rest) -> dict[str,
             sinks = [g if i else g[part] for i, g in enumerate(gradients) if g is not None]
             for sink, gradient in zip(sinks, torch.autograd.grad(sums["loss"], sources), strict=True):
                 sink += gradient
-        for name, value in sums.items():
-            total[name] = total[name] + value.detach() if name in total else value.detach()
+        parts.append({name: value.detach() for name, value in sums.items()})
+    total = _added(parts)
     if any(trained):
         total["loss"] = _LossWithGradients.apply(total["loss"], gradients, *inputs)
     return total
+
+
+def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
+
+
+def _precision(weight: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the logits of a head."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 class _LossWithGradients(torch.autograd.Function):
@@ -132,47 +150,9 @@ class _LossWithGradients(torch.autograd.Function):
         return None, None, *(gradient if gradient is None else gradient * scale for gradient in ctx.saved_tensors)
 
 
-def compiled_rows(rows: int, weight: torch.Tensor) -> int:
-    """Return how many of `rows` rows of logits a compiled loss computes at a time on an accelerator."""
-    device, itemsize = weight.device, weight.dtype.itemsize
-    if torch.is_autocast_enabled(device.type):
-        itemsize = torch.get_autocast_dtype(device.type).itemsize
-    memory = torch.get_device_module(device).get_device_properties(device).total_memory
-    return fitting_rows(rows, weight.shape[0] * itemsize, memory)
-
-
-def row_losses(
-    hidden: torch.Tensor,
-    head: torch.nn.Linear | None,
-    targets: torch.Tensor,
-    options: CrossEntropy = PLAIN,
-    class_weights: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
-    """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
-
-    targets (rows, …); hidden (number of targets, features), of which only a chunk of the logits `head(hidden)` exists
-    at a time. Without a head, `hidden` are the logits. Targets of -100 are ignored."""
-    flat = targets.flatten()
-    if head is None:
-        losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]
-    else:
-        size = chunk_rows(hidden.device.type, head.weight.shape[0])
-        chunks = zip(hidden.split(size), flat.split(size), strict=True)
-        losses = torch.cat([recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
-    weights = (targets != IGNORED).long()
-    if class_weights is not None:
-        weights = weights * class_weights[targets.clamp(min=0)]
-    found = {"loss": losses.view_as(targets), "weight": weights}
-    return {name: values.reshape(len(targets), -1).sum(1) for name, values in found.items()}
-
-
 def recomputed(function: Callable, *arguments):
     """Call the function; backward calls it again instead of keeping its logits."""
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-
-def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
-    return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]
 
 
 def at_least_float32(logits: torch.Tensor) -> torch.Tensor:

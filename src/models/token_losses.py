@@ -1,6 +1,6 @@
-"""Losses per token of language models, in chunks of logits: log-probabilities of targets, divergence from a teacher.
+"""Losses of single rows and tokens, in chunks of logits: cross-entropy, log-probabilities, divergence from a teacher.
 
-Used by the tasks preference and distillation. Tests: tests/models/test_token_losses.py.
+Tests: tests/models/test_token_losses.py and tests/training/test_batch_loss.py.
 """
 
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from src.models.cross_entropy import IGNORED, PLAIN, CrossEntropy
 from src.models.losses import at_least_float32, chunk_rows, recomputed
 from src.runtime.private_apis import known_masks
 
@@ -62,6 +63,31 @@ def distillation_terms(
     return kl, cross_entropy, correct
 
 
+def row_losses(
+    hidden: torch.Tensor,
+    head: torch.nn.Linear | None,
+    targets: torch.Tensor,
+    options: CrossEntropy = PLAIN,
+    class_weights: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
+
+    targets (rows, …); hidden (number of targets, features), of which only a chunk of the logits `head(hidden)` exists
+    at a time. Without a head, `hidden` are the logits. Targets of -100 are ignored."""
+    flat = targets.flatten()
+    if head is None:
+        losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]
+    else:
+        size = chunk_rows(hidden.device.type, head.weight.shape[0])
+        chunks = zip(hidden.split(size), flat.split(size), strict=True)
+        losses = torch.cat([recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
+    weights = (targets != IGNORED).long()
+    if class_weights is not None:
+        weights = weights * class_weights[targets.clamp(min=0)]
+    found = {"loss": losses.view_as(targets), "weight": weights}
+    return {name: values.reshape(len(targets), -1).sum(1) for name, values in found.items()}
+
+
 def _logits(hidden: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
     return at_least_float32(hidden if weight is None else F.linear(hidden, weight, bias))
 
@@ -77,3 +103,7 @@ def _terms_of_chunk(hidden, weight, bias, other, other_weight, other_bias, targe
     kl = F.kl_div(log_student, log_teacher, reduction="none", log_target=True).sum(-1)
     cross_entropy = F.cross_entropy(student, targets, reduction="none")
     return kl * (targets != -100), cross_entropy, student.argmax(-1) == targets
+
+
+def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
+    return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]

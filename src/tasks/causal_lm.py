@@ -21,11 +21,11 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
-from src.models.losses import row_losses, sums_from_hidden, sums_from_logits
+from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
 from src.models.text_sample import sample_text
-from src.models.token_losses import score_tokens
+from src.models.token_losses import row_losses, score_tokens
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length

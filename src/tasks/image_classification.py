@@ -20,8 +20,9 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
-from src.models.losses import at_least_float32, row_losses, sums_from_logits
+from src.models.losses import at_least_float32, sums_from_logits
 from src.models.r_drop import r_drop_option, r_drop_sums, twice
+from src.models.token_losses import row_losses
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels

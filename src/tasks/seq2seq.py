@@ -26,7 +26,7 @@ from src.models.encoder_decoder import (
 from src.models.load_config import check_fit, load_config
 from src.models.load_metric import all_shipped, check_metrics, compute_metrics
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
-from src.models.losses import row_losses
+from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length

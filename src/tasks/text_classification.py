@@ -17,8 +17,9 @@ from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import at_least_float32, row_losses, sums_from_logits
+from src.models.losses import at_least_float32, sums_from_logits
 from src.models.r_drop import r_drop_option, r_drop_sums, twice
+from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length

@@ -17,7 +17,8 @@ from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
 from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import row_losses, sums_from_logits
+from src.models.losses import sums_from_logits
+from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch, padded_length

@@ -148,6 +148,28 @@ def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
     assert mutant > 1.1 * product
 
 
+def test_the_loss_scale_of_float16_reaches_the_gradient_of_each_chunk(small_chunks):
+    """A probability of 1 - 7e-8: float16 holds 65,536 times its gradient, but not the gradient."""
+    _, _, _, targets = make(50, ignored=0)
+    weight = torch.eye(VOCABULARY, requires_grad=True)
+    hidden = (20 * torch.eye(VOCABULARY)[targets]).requires_grad_()
+
+    def gradients(function, low):
+        with torch.autocast("cpu", torch.float16, enabled=low):
+            loss = function(hidden, weight, None, targets)
+        return torch.autograd.grad(65_536 * loss, (hidden, weight))
+
+    def error(function):
+        pairs = zip(gradients(function, True), gradients(plain, False), strict=True)
+        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
+
+    def mutant(hidden, weight, bias, targets):
+        return losses._sums_by_chunk(CHUNK, hidden, targets, weight, bias, PLAIN, True)["loss"]
+
+    assert error(losses.linear_cross_entropy) <= 0.1
+    assert error(mutant) > 0.9
+
+
 def products(function, *arguments) -> float:
     """Return the operations of a forward and backward pass, in matrix products of the head."""
     with FlopCounterMode(display=False) as counter:
@@ -178,7 +200,7 @@ def test_compiled_once_for_any_number_of_rows(capsys):
 
     compiled = CompiledOnAccelerators(losses._sums_of_rows.function, uncompiled_devices=())
     before = counters["stats"]["unique_graphs"]
-    for rows in (50, 7, CHUNK, 300):
+    for rows in (50, 7, 0, 1, CHUNK, 300):
         hidden, weight, bias, targets = make(rows, torch.float32)
         arguments = (hidden * 1, targets, weight, bias, PLAIN)
         assert compiled.compiles(*arguments, True)
@@ -194,6 +216,21 @@ def test_compiled_once_for_any_number_of_rows(capsys):
         assert correct == expected["correct"]
     assert counters["stats"]["unique_graphs"] - before == 3  # training, and evaluation with and without a graph
     assert capsys.readouterr().err == ""
+
+
+def test_chunks_use_the_compiled_graph(monkeypatch):
+    from torch._dynamo.utils import counters
+
+    function = losses._sums_of_rows.function
+    compiled = CompiledOnAccelerators(lambda *given: function(*given), uncompiled_devices=())
+    monkeypatch.setattr(losses, "_sums_of_rows", compiled)
+    hidden, weight, bias, targets = make(50, torch.float32)
+    arguments = (hidden, targets, torch.nn.Parameter(weight), torch.nn.Parameter(bias), PLAIN, True)
+    before = counters["stats"]["unique_graphs"]
+    assert compiled.compiles(*arguments)
+    loss = losses._sums_by_chunk(7, *arguments)["loss"]  # the last chunk has one row
+    assert counters["stats"]["unique_graphs"] - before == 1
+    assert loss.item() == pytest.approx(plain(hidden, weight, bias, targets).item(), rel=1e-5)
 
 
 def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp_path, monkeypatch):
