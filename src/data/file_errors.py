@@ -59,75 +59,54 @@ def _not_utf8(file: str) -> str | None:
 
 
 def _json_error(file: str) -> str | None:
-    """Return a message with the first error in a JSON file and its line, or None without an error."""
+    """Return a message with the first error in a JSON file and its row, or None without an error."""
     kinds: dict[str, str] = {}
-    where = ""
     try:
-        for where, value in json_values(file):
+        for where, value in json_rows(file):
             if not isinstance(value, dict):
                 return f"{file}, {where}: expected a JSON object, found {json.dumps(value)[:60]}"
             if mismatch := _other_kind(kinds, value):
                 return f"{file}, {where}: {mismatch}"
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return f"{file}, {where}: a lone surrogate (half of a surrogate pair), which UTF-8 cannot encode"
     except UsageError as error:
         return str(error)
     return None
 
 
-def json_values(file: str) -> Iterator[tuple[str, object]]:
-    """Yield ('line N' or 'row N', value) for each value of a JSON file: one per line, over several lines, or an array.
+def json_rows(file: str) -> Iterator[tuple[str, object]]:
+    """Yield ('line N', value) for each row of a file with one row per line; ('row N', value), from 0, for other JSON.
 
-    Raise UsageError for one that is not valid JSON. A file that holds one value per line is not read at once."""
+    Raise UsageError for a row that is not valid JSON. A file with one row per line is not read at once."""
     with open(file, encoding="utf-8-sig", errors="replace") as lines:
-        first = next(filter(str.strip, lines), "")
+        by_line = file.endswith(".jsonl") or _is_object(next(filter(str.strip, lines), ""))
         lines.seek(0)
-        by_line = file.endswith(".jsonl") or _is_json(first)
+        row = 0
         for number, text in enumerate(lines, 1) if by_line else [(1, lines.read())]:
-            for line, value in _values(file, text, number):
-                if isinstance(value, list) and not file.endswith(".jsonl"):
-                    yield from ((f"row {i}", item) for i, item in enumerate(value))
-                else:
-                    yield f"line {line}", value
+            try:
+                for value in _values(text.rstrip()):  # without line end, where errors would be of the next line
+                    for item in value if isinstance(value, list) and not by_line else [value]:
+                        yield f"line {number}" if by_line else f"row {row}", item
+                        row += 1
+            except json.JSONDecodeError as error:
+                line, bad = number + error.lineno - 1, text.split("\n")[error.lineno - 1].strip()[:60]
+                reason = f"not valid JSON ({error.msg}, column {error.colno}): {bad}"
+                raise UsageError(f"{file}, line {line}: {reason}") from None
+            except (ValueError, RecursionError) as error:  # too many digits, nested too deeply
+                raise UsageError(f"{file}, line {number}: {error}") from None
 
 
-def _is_json(text: str) -> bool:
+def _is_object(text: str) -> bool:
     try:
-        json.loads(text)
-    except ValueError:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
         return False
-    return True
 
 
-def _values(file: str, text: str, first_line: int) -> Iterator[tuple[int, object]]:
-    """Yield (its first line, value) for each JSON value in `text`, which begins at `first_line` of `file`."""
-    decoder = json.JSONDecoder(object_pairs_hook=_object)
-    text, position, line = text.rstrip(), 0, first_line  # without line end, where errors would be of the next line
+def _values(text: str) -> Iterator:
+    """Yield the JSON values in a text, which may have several, one after the other."""
+    decoder, position = json.JSONDecoder(), 0
     while match := re.compile(r"\S").search(text, position):
-        line += text.count("\n", position, match.start())
-        try:
-            value, position = decoder.raw_decode(text, match.start())
-        except json.JSONDecodeError as error:
-            where, bad = first_line + error.lineno - 1, text.split("\n")[error.lineno - 1].strip()[:60]
-            raise UsageError(
-                f"{file}, line {where}: not valid JSON ({error.msg}, column {error.colno}): {bad}"
-            ) from None
-        except (ValueError, RecursionError) as error:
-            reason = "nested too deeply" if isinstance(error, RecursionError) else error
-            raise UsageError(f"{file}, line {line}: {reason}") from None
-        yield line, value
-        line += text.count("\n", match.start(), position)
-
-
-def _object(pairs: list[tuple[str, object]]) -> dict:
-    """Return a JSON object as a dict. Raise ValueError if a key occurs twice."""
-    found = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"`{key}` is given twice")
-        found[key] = value
-    return found
+        value, position = decoder.raw_decode(text, match.start())
+        yield value
 
 
 _KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}

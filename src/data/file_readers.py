@@ -1,29 +1,29 @@
-"""Strict CSV and text readers, which replace those of `datasets`.
+"""Strict CSV and text files: checks in front of the readers of `datasets`, which read the values.
 
 pandas takes an extra field in every row as an index (which shifts the columns), fills short rows, and renames duplicate
-columns. The readers here raise UsageError with file and line instead. They also remove a byte order mark, which
-`datasets` keeps in the first line of a text. They apply to local files, folders, Hub datasets and streams.
+columns. The checks raise UsageError with file and line instead. A byte order mark is removed, which `datasets` keeps in
+the first line of a text. All this applies to local files, folders, Hub datasets and streams.
 Tests: tests/data/test_file_readers.py, which also notices if `datasets` changes.
 """
 
 import csv
 import io
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from itertools import islice
 
 from src.config.errors import UsageError
 from src.runtime import private_apis
 
-# pandas options: if a dataset changes one of them, `datasets` reads its CSV files with its own reader
+# pandas options: if a dataset changes one of them, its CSV files are not checked
 DIALECT = ("header", "names", "index_col", "usecols", "converters", "skipinitialspace", "skiprows", "nrows", "quoting")
 DIALECT += ("escapechar", "comment", "encoding", "skipfooter", "doublequote", "on_bad_lines", "skip_blank_lines")
 DIALECT += ("dialect",)
+UTF_8 = ("utf-8", "utf8", "utf-8-sig")
 
 
 def install() -> None:
-    """Replace the CSV and text readers of `datasets` by the functions below, and refuse reference:// files.
+    """Check the CSV and text files that `datasets` reads from now on, and refuse reference:// files.
 
     Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files."""
     import fsspec
@@ -51,54 +51,47 @@ def _refusing_file_system() -> type:
 
 
 def _csv_tables(self, base_files, files_iterables):
-    """Yield (key, table) of CSV files as `Csv._generate_tables` of datasets 5.2 does. All rows must fit the header."""
-    import pyarrow as pa
-    from datasets.builder import Key
+    """Yield what `Csv._generate_tables` of datasets 5.2 yields, from files whose rows all fit the header."""
     from datasets.packaged_modules.csv import csv as module
 
     config, default = self.config, module.CsvConfig()
-    if len(config.sep) != 1 or any(getattr(config, name) != getattr(default, name) for name in DIALECT):
-        yield from self.lenient_tables(base_files, files_iterables)  # the dataset sets another CSV dialect
-        return
-    open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
-    for shard, files in enumerate(files_iterables):
-        for file in files:
-            with open_file(file, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
-                for number, frame in enumerate(_csv_frames(file, text, config)):
-                    table = pa.Table.from_pandas(frame, preserve_index=False)
-                    yield Key(shard, number), private_apis.cast_table(self, table)
+    if len(config.sep) == 1 and all(getattr(config, name) == getattr(default, name) for name in DIALECT):
+        open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
+        files_iterables = ((_CheckedCsv(file, open_file, config) for file in files) for files in files_iterables)
+    yield from self.unchecked_tables(base_files, files_iterables)
 
 
-def _csv_frames(file: str, text: Iterable[str], config) -> Iterator:
-    """Yield the rows of a CSV file as pandas frames of `chunksize` rows. Raise UsageError at a bad line."""
-    import pandas as pd
+class _CheckedCsv:
+    """A CSV file that pandas can read. Reading raises UsageError at a bad line."""
 
-    records = csv_records(file, text, config.sep, config.quotechar)
-    line, fields, _ = next(records, (0, [], ""))
-    if not fields:
-        return
-    names = [name or f"Unnamed: {i}" for i, name in enumerate(fields)]
-    if duplicates := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"{file}, line {line}: the column `{duplicates[0]}` is named twice")
-    options = config.pd_read_csv_kwargs | {"header": None, "names": names, "chunksize": None, "index_col": False}
-    if config.features is not None:
-        options["dtype"] = _column_types(config.features)
-    first = True
-    while (chunk := list(islice(records, config.chunksize))) or first:
-        for line, fields, _ in chunk:
+    def __init__(self, file: str, open_file: Callable, config):
+        self._records = _checked_records(file, open_file, config)
+
+    def read(self, size: int = -1) -> str:
+        """Return the next records, `size` characters or a little more; an empty string at the end."""
+        chunk, length = [], 0
+        for record in self._records:
+            chunk.append(record)
+            length += len(record)
+            if 0 <= size <= length:
+                break
+        return "".join(chunk)
+
+    def __iter__(self) -> Iterator[str]:  # pandas requires it of a file, but calls only `read`
+        return self._records
+
+
+def _checked_records(file: str, open_file: Callable, config) -> Iterator[str]:
+    """Yield the text of each record. Raise UsageError for a column named twice and for rows that do not fit the header."""
+    with open_file(file, "rb") as raw, io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text:
+        names: list[str] = []
+        for line, fields, record in csv_records(file, text, config.sep, config.quotechar):
+            names = names or fields
+            if fields is names and (twice := [name for name in names if name and names.count(name) > 1]):
+                raise UsageError(f"{file}, line {line}: the column `{twice[0]}` is named twice")
             if len(fields) != len(names):
                 raise UsageError(f"{file}, line {line}: {len(fields)} fields, but the header has {len(names)}")
-        yield pd.read_csv(io.StringIO("".join(text for *_, text in chunk)), **options)
-        first = False
-
-
-def _column_types(features) -> dict:
-    from datasets.features.features import require_storage_cast
-
-    kinds = zip(features.items(), features.arrow_schema.types, strict=True)
-    return {
-        name: object if require_storage_cast(feature) else kind.to_pandas_dtype() for (name, feature), kind in kinds
-    }
+            yield record
 
 
 def csv_records(
@@ -111,7 +104,8 @@ def csv_records(
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(text, 1):
-            _refuse_nul(file, number, line)
+            if "\0" in line:
+                raise UsageError(_holds_nul(file, number))
             record.append(line)
             yield line
 
@@ -130,42 +124,27 @@ def csv_records(
 
 
 def _text_tables(self, base_files, files_iterables):
-    """Yield (key, table) of the lines of text files, as `Text._generate_tables` of datasets 5.2 does.
+    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file.
 
-    Remove a byte order mark at the start of a file."""
-    import pyarrow as pa
+    Raise UsageError for a line with a NUL character."""
+    import pyarrow.compute as pc
     from datasets.builder import Key
-    from datasets.packaged_modules.text import text as module
 
     config = self.config
-    if config.sample_by != "line" or config.keep_linebreaks or config.encoding.lower() not in ("utf-8", "utf8"):
-        yield from self.lenient_tables(base_files, files_iterables)
+    if config.sample_by != "line" or config.keep_linebreaks or config.encoding.lower() not in UTF_8:
+        yield from self.unchecked_tables(base_files, files_iterables)
         return
-    names = list(config.features) if config.features is not None else ["text"]
-    open_file = getattr(module, "open", open)
+    config.encoding = "utf-8-sig"
     for shard, files in enumerate(files_iterables):
         for file in files:
-            with (
-                open_file(file, "rb") as raw,
-                io.TextIOWrapper(raw, encoding="utf-8-sig", errors=config.encoding_errors) as text,
-            ):
-                for number, lines in enumerate(_text_chunks(file, text, config.chunksize)):
-                    table = pa.Table.from_arrays([pa.array(lines)], names=names)
-                    yield Key(shard, number), private_apis.cast_table(self, table)
+            first = 1
+            for number, (_, table) in enumerate(self.unchecked_tables(base_files, [[file]])):
+                bad = pc.index(pc.match_substring(table.column(0), "\0"), True).as_py()
+                if bad >= 0:
+                    raise UsageError(_holds_nul(file, first + bad))
+                first += len(table)
+                yield Key(shard, number), table
 
 
-def _text_chunks(file: str, text, size: int) -> Iterator[list[str]]:
-    """Yield lists of lines of a text file, without line ends, about `size` characters per list."""
-    first = 1
-    while lines := text.readlines(size):
-        for number, line in enumerate(lines, first):
-            _refuse_nul(file, number, line)
-        yield [line.rstrip("\n") for line in lines]
-        first += len(lines)
-
-
-def _refuse_nul(file: str, number: int, line: str) -> None:
-    if "\0" in line:
-        raise UsageError(
-            f"{file}, line {number}: holds a NUL character, so it is UTF-16 or not text: convert the file to UTF-8"
-        )
+def _holds_nul(file: str, line: int) -> str:
+    return f"{file}, line {line}: holds a NUL character, so it is UTF-16 or not text: convert the file to UTF-8"

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError
-from src.data.file_errors import JSON, json_values
+from src.data.file_errors import JSON, json_rows
 from src.data.file_readers import csv_records
 
 if TYPE_CHECKING:
@@ -62,52 +62,26 @@ def locate_row(files: Iterable[str], row: int) -> str | None:
     """Return 'FILE, line N' for row number `row` of all files in order, or None if the row is not found.
 
     Return 'FILE, row N' (counted from 0) for formats without lines."""
-    for file in files:
-        try:
-            count = _count_rows(file)
-            if count is not None:
-                where = f"row {row}" if row < count else None
-            else:
-                locations = _row_lines(file)
-                count, where = _find(locations, row)
-        except (OSError, ValueError, UsageError):
-            return None
-        if where:
-            return f"{file}, {where}"
-        row -= count
+    try:
+        for file in files:
+            count = 0
+            for where in _rows_of_file(file):
+                if count == row:
+                    return f"{file}, {where}"
+                count += 1
+            row -= count
+    except (OSError, ValueError, UsageError):
+        pass
     return None
 
 
-def _find(locations: Iterator[str], row: int) -> tuple[int, str | None]:
-    """Return (number of items before item `row`, that item), or (number of all items, None) if there are too few."""
-    count = 0
-    for where in islice(locations, row + 1):
-        if count == row:
-            return count, where
-        count += 1
-    return count, None
-
-
-def _count_rows(file: str) -> int | None:
-    """Return the number of rows of a Parquet or Arrow file, or None for other files."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    if file.endswith(".parquet"):
-        return parquet.read_metadata(file).num_rows
-    if not file.endswith(".arrow"):
-        return None
-    with pa.memory_map(file) as source:
-        try:
-            return pa.ipc.open_stream(source).read_all().num_rows
-        except pa.ArrowInvalid:  # Arrow has two file formats
-            return pa.ipc.open_file(source).read_all().num_rows
-
-
-def _row_lines(file: str) -> Iterator[str]:
-    """Yield 'line N' (in a JSON array: 'row N') for each row of a text file."""
+def _rows_of_file(file: str) -> Iterator[str]:
+    """Yield 'line N' or 'row N' for each row of a file."""
+    if file.endswith((".parquet", ".arrow")):
+        yield from (f"row {row}" for row in range(_count_rows(file)))
+        return
     if file.endswith(JSON):
-        yield from (where for where, _ in json_values(file))
+        yield from (where for where, _ in json_rows(file))
         return
     with open(file, encoding="utf-8", errors="replace", newline="" if file.endswith(".csv") else None) as text:
         if file.endswith(".csv"):
@@ -116,3 +90,17 @@ def _row_lines(file: str) -> Iterator[str]:
             yield from (f"line {number}" for number, _ in enumerate(text, 1))
         else:
             raise ValueError(f"{file}: unknown format")
+
+
+def _count_rows(file: str) -> int:
+    """Return the number of rows of a Parquet or Arrow file."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    if file.endswith(".parquet"):
+        return parquet.read_metadata(file).num_rows
+    with pa.memory_map(file) as source:
+        try:
+            return pa.ipc.open_stream(source).read_all().num_rows
+        except pa.ArrowInvalid:  # Arrow has two file formats
+            return pa.ipc.open_file(source).read_all().num_rows

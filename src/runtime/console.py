@@ -44,7 +44,8 @@ def reroute() -> None:
         if not isinstance(logger, logging.Logger) or (name.startswith("torch") and "TORCH_LOGS" in os.environ):
             continue
         for handler in list(logger.handlers):
-            if getattr(handler, "stream", None) in (sys.stdout, sys.stderr):
+            # Any stream: stderr may have been another one when the library was imported.
+            if isinstance(handler, logging.StreamHandler) and not isinstance(handler, logging.FileHandler):
                 logger.removeHandler(handler)
                 logger.propagate = True
 

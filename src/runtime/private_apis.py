@@ -240,16 +240,11 @@ def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
 
 
 def replace_table_reader(builder: type, read_tables: Callable) -> None:
-    """Make a builder of `datasets` read files with `read_tables`. Keep its own reader as `lenient_tables`.
+    """Make a builder of `datasets` read files with `read_tables`. Keep its own reader as `unchecked_tables`.
 
     Test: tests/data/test_file_readers.py."""
-    if not hasattr(builder, "lenient_tables"):
-        builder.lenient_tables, builder._generate_tables = builder._generate_tables, read_tables
-
-
-def cast_table(builder: Any, table: Any) -> Any:
-    """Cast a table to the requested features of its builder. Test: tests/data/test_file_readers.py."""
-    return builder._cast_table(table)
+    if not hasattr(builder, "unchecked_tables"):
+        builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
 
 
 # ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -------------------------------------------------------------

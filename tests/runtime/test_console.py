@@ -51,6 +51,23 @@ def test_lines_in_a_file(files, tmp_path):
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 
+def test_library_messages_leave_a_stream_that_is_closed():
+    """A library may be imported while stderr is another stream, as in a test that captures the output."""
+    code = """if True:
+        import contextlib, io, logging
+        from src.runtime import console
+
+        with contextlib.redirect_stderr(io.StringIO()) as captured:
+            logging.getLogger("library").addHandler(logging.StreamHandler())
+        captured.close()
+        console.prepare()
+        logging.getLogger("library.module").error("a message")
+        assert console.unwritten() == "library.module: a message\\n"
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_bars_on_a_terminal(files, tmp_path):
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
