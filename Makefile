@@ -40,7 +40,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -112,6 +112,10 @@ storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compar
 fork: .venv/done ## copy the template to DEST=folder [TASKS="causal_lm …"] [NAME=…] without history and other tasks
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
 	@$(VENV)/python -m src.config.fork '$(DEST)' --tasks $(TASKS) --name '$(NAME)'
+
+schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
+	$(VENV)/python train.py --schema >configs/schema.json.tmp
+	mv configs/schema.json.tmp configs/schema.json
 
 clean: ## remove caches of tools; keeps .venv, data/, runs/ and prepared data
 	rm -rf .pytest_cache .ruff_cache

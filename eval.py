@@ -7,9 +7,11 @@ import json
 import os
 from pathlib import Path
 
+import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
 from src.checkpointing import locate_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.config.help_text import OWN_FLAGS
 from src.data.dataset import check_same_data, prepare_datasets
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
 from src.distributed.strategies import Strategy, make_strategy
@@ -28,9 +30,7 @@ def main(argv: list[str]) -> None:
     argv, base, step = locate_weights.evaluation_args(
         or_newest_run(argv)
     )  # base: the checkpoint's config, which flags override
-    cfg, options = parsing.parse(
-        argv, OPTIONS, base, {"checkpoint": "run, checkpoint or final model; its configuration applies"}
-    )
+    cfg, options = parsing.parse(argv, OPTIONS, base, OWN_FLAGS["eval.py"])
     validation.check(cfg, options, training=False)
     check_environment()
 
@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
 def or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv`; add the newest run in runs/ as --checkpoint if `argv` names neither checkpoint nor model."""
     if (
-        parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help"}
+        parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help", "schema"}
         or "-h" in argv
     ):
         return argv

@@ -3,6 +3,7 @@
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
+import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
 from src.checkpointing.checkpointer import Checkpointer
 from src.config import parsing, validation
 from src.data import data_loader, dataset

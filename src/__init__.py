@@ -8,7 +8,7 @@ import sys
 
 OLDEST_PYTHON = (3, 11)
 PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "safetensors"]
-PACKAGES += ["yaml", "filelock", "xxhash"]
+PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]
 
 
 def find_problem(version, packages):

@@ -1,23 +1,35 @@
-"""Declaration of one field of the run file (YAML): help, type, choices, bounds; reader of its value.
+"""Declaration of one field of the run file (YAML): help, type, choices, bounds; check of its value by pydantic.
 
 Declare every field of RunConfig and of a task's `Options` by `option(...)`. Tests: tests/config/test_config.py.
 """
 
 import dataclasses
 import json
-import math
-import re
+import operator
 from collections.abc import Callable
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from contextlib import suppress
+from functools import cache, reduce
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
+from pydantic import (
+    AllowInfNan,
+    BeforeValidator,
+    Field,
+    JsonValue,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+    WithJsonSchema,
+)
 
 from src.config.errors import did_you_mean
 from src.config.yaml_files import Loader
 
 ASK = "ask"
 Auto = Literal["auto"]
-MAPPING = "{NAME: VALUE, …}"
+TRUTH = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
+BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")  # errors of pydantic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +37,7 @@ class Option:
     """Help text and rules of a field, besides its type and default."""
 
     help: str  # ends with "(default: …)" only if the default in the dataclass does not tell the effect
-    choices: tuple = ()
+    choices: tuple = ()  # all values that the field may have
     min: float | None = None
     max: float | None = None
     above: float | None = None  # exclusive lower bound
@@ -55,164 +67,174 @@ def declared_options(kind: type) -> dict[str, Option]:
     return {field.name: field.metadata["option"] for field in dataclasses.fields(kind)}
 
 
-# ---- reading a value -------------------------------------------------------------------------------------------------
+# ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def _text(value) -> str:
-    if isinstance(value, dict | list):
-        raise ValueError(f"expected one value, found {json.dumps(value, default=str)}")
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _spelled(kind: Callable) -> BeforeValidator:
+    """Return a reader of text, such as 1e5 in YAML or a word after a flag, as the number that it spells."""
+
+    def number(value: Any) -> Any:
+        with suppress(ValueError):
+            return kind(value) if isinstance(value, str) else value
+        return value  # pydantic reports it
+
+    return BeforeValidator(number)
 
 
-def _int(value) -> int:
-    try:
-        return int(_text(value))
-    except ValueError:
-        raise ValueError(f"{value!r} is not a whole number") from None
+def _truth(value: Any) -> Any:
+    return TRUTH.get(value.lower(), value) if isinstance(value, str) else value
 
 
-def _float(value) -> float:
-    try:
-        return float(_text(value))
-    except ValueError:
-        raise ValueError(f"{value!r} is not a number") from None
+def _text(value: Any) -> Any:
+    """Return a number, bool or date, which YAML finds in words such as 2024 or no, as text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str | list | dict) else str(value)
 
 
-def _bool(value) -> bool:
-    text = _text(value).lower()
-    if text not in ("true", "t", "yes", "y", "1", "false", "f", "no", "n", "0"):
-        raise ValueError(f"expected true or false, found {value!r}")
-    return text in ("true", "t", "yes", "y", "1")
-
-
-def _json_object(value) -> dict:
-    found = value if isinstance(value, dict) else _mapping(_text(value))
-    _check_keys(found)
-    return _with_numbers(json.loads(json.dumps(found, default=str)))  # dates become text
-
-
-def _mapping(text: str) -> dict:
-    """Return a mapping in YAML or JSON; raise ValueError for anything else, and for a key that is given twice."""
+def _mapping(value: Any) -> Any:
+    """Return text as the mapping that it holds, in YAML or JSON; raise ValueError if it holds none."""
     reason = ""
-    try:
-        found = json.loads(text, object_pairs_hook=_without_repeated_keys)
-    except ValueError:
+    if isinstance(value, str):
         try:
-            found = yaml.load(text, Loader)
+            value = yaml.load(text := value, Loader)  # it also finds a key that is given twice
+            with suppress(ValueError):
+                value = json.loads(text)  # 1e5 is a number in JSON, but text in YAML 1.1
         except (ValueError, yaml.YAMLError) as error:
-            found, reason = None, getattr(error, "problem", None) or ""
-    if not isinstance(found, dict):
-        raise ValueError(f"expected {MAPPING} in YAML or JSON, found {text}{reason and f': {reason}'}")
-    return found
+            reason = f": {getattr(error, 'problem', None) or error}"
+    if not isinstance(value, dict):
+        raise ValueError(f"expected {{NAME: VALUE, …}} in YAML or JSON{reason}")
+    return value
 
 
-def _without_repeated_keys(pairs: list[tuple]) -> dict:
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a key is given twice")  # the YAML reader says which
-    return found
-
-
-def _check_keys(value: Any) -> None:
-    """Raise ValueError for a key that is not text, at any depth."""
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                word = yaml.safe_dump(key).split("\n")[0]
-                raise ValueError(f'the key {word} is not text: give a name, or write "{word}" if it is one')
-    if isinstance(value, dict | list):
-        for inside in value.values() if isinstance(value, dict) else value:
-            _check_keys(inside)
-
-
-def _with_numbers(value: Any) -> Any:
-    """Return `value` with texts such as 1e-5 as numbers: YAML 1.1 reads a number without a point as text."""
-    if isinstance(value, dict):
-        return {name: _with_numbers(inside) for name, inside in value.items()}
-    if isinstance(value, list):
-        return [_with_numbers(inside) for inside in value]
-    return float(value) if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE]-\d+", value) else value
-
-
-def _int_or_auto(value) -> int | str:
-    return value if value == "auto" else _int(value)
-
-
-# type of a field -> (function that reads a value, placeholder in --help); `TYPE | None` and list[TYPE] also work
-TYPES: dict[Any, tuple[Callable, str]] = {
-    str: (_text, "TEXT"),
-    int: (_int, "N"),
-    float: (_float, "X"),
-    bool: (_bool, "true|false"),
-    dict: (_json_object, "{NAME: VALUE}"),
-    int | Auto: (_int_or_auto, "N|auto"),
-}
-TYPES |= {kind | None: entry for kind, entry in TYPES.items()}
-
-
-def field_types(kind: type) -> dict[str, Any]:
-    """Return {field name: type} for a dataclass. Raise TypeError if no reader supports the type of a field."""
-    hints = get_type_hints(kind)
-    types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
-    for name, type_ in types.items():
-        if (get_args(type_)[0] if get_origin(type_) is list else type_) not in TYPES:
-            raise TypeError(
-                f"{kind.__qualname__}.{name}: a field is str, int, float, bool, dict (or None), or list[str]"
-            )
-    return types
-
-
-def read_value(type_: Any, rules: Option, value: Any) -> Any:
-    """Convert a value from YAML, or the list of words after a flag, to `type_`. Raise ValueError if it is invalid."""
+def _as_list(value: Any) -> list:
     values = value if isinstance(value, list) else [value]
-    if "" in values and not rules.may_be_empty:
-        raise ValueError("the value is empty: omit the field, or give a value")
-    if get_origin(type_) is list:
-        return _read_list(get_args(type_)[0], values)
-    if not values and TYPES[type_][0] is _bool:
+    for one in values:
+        if str(one).startswith("--"):  # a value from YAML: on the command line it would be a flag
+            raise ValueError(f"{one} would be a flag: write ./{one} if it is a file")
+    return values
+
+
+# type of a field -> (type for pydantic, its constraints and readers); `TYPE | None` and list[TYPE] also work.
+# Strict: pydantic takes no bool for a number, and no 3.0 for a whole one.
+TYPES: dict[Any, tuple[Any, list]] = {
+    str: (str, [BeforeValidator(_text)]),
+    int: (int, [Strict(), _spelled(int)]),
+    float: (float, [Strict(), AllowInfNan(False), _spelled(float)]),
+    bool: (bool, [Strict(), BeforeValidator(_truth)]),
+    dict: (dict[str, JsonValue], [BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]),
+    Auto: (Auto, []),
+}
+
+
+@cache
+def field_types(kind: type) -> dict[str, Any]:
+    """Return {field name: type} for a dataclass."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+
+
+def _parts(type_: Any) -> list[Any]:
+    """Return the types of a union, or the type of the items of a list."""
+    if type_ in TYPES:
+        return [type_]
+    return [part for part in get_args(type_) if part is not type(None)] or [type_]
+
+
+def _for_pydantic(field: dataclasses.Field, type_: Any) -> Any:
+    """Return the type of a field with its help, default and rules, as pydantic takes it."""
+    rules: Option = field.metadata["option"]
+    bounds = Field(ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below)
+    constraints = {int: bounds, float: bounds, str: Field(min_length=None if rules.may_be_empty else 1)}
+    parts: list[Any] = []
+    for part in _parts(type_):
+        if part not in TYPES:
+            raise TypeError(f"{field.name}: a field is str, int, float, bool, dict (or None), or a list of one of them")
+        value_type, readers = TYPES[part]
+        if rules.choices:
+            parts.append(Annotated[Literal[rules.choices], readers[-1]])  # pyrefly: ignore
+        else:  # constraints stand before readers, so that the JSON schema shows them
+            parts.append(Annotated[value_type, constraints.get(part, Field()), *readers])
+    parts += [None] if type(None) in get_args(type_) else []
+    is_list = get_origin(type_) is list
+    value = Annotated[list[parts[0]], BeforeValidator(_as_list)] if is_list else reduce(operator.or_, parts)
+    extra = {"default": _default(field)} | ({"x-group": rules.group} if rules.group else {})
+    return Annotated[value, Field(description=rules.help, json_schema_extra=extra)]
+
+
+@cache
+def _adapters(kind: type) -> dict[str, TypeAdapter]:
+    types = field_types(kind)
+    return {field.name: TypeAdapter(_for_pydantic(field, types[field.name])) for field in dataclasses.fields(kind)}
+
+
+def _default(field: dataclasses.Field) -> Any:
+    """Return the default of a field; a list is a copy."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def json_schema(kind: type) -> dict[str, dict]:
+    """Return the JSON schema of each field of a dataclass."""
+    schemas = {name: adapter.json_schema() for name, adapter in _adapters(kind).items()}
+    for schema in schemas.values():
+        if schema.get("type") == "array":  # one value stands for a list with one item
+            schema["type"] = ["array", schema["items"]["type"]]
+    return schemas
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+class OutOfBoundsError(ValueError):
+    """A number of the right type that is out of the bounds of its field."""
+
+    def __init__(self, message: str, value: float):
+        super().__init__(message)
+        self.value = value
+
+
+def read_words(kind: type, name: str, words: list[str]) -> Any:
+    """Return the words after a flag as the type of its field. Raise ValueError and OutOfBoundsError as read_value."""
+    type_ = field_types(kind)[name]
+    if not words and bool in _parts(type_):
         return True  # a flag without a value
-    if len(values) > 1 and TYPES[type_][0] is _json_object:
-        raise ValueError(f"expected {MAPPING}, found [{', '.join(map(str, values))}]")
-    if len(values) != 1:
-        raise ValueError(f"expected one value, found {' '.join(map(str, values)) or 'none'}")
-    found = TYPES[type_][0](values[0])
-    if rules.choices and found not in rules.choices:
-        names = ", ".join(map(repr, rules.choices))
-        raise ValueError(f"{found!r} is not one of {names}{did_you_mean(str(found), map(str, rules.choices))}")
-    return found
+    if not words or (len(words) > 1 and get_origin(type_) is not list):
+        words_text = " ".join(words) or "none"
+        raise ValueError(f"{name}: expected one value, found {words_text} ({declared_options(kind)[name].help})")
+    return read_value(kind, name, words if get_origin(type_) is list else words[0])
 
 
-def _read_list(type_: Any, values: list) -> list:
-    if not values:
-        raise ValueError("expected one value or more, found none")
-    for value in values:
-        if str(value).startswith("--"):  # a value from YAML: on the command line it would be a flag
-            raise ValueError(f"{value!r} would be a flag: write ./{value} if it is a file")
-    return [TYPES[type_][0](value) for value in values]
+def read_value(kind: type, name: str, value: Any) -> Any:
+    """Return a value from YAML, the words after a flag, or an object as the type of the field `name` of a dataclass.
+
+    Raise ValueError if it is invalid, OutOfBoundsError if it is only out of bounds."""
+    try:
+        return _adapters(kind)[name].validate_python(value)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
+    text, wrong, rules = " or ".join(map(_sentence, problems)), problems[0]["input"], declared_options(kind)[name]
+    if problems[0]["type"] in BOUNDS and not isinstance(value, list):
+        raise OutOfBoundsError(f"{name} is {wrong}: {text}", wrong)
+    near = did_you_mean(str(wrong), map(str, rules.choices)) if rules.choices else ""
+    raise ValueError(f"{name}: {wrong!r}: {text}{near} ({rules.help})")
 
 
-# ---- bounds ----------------------------------------------------------------------------------------------------------
+def _sentence(problem: Any) -> str:
+    if problem["loc"][-1:] == ("[key]",):
+        word = yaml.safe_dump(problem["input"]).split("\n")[0]
+        return f'the key {word} is not text: give a name, or write "{word}" if it is one'
+    text = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    return "the value is empty: omit the field, or give a value" if problem["type"] == "string_too_short" else text
 
 
 def range_errors(config: Any) -> list[str]:
     """Return one error for each number in a dataclass that is out of the bounds of its field."""
     errors = []
-    for name, rules in declared_options(type(config)).items():
-        value = getattr(config, name)
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and (bound := _violated_bound(value, rules)):
-            errors.append(f"{name} is {value}: {bound}")
+    for name in declared_options(type(config)):
+        try:
+            read_value(type(config), name, getattr(config, name))
+        except OutOfBoundsError as error:
+            errors.append(str(error))
+        except ValueError:
+            pass  # an empty default
     return errors
-
-
-def _violated_bound(value: float, rules: Option) -> str | None:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "give a finite number"
-    if rules.min is not None and value < rules.min:
-        return f"it must be at least {rules.min}"
-    if rules.above is not None and value <= rules.above:
-        return f"it must be above {rules.above}"
-    if rules.max is not None and value > rules.max:
-        return f"it must be at most {rules.max}"
-    if rules.below is not None and value >= rules.below:
-        return f"it must be below {rules.below}"
-    return None

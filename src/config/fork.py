@@ -3,12 +3,14 @@
     make fork DEST=folder [TASKS="causal_lm seq2seq"] [NAME=my-project]
 
 Everything of a task TASK is src/tasks/TASK.py, tests/tasks/test_TASK.py, run files (YAML) with `task: TASK`, a line of
-OPTIONS in src/tasks/__init__.py, and a function TASK in tests/conformance/recipes.py. The copy also loses modules that
-only removed files import, and what README.md and docs/ say of removed files. Tests: tests/config/test_fork.py.
+OPTIONS in src/tasks/__init__.py, a function TASK in tests/conformance/recipes.py, and its part of configs/schema.json.
+The copy also loses modules that only removed files import, and what README.md and docs/ say of removed files. Tests:
+tests/config/test_fork.py.
 """
 
 import argparse
 import ast
+import json
 import re
 import shutil
 import subprocess
@@ -16,11 +18,14 @@ import sys
 from pathlib import Path
 
 from src.config.errors import UsageError, did_you_mean
+from src.config.help_text import fields_in
 from src.config.paths import REPOSITORY
+from src.config.run_file_schema import from_fields, to_json
 
 ALWAYS_KEPT = ("causal_lm", "text_classification")  # tests of the core train them
 RESULTS = ("benchmarks/results.json",)
 REGISTRY, RECIPES = "src/tasks/__init__.py", "tests/conformance/recipes.py"
+SCHEMA = "configs/schema.json"
 
 
 def fork(target: Path, wanted: list[str], name: str, source: Path = REPOSITORY) -> tuple[list[str], list[str]]:
@@ -45,6 +50,9 @@ def fork(target: Path, wanted: list[str], name: str, source: Path = REPOSITORY) 
     for task in tasks:
         if task not in kept:
             _unregister(target, task)
+    own, options = fields_in(json.loads((source / SCHEMA).read_text(encoding="utf-8")))
+    schema = from_fields(own, {task: fields for task, fields in options.items() if task in kept})
+    (target / SCHEMA).write_text(to_json(schema) + "\n", encoding="utf-8")
     title = (target / "README.md").read_text()
     (target / "README.md").write_text(re.sub(r"\A# .*", f"# {name}", title))
     for page in (target / "README.md", *(target / "docs").glob("*.md")):

@@ -16,11 +16,12 @@ import yaml
 
 from src.config import mixture_fields
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
-from src.config.fields import declared_options, field_types, range_errors, read_value
+from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
 from src.config.help_text import format_help
 from src.config.other_trainers_names import hint
 from src.config.paths import locate
 from src.config.redact import redact_all, url_error
+from src.config.run_file_schema import run_file_schema, to_json
 from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
 
@@ -53,7 +54,7 @@ def flag_names(argv: list[str]) -> set[str]:
 
 def with_default_config(argv: list[str]) -> list[str]:
     """Add --config with the sample run file if `argv` names no run file, task, model or data."""
-    asks_for_help = "-h" in argv or "help" in flag_names(argv)
+    asks_for_help = "-h" in argv or flag_names(argv) & {"help", "schema"}
     begins_with_flag = not argv or argv[0].startswith("--")
     if asks_for_help or not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
         return argv
@@ -68,8 +69,8 @@ def parse(
     """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
 
     `also` holds flags that the caller has already removed from `argv`, with their help texts. With --help, print the
-    help and exit. Raise one UsageError that lists all unknown names, wrong types and values out of range.
-    src/config/validation.py checks the rules between fields."""
+    help and exit; with --schema, the JSON schema. Raise one UsageError that lists all unknown names, wrong types and
+    values out of range. src/config/validation.py checks the rules between fields."""
     flags, path, errors = split_flags(argv)
     given = [Given("", name, value) for name, value in (base or {}).items()]
     if path:
@@ -82,27 +83,34 @@ def parse(
     task = _task(given, tasks)
     kinds = (RunConfig, tasks[task]())
     if "-h" in argv or "help" in flag_names(argv):
-        print(format_help(task, kinds, also or {}))
+        print(format_help(task, json_schema(kinds[0]), json_schema(kinds[1]), also or {}))
+        sys.exit(0)
+    if "schema" in flag_names(argv):
+        print(to_json(run_file_schema(tasks)))
         sys.exit(0)
 
     types = field_types(kinds[0]) | field_types(kinds[1])
-    rules = declared_options(kinds[0]) | declared_options(kinds[1])
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
+    out_of_bounds: dict[str, str] = {}
     for one in given:
         source, name, value = _without_negation(one, types)
         if name not in types:
             errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
             continue
+        out_of_bounds.pop(name, None)
         if value in NOTHING and type(None) in get_args(types[name]):
-            found.pop(name, None)
+            values.pop(name, None)
             continue
+        kind = RunConfig if name in field_types(RunConfig) else kinds[1]
         try:
-            found[name] = read_value(types[name], rules[name], value)
+            values[name] = read_words(kind, name, value) if source == "--" else read_value(kind, name, value)
+        except OutOfBoundsError as error:
+            values[name], out_of_bounds[name] = error.value, f"{source}{error}"
         except ValueError as error:
-            errors.append(f"{source}{name}: {error} ({rules[name].help})")
-    cfg, options = (kind(**{name: found[name] for name in field_types(kind) if name in found}) for kind in kinds)
-    if errors:
-        raise UsageError(list_errors(errors + range_errors(cfg) + range_errors(options)))
+            errors.append(f"{source}{error}")
+    if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
+        raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
+    cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
     run_name = Path(path).stem if path and not base else cfg.task
     cfg.output_dir = cfg.output_dir or f"runs/{run_name}"
     return cfg, options
@@ -177,22 +185,22 @@ def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
     """Return (the dataclass `kind` of flags that a command has beside those of train.py, the other words of `argv`).
 
     Raise one UsageError for all invalid values."""
-    types, rules, errors, found = field_types(kind), declared_options(kind), [], {}
+    errors, values = [], {}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in rules:
+    for name in declared_options(kind):
         parser.add_argument(f"--{name}", nargs="*")
     own, rest = parser.parse_known_args(argv)
     for name, words in vars(own).items():
         try:
             if words is not None:
-                found[name] = read_value(types[name], rules[name], words)
+                values[name] = read_words(kind, name, words)
         except ValueError as error:
-            errors.append(f"--{name}: {error} ({rules[name].help})")
-    values = kind(**found)
-    errors += range_errors(values) + (values.check() if hasattr(values, "check") else [])
+            errors.append(f"--{error}")
+    flags = kind(**values)
+    errors += flags.check() if hasattr(flags, "check") else []
     if errors:
         raise UsageError(list_errors(errors))
-    return values, rest
+    return flags, rest
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

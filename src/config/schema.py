@@ -1,6 +1,7 @@
 """The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
-Add your own fields here; no other file has to change. The groups run, model and data are in model_and_data_fields.py.
+Add your own fields here, then run `make schema`, which writes configs/schema.json; no other file has to change. The
+groups run, model and data are in model_and_data_fields.py.
 Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, did_you_mean, list_errors
-from src.config.fields import range_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
@@ -40,7 +39,7 @@ class TechniqueChain:
             except ValueError as error:
                 errors.append(f"techniques: {name}: {error}")
         for name, technique in self.techniques.items():
-            errors += [f"techniques: {name}: {error}" for error in range_errors(technique) + technique.errors()]
+            errors += [f"techniques: {name}: {error}" for error in technique.errors()]
         errors += [*_errors_between(self.techniques, cfg), *_metric_errors(given, cfg, known)]
         if errors:
             raise UsageError(list_errors(errors))

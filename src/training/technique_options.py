@@ -5,10 +5,10 @@ Tests: tests/training/test_technique_chain.py, tests/checkpointing/test_run_iden
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, get_origin
+from typing import Any
 
 from src.config.errors import did_you_mean
-from src.config.fields import declared_options, field_types, read_value
+from src.config.fields import declared_options, read_value
 from src.config.other_trainers_names import NOT_TECHNIQUES, hint
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
@@ -24,24 +24,24 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
         raise ValueError("false: to train without it, remove the entry")
     if not isinstance(given, dict):
         raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
-    types, rules = field_types(kind), declared_options(kind)
+    rules = declared_options(kind)
     if unknown := [str(name) for name in given if name not in rules]:
         name = unknown[0]
         if name in kind.removed_options:
             raise ValueError(f"{name}: unknown option: {kind.removed_options[name][1]}")
         raise ValueError(f"{name}: unknown option{did_you_mean(name, rules)}; it has {', '.join(rules) or 'none'}")
-    found, defaults = {}, kind()
+    values, errors, defaults = {}, [], kind()
     for name, value in given.items():
-        if value == getattr(defaults, name):  # also an empty list, as config.yaml records it
+        default = getattr(defaults, name)
+        if value is None or (type(value) is type(default) and value == default):  # [] too, as config.yaml records it
             continue
         try:
-            if isinstance(value, list) and get_origin(types[name]) is not list:
-                raise ValueError(f"expected one value, found {value}")
-            if value is not None:
-                found[name] = read_value(types[name], rules[name], value)
+            values[name] = read_value(kind, name, value)
         except ValueError as error:
-            raise ValueError(f"{name}: {error} ({rules[name].help})") from None
-    return kind(**found)
+            errors.append(str(error))
+    if errors:
+        raise ValueError("; ".join(errors))
+    return kind(**values)
 
 
 def options_of(technique: Technique) -> dict[str, Any]:
