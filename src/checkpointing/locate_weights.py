@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from src.checkpointing.checkpoint_list import list_checkpoints, newest_intact, read_state
 from src.checkpointing.model_folder import RUN_CONFIG
+from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import ASK
 from src.config.paths import REPOSITORY, locate
@@ -115,7 +116,7 @@ def _harmless_values(config: dict, given: set[str]) -> dict:
     task, taken = config.get("task", RunConfig.task), {}
     if not isinstance(task, str) or task not in OPTIONS:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
-    for kind, default_rule in ((RunConfig, False), (OPTIONS[task](), ASK)):
+    for kind, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
         defaults = dataclasses.asdict(kind())
         for field in dataclasses.fields(kind):
             value = config.get(field.name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import yaml
 
 from src.checkpointing.checkpoint_list import read_state, step_of
+from src.config.addons import config_type, missing_addon
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
@@ -88,10 +89,16 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
             f"resume: {checkpoint} does not record {', '.join(sorted(missing))}: another version of this code saved it; start "
             f"a new run from its weights with --init_from {checkpoint}"
         )
-    was = _values(state["config"], state["identity"], options)
-    now = _values(yaml.safe_load(to_yaml(cfg, options)), known, options)
+    if missing := [addon for name, value in state["config"].items() if value and (addon := missing_addon(name))]:
+        raise UsageError(
+            f"resume: {checkpoint} was trained with the add-on {missing[0]}, which is not here: restore it"
+        )
+    # An add-on that only one of the two names counts, too.
+    kinds = (config_type([*state["config"], *vars(cfg)]), type(options))
+    was = _values(state["config"], state["identity"], kinds)
+    now = _values(yaml.safe_load(to_yaml(cfg, options)), known, kinds)
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
-    may_change = _may_change(cfg, options, was, now)
+    may_change = _may_change(cfg, kinds, was, now)
     if "data" not in changed and not _has_same_rates(cfg, state, known["data"]["examples"]):
         may_change -= {"max_steps", "num_train_epochs"}
     diff = {name: f"{name}: {_short(was.get(name))} → {_short(now.get(name))}" for name in changed}
@@ -104,9 +111,9 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
     return [f"changed since {checkpoint.name}: {text}" for name, text in diff.items() if now.get(name) != "auto"]
 
 
-def _values(config: dict, content: dict, options) -> dict:
+def _values(config: dict, content: dict, kinds: tuple[type, type]) -> dict:
     """Return all that a checkpoint records about its run as {name: value}; a field that it lacks had its default."""
-    defaults = dataclasses.asdict(RunConfig()) | dataclasses.asdict(type(options)())
+    defaults = dataclasses.asdict(kinds[0]()) | dataclasses.asdict(kinds[1]())
     values = {name: config.get(name, default) for name, default in defaults.items()}
     values["local_sgd_steps"] = config.get("local_sgd_steps")  # of earlier versions: such a run had other mathematics
     values["parameter_groups"] = _with_order(values["parameter_groups"])
@@ -126,9 +133,9 @@ def _with_order(value):
     return list(value.items()) if isinstance(value, dict) else value
 
 
-def _may_change(cfg: RunConfig, options, was: dict, now: dict) -> set[str]:
+def _may_change(cfg: RunConfig, kinds: tuple[type, type], was: dict, now: dict) -> set[str]:
     """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
-    names = changeable_fields(type(options)) | {"model_commit", "processes"}
+    names = changeable_fields(*kinds) | {"model_commit", "processes"}
     names |= {f"techniques.{name}" for name, kind in TECHNIQUES.items() if not kind().changes_training}
     if cfg.lr_scheduler_type == PLATEAU:
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}

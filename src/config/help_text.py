@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from src.config.paths import REPOSITORY
-
-SCHEMA_FILE = REPOSITORY / "configs" / "schema.json"  # written by make schema
 DESCRIPTION = (
     "Precedence: defaults < the YAML of --config < flags. Without a run file, model or data, train.py trains "
     "configs/stdlib_lm.yaml, and eval.py evaluates the newest run. A bool flag alone means true; --NAME none clears a "

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from src.config import mixture_fields
+from src.config.addons import addons_with_fields, config_type, is_missing_task, missing_addon
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
 from src.config.help_text import format_help
 from src.config.other_trainers_names import hint
 from src.config.paths import locate
 from src.config.redact import redact_all, url_error
-from src.config.run_file_schema import run_file_schema, to_json
+from src.config.run_file_schema import own_schema, run_file_schema, to_json
 from src.config.schema import RunConfig
 from src.config.yaml_files import read_yaml
 
@@ -81,27 +82,30 @@ def parse(
         raise UsageError(list_errors(refused))
     given = [one for one in given if one.value is not None]  # null means the default
     task = _task(given, tasks)
-    kinds = (RunConfig, tasks[task]())
     if "-h" in argv or "help" in flag_names(argv):
-        print(format_help(task, json_schema(kinds[0]), json_schema(kinds[1]), also or {}))
+        print(format_help(task, own_schema(), json_schema(tasks[task]()), also or {}))
         sys.exit(0)
     if "schema" in flag_names(argv):
         print(to_json(run_file_schema(tasks)))
         sys.exit(0)
 
+    options_type = tasks[task]()
+    names = {one.name.removeprefix("no_") if one.value == [] else one.name for one in given}
+    kinds = (config_type(names - field_types(options_type).keys()), options_type)
     types = field_types(kinds[0]) | field_types(kinds[1])
     values: dict[str, Any] = {}
     out_of_bounds: dict[str, str] = {}
     for one in given:
         source, name, value = _without_negation(one, types)
         if name not in types:
-            errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
+            of_addons = [field for addon in addons_with_fields() for field in field_types(addon.Fields)]
+            errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *of_addons, *(also or {})])}")
             continue
         out_of_bounds.pop(name, None)
         if value in NOTHING and type(None) in get_args(types[name]):
             values.pop(name, None)
             continue
-        kind = RunConfig if name in field_types(RunConfig) else kinds[1]
+        kind = kinds[name not in field_types(kinds[0])]
         try:
             values[name] = read_words(kind, name, value) if source == "--" else read_value(kind, name, value)
         except OutOfBoundsError as error:
@@ -126,6 +130,10 @@ def _task(given: list[Given], tasks: Tasks) -> str:
     values = [one.value for one in given if one.name == "task"]
     value = values[-1] if values else RunConfig.task
     task = str(value[-1] if isinstance(value, list) and value else value)
+    if task not in tasks and is_missing_task(task):
+        raise UsageError(
+            f"task: {task} is an add-on that is not here: restore addons/tasks/{task}, or choose another task"
+        )
     if task not in tasks:
         raise UsageError(f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}")
     return task
@@ -143,6 +151,8 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> st
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
             return f"it belongs to task {other}, but the task of this run is {task}{did_you_mean(name, known)}"
+    if addon := missing_addon(name):
+        return f"a field of the add-on {addon}, which is not here: restore it, or remove the field"
     if elsewhere := hint(name):
         return f"unknown field; {elsewhere}"
     return f"unknown field{did_you_mean(name, known)}"
@@ -210,7 +220,7 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
     """Return config.yaml of a run: all fields as YAML for --config, with absolute paths and without query strings."""
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
     del values["dry_run"], values["smoke"]
-    rules = declared_options(RunConfig) | declared_options(type(options))
+    rules = declared_options(type(cfg)) | declared_options(type(options))
     for name in [name for name in values if rules[name].is_path and values[name]]:
         value = values[name]
         values[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)

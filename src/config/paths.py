@@ -7,6 +7,7 @@ import glob
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+SCHEMA_FILE = REPOSITORY / "configs" / "schema.json"  # written by make schema
 
 
 def locate(name: str) -> str:

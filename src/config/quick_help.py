@@ -8,7 +8,8 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from src.config.help_text import OWN_FLAGS, SCHEMA_FILE, fields_in, format_help
+from src.config.help_text import OWN_FLAGS, fields_in, format_help
+from src.config.paths import SCHEMA_FILE
 
 
 def quick_help(argv: list[str]) -> str | None:

@@ -7,13 +7,23 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from src.config.addons import addons_with_fields
 from src.config.fields import json_schema
 from src.config.schema import RunConfig
 
 
 def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
     """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
-    return from_fields(json_schema(RunConfig), {task: json_schema(kind()) for task, kind in tasks.items()})
+    return from_fields(own_schema(), {task: json_schema(kind()) for task, kind in tasks.items()})
+
+
+def own_schema() -> dict[str, dict]:
+    """Return the JSON schema of each field that no task declares: of the core, then of add-ons, which are named."""
+    found = json_schema(RunConfig)
+    for addon in addons_with_fields():
+        path = addon.__name__.replace(".", "/")
+        found |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon.Fields).items()}
+    return found
 
 
 def from_fields(own: dict[str, dict], options: dict[str, dict[str, dict]]) -> dict:

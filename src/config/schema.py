@@ -6,6 +6,8 @@ Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
 from dataclasses import dataclass
+from types import ModuleType
+from typing import ClassVar
 
 from src.config.fields import Auto, declared_options, option
 from src.config.model_and_data_fields import ModelAndDataFields
@@ -20,6 +22,9 @@ COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # acceler
 @dataclass
 class RunConfig(ModelAndDataFields):
     """All fields that say what is trained. The accelerate file says where: processes, devices, mixed precision."""
+
+    # The add-ons with fields that the run file names; src/config/addons.py adds their fields to this class.
+    addons: ClassVar[tuple[ModuleType, ...]] = ()
 
     global_batch_size: int = option(
         "examples per optimizer step, summed over all processes and accumulation steps",
@@ -190,7 +195,7 @@ class RunConfig(ModelAndDataFields):
     )
 
 
-def changeable_fields(options: type) -> set[str]:
-    """Return the names of the fields, of RunConfig and the task's options, that a resumed run may change."""
-    declared = declared_options(RunConfig) | declared_options(options)
-    return {name for name, rules in declared.items() if rules.may_change_on_resume}
+def changeable_fields(*kinds: type) -> set[str]:
+    """Return the names of the fields of these dataclasses that a resumed run may change."""
+    declared = [declared_options(kind) for kind in kinds]
+    return {name for rules in declared for name, rule in rules.items() if rule.may_change_on_resume}

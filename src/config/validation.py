@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from src.config.addons import functions_of_addons
 from src.config.best_metric import metric_warnings
 from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
@@ -34,6 +35,8 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
         errors += rule(cfg)
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
+    for rule in functions_of_addons(cfg, "errors"):
+        errors += rule(cfg, training)
     errors += _redacted_values(vars(cfg) | vars(options))
     if errors:
         raise UsageError(list_errors(errors))

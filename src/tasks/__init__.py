@@ -1,34 +1,33 @@
-"""Task registry. Add a task here: a file in this folder and its line in OPTIONS. base.py defines the interface."""
+"""Task registry: each file of src/tasks/ and addons/tasks/ is a task. base.py defines the interface."""
 
+from functools import partial
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
+from src.config.addons import addon_names
 from src.config.schema import RunConfig
 from src.models.adapter_options import read_options
 from src.tasks.base import Batch, Task
 
-__all__ = ["OPTIONS", "Batch", "Task", "make_task"]
+__all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]
+
+# name of a task -> its module
+MODULES = {path.stem: f"src.tasks.{path.stem}" for path in sorted(Path(__file__).parent.glob("[a-z]*.py"))}
+del MODULES["base"]
+MODULES |= {name: f"addons.tasks.{name}" for name in addon_names("tasks")}
 
 
-def _options(name: str):
-    return lambda: import_module(f"src.tasks.{name}").Options  # imported only when needed, so --help stays fast
+def _options(name: str) -> type:
+    return import_module(MODULES[name]).Options
 
 
-OPTIONS = {  # task name (also its file name) -> function that returns its Options dataclass
-    "causal_lm": _options("causal_lm"),
-    "distillation": _options("distillation"),
-    "preference": _options("preference"),
-    "masked_lm": _options("masked_lm"),
-    "token_classification": _options("token_classification"),
-    "seq2seq": _options("seq2seq"),
-    "embeddings": _options("embeddings"),
-    "text_classification": _options("text_classification"),
-    "image_classification": _options("image_classification"),
-    "segmentation": _options("segmentation"),
-}
+# name of a task -> function that returns its dataclass of options; it imports the task
+OPTIONS = {name: partial(_options, name) for name in MODULES}
 
 
-def make_task(cfg: RunConfig, options) -> Task:
+def make_task(cfg: RunConfig, options: Any) -> Task:
     """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong."""
     if cfg.peft is not None:
         read_options(cfg)  # raises UsageError for invalid ones
-    return import_module(f"src.tasks.{cfg.task}").Task(cfg, options)
+    return import_module(MODULES[cfg.task]).Task(cfg, options)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from src.config import help_text, run_file_schema
+from src.config.paths import SCHEMA_FILE
 from src.config.yaml_files import read_yaml
 from src.tasks import OPTIONS
 from tests.helpers import kit
@@ -17,7 +18,7 @@ TYPES = {"string": str, "integer": int, "number": (int, float), "boolean": bool,
 
 @pytest.fixture(scope="module")
 def schema() -> dict:
-    return json.loads(help_text.SCHEMA_FILE.read_text())
+    return json.loads(SCHEMA_FILE.read_text())
 
 
 def train(*words: str) -> tuple[str, str]:
@@ -30,11 +31,11 @@ def train(*words: str) -> tuple[str, str]:
 
 def test_file_is_what_the_fields_declare():
     """If this fails, run `make schema`."""
-    assert help_text.SCHEMA_FILE.read_text() == run_file_schema.to_json(run_file_schema.run_file_schema(OPTIONS)) + "\n"
+    assert SCHEMA_FILE.read_text() == run_file_schema.to_json(run_file_schema.run_file_schema(OPTIONS)) + "\n"
 
 
 def test_command_prints_the_schema():
-    assert train("--schema")[0] == help_text.SCHEMA_FILE.read_text()
+    assert train("--schema")[0] == SCHEMA_FILE.read_text()
 
 
 def fits(value, rules: dict) -> bool:

@@ -26,7 +26,7 @@ from src.data import data_loader, local_files, preprocessing
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.encode_fingerprint import encode_fingerprint
 from src.storage import peer_failures, shared_work
-from src.tasks import OPTIONS, Batch, base, causal_lm
+from src.tasks import MODULES, OPTIONS, Batch, base, causal_lm
 from src.text.encode_rows import Encoder
 from tests.helpers import kit
 
@@ -425,7 +425,7 @@ def test_fingerprint_finds_what_a_task_of_ones_own_uses(monkeypatch):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_fingerprint_of_a_task_is_the_same_in_every_process(name, monkeypatch):
-    task = importlib.import_module(f"src.tasks.{name}").Task(None, None)
+    task = importlib.import_module(MODULES[name]).Task(None, None)
     first = encode_fingerprint(task)
     monkeypatch.setattr(peer_failures, "STARTED", 1.0)  # the time at which this process started
     assert encode_fingerprint(task) == first

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.plain_model import build_plain_model, saved_config
-from src.tasks import OPTIONS, base
+from src.tasks import MODULES, OPTIONS, base
 from src.tasks.base import Batch
 from tests.helpers import kit
 
@@ -135,11 +135,12 @@ class Task(base.Task):
 def registered(module=None, name: str = NAME) -> Iterator[str]:
     """Within, `--task NAME` is this file, or another module with Options and Task: a fork's file and line."""
     module = module or sys.modules[__name__]
-    sys.modules[f"src.tasks.{name}"], OPTIONS[name] = module, lambda: module.Options
+    MODULES[name] = f"src.tasks.{name}"
+    sys.modules[MODULES[name]], OPTIONS[name] = module, lambda: module.Options
     try:
         yield name
     finally:
-        del sys.modules[f"src.tasks.{name}"], OPTIONS[name]
+        del sys.modules[MODULES.pop(name)], OPTIONS[name]
 
 
 def write_data(folder, train: int = 83, validation: int = 21) -> dict:

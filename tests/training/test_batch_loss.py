@@ -19,7 +19,7 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.strategies import make_strategy
 from src.runtime.private_apis import known_masks
-from src.tasks import OPTIONS, causal_lm
+from src.tasks import MODULES, OPTIONS, causal_lm
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
 from tests.conformance import checks
@@ -116,11 +116,12 @@ TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled, OtherShapes)
 @pytest.fixture(scope="module", autouse=True)
 def _tasks():
     for task in TASKS:
-        sys.modules[f"src.tasks.{task.__name__}"] = SimpleNamespace(Task=task, Options=causal_lm.Options)
+        MODULES[task.__name__] = f"src.tasks.{task.__name__}"
+        sys.modules[MODULES[task.__name__]] = SimpleNamespace(Task=task, Options=causal_lm.Options)
         OPTIONS[task.__name__] = lambda: causal_lm.Options
     yield
     for task in TASKS:
-        del sys.modules[f"src.tasks.{task.__name__}"], OPTIONS[task.__name__]
+        del sys.modules[MODULES.pop(task.__name__)], OPTIONS[task.__name__]
 
 
 def recipe(data, task, dropout=True, **fields) -> list[str]:

@@ -1,0 +1,97 @@
+"""Add-ons: files and folders of addons/, found by listing them, imported only if a run file or a launch names them.
+
+A run file names a task by `task`, a technique in `techniques`, an optimizer by `optim`, a schedule by
+`lr_scheduler_type`, and every other add-on by a field that its dataclass `Fields` declares; an accelerate file names a
+backend. addons/README.md lists the functions that the core calls in them. Tests: tests/config/test_addons.py.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+from src.config.errors import UsageError
+from src.config.fields import declared_options
+from src.config.paths import REPOSITORY, SCHEMA_FILE
+from src.config.schema import RunConfig
+
+ADDONS = REPOSITORY / "addons"
+
+
+def addon_names(room: str) -> list[str]:
+    """Return the names of the add-ons in addons/ROOM: its files and folders."""
+    paths = (ADDONS / room).glob("*") if (ADDONS / room).is_dir() else ()
+    names = (path.stem for path in paths if path.suffix == ".py" or (path / "__init__.py").exists())
+    return sorted(name for name in names if not name.startswith("_"))
+
+
+def load_addon(room: str, name: str) -> ModuleType:
+    """Return the module addons/ROOM/NAME; raise UsageError if it is not there."""
+    if name not in addon_names(room):
+        raise UsageError(f"{name} is an add-on that is not here: restore addons/{room}/{name}, or do not use it")
+    return import_module(f"addons.{room}.{name}")
+
+
+# ---- add-ons with fields of their own --------------------------------------------------------------------------------
+
+
+@cache
+def addons_with_fields() -> tuple[ModuleType, ...]:
+    """Return all add-ons with a dataclass `Fields`, in the order of their paths; imports them."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(ADDONS.rglob("*.py"))}
+    paths = [path.relative_to(REPOSITORY) for path, text in texts.items() if re.search(r"^class Fields\b", text, re.M)]
+    return tuple(import_module(".".join(path.with_suffix("").parts).removesuffix(".__init__")) for path in paths)
+
+
+def config_type(names: Iterable[str]) -> type[RunConfig]:
+    """Return RunConfig with the fields of the add-ons that declare one of `names`."""
+    names = set(names) - {field.name for field in dataclasses.fields(RunConfig)}
+    if not names:
+        return RunConfig
+    return _extended(tuple(each for each in addons_with_fields() if names & declared_options(each.Fields).keys()))
+
+
+@cache
+def _extended(addons: tuple[ModuleType, ...]) -> type[RunConfig]:
+    if not addons:
+        return RunConfig
+    bases = (RunConfig, *(each.Fields for each in addons))
+    namespace = {"addons": addons, "__reduce__": _pickled}
+    return dataclasses.make_dataclass("RunConfig", [], bases=bases, namespace=namespace)
+
+
+def _pickled(cfg: RunConfig) -> tuple:
+    return _from_values, (vars(cfg),)  # the type is made at run time, so pickle cannot find it by its name
+
+
+def _from_values(values: dict[str, Any]) -> RunConfig:
+    return run_config(**values)
+
+
+def run_config(**values: Any) -> RunConfig:
+    """Return a RunConfig with these values, and the add-ons that declare them."""
+    return config_type(values)(**values)
+
+
+def missing_addon(name: str) -> str | None:
+    """Return the path of the add-on that declares the field `name` in configs/schema.json, but is not here."""
+    addon = _fields_in_schema().get(name, {}).get("x-add-on")
+    return addon if addon and not any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")) else None
+
+
+def is_missing_task(name: str) -> bool:
+    """Return whether configs/schema.json has a task `name` for which there is no file."""
+    return name in _fields_in_schema().get("task", {}).get("enum", ()) and name not in addon_names("tasks")
+
+
+def _fields_in_schema() -> dict[str, dict]:
+    return json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
+
+
+def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
+    """Return the function `name` of each add-on with fields that the run file names and that has this function."""
+    return [getattr(each, name) for each in cfg.addons if hasattr(each, name)]
