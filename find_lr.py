@@ -5,6 +5,7 @@ A range test: the run's first steps with a growing learning rate. It writes noth
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 from src.checkpointing.locate_weights import init_weights
@@ -22,10 +23,10 @@ from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, schedules
 from src.training.lr_range_test import RangeTest, Result, has_diverged, result
-from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
-from src.training.technique_chain import TechniqueChain
-from src.training.techniques.base import Run
-from src.training.train_state import TrainState, UpdateResult
+from src.training.run import Run
+from src.training.step import StepTotals, build_model
+from src.training.techniques import make_techniques
+from train import compute_gradient
 
 
 def main(argv: list[str]) -> None:
@@ -38,7 +39,6 @@ def main(argv: list[str]) -> None:
             raise UsageError(f"{name}: find_lr.py has no {name}: give --{name} to train.py")
     check_environment()
     cfg.report_to = []  # no tracker
-    TechniqueChain(cfg)
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))
     accelerator = init_accelerator(cfg)
@@ -57,13 +57,17 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
 
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:
     """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
-    techniques, hosts, state = TechniqueChain(cfg), strategy.hosts, TrainState()
+    techniques, hosts = make_techniques(cfg), strategy.hosts
     model = build_model(cfg, strategy, task, init_weights(cfg), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    techniques.begin(Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, state))
-    cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
+    size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
+    cfg = replace(cfg, per_device_batch_size=size)
+    run = Run(cfg, strategy, hosts, task, {"train": train_set}, model, module, optimizer, num_steps)
+    state = run.state
+    techniques.begin(run)
+    gradient = getattr(task, "compute_gradient", compute_gradient)
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, test.updates)
     bar = console.bar("range test", test.updates, "update", shown=strategy.accelerator.is_main_process)
     rates, losses = [], []
@@ -80,12 +84,16 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         if not totals.weight:
             continue
         batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
-        step_losses = techniques.around(compute_gradient)(strategy, module, batch, totals.weight)
+        step_losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
         state.finish_update(test.updates + 1)  # skipped updates are not an error here
         state.learning_rate = rate
+        for group in optimizer.param_groups:
+            group["lr"] = rate * group["lr_factor"]
         techniques.change_gradient()
-        state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, rate, cfg.max_grad_norm)
-        state.pending = UpdateResult(skipped, state.step, batch, step_losses)
+        norm = strategy.clip_grad_norm(module, cfg.max_grad_norm)
+        skipped = strategy.optimizer_step(optimizer, norm)
+        optimizer.zero_grad(set_to_none=True)
+        state.add_update(norm, skipped, batch, step_losses)
         techniques.after_update(skipped)
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.
         losses.append(hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)

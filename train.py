@@ -3,8 +3,14 @@
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
+from dataclasses import replace
+from functools import partial
+
+import torch
+
 import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
 from src.checkpointing.checkpointer import Checkpointer
+from src.checkpointing.resume import find_start
 from src.config import parsing, validation
 from src.data import data_loader, dataset
 from src.distributed import replica_check, stop_signals, strategies
@@ -13,10 +19,11 @@ from src.reporting.run_logger import RunLogger, print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, schedules, smoke
-from src.training.step import StepTotals, build_model, compute_gradient, optimizer_step
-from src.training.technique_chain import TechniqueChain
-from src.training.techniques.base import Run
-from src.training.train_state import Intervals, TrainState, UpdateResult
+from src.training.evaluation import evaluate
+from src.training.run import Run
+from src.training.step import StepTotals, build_model, naming_a_smaller_batch
+from src.training.techniques import make_techniques
+from src.training.train_state import Intervals, StepLosses, Window
 
 
 def main(argv: list[str]) -> None:
@@ -24,7 +31,6 @@ def main(argv: list[str]) -> None:
     cfg, task_options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
     validation.check(cfg, task_options)
     check_environment()
-    TechniqueChain(cfg)  # raises UsageError for unknown names and invalid options
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task)  # before the process group exists: cannot time out a collective
     if cfg.dry_run:
@@ -41,28 +47,30 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     train_set, val_set = datasets["train"], datasets.get("validation")
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     lr_at = schedules.make_schedule(cfg, num_steps)  # updates done (steps minus skipped ones) -> learning rate
-    techniques = TechniqueChain(cfg)  # SAM, EMA, …: those that the run file asks for
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
-    strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP, FSDP2 or DeepSpeed
+    strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
     hosts = strategy.hosts  # sums small vectors over all ranks on the CPU (gloo)
-    checkpointer = Checkpointer(cfg, strategy, hosts, task, datasets)
-    # The model and its loss in one module, with the weights of this run's newest intact checkpoint, if there is one.
-    model = build_model(cfg, strategy, task, checkpointer.find_weights(), techniques.change_model)
+    techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
+
+    # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
+    start = find_start(cfg, strategy, task, datasets)
+    model = build_model(cfg, strategy, task, start.weights, techniques.change_model)  # model and loss in one module
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
-    logger = RunLogger(cfg, strategy, hosts, task, train_set, num_steps)  # metrics.jsonl, console, trackers
-    run = Run(cfg, strategy, hosts, task, model, module, optimizer, num_steps, TrainState())
-    # step, updates, best metric, ...
-    state = run.state = checkpointer.load(model, optimizer, logger.meter, **techniques.begin(run))
+    size = start.batch_size or auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
+    cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
+    run = Run(cfg, strategy, hosts, task, datasets, model, module, optimizer, num_steps)
+    state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
-    cfg.per_device_batch_size = auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
-    checkpointer.begin(due, logger.files(), signals)
-    logger.begin(datasets, model, lr_at, due, checkpointer.resume_from, checkpointer.notes)
+    checkpointer = Checkpointer(run, start, due, techniques, signals)
+    logger = RunLogger(run, start, due, techniques, lr_at)  # prints the plan; metrics.jsonl, console, trackers
 
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
+    gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
+    score = partial(evaluate, strategy, hosts, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
@@ -72,9 +80,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         if due.log():
             logger.train_line(state)
         if due.evaluate():
-            with logger.throughput_paused():
-                metrics = techniques.evaluate(val_set, signals.stopping)
-            if metrics:  # None if a stop request interrupted it: the resumed run evaluates again
+            with run.meter.paused():
+                metrics = techniques.evaluate(score(), score)  # None if a stop request interrupted it
+            if metrics:
                 logger.eval_line(state, metrics)
                 checkpointer.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
@@ -99,23 +107,47 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         losses = None
         if totals.weight:  # 0: no example of the global batch has a target
             batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
-            # loss = sum of losses / sum of weights over the global batch; gradients are reduced in the last backward only
-            losses = techniques.around(compute_gradient)(strategy, module, batch, totals.weight)
+            losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
-            lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
+            state.learning_rate = lr_at(state.updates) * state.lr_factor
+            for group in optimizer.param_groups:
+                group["lr"] = state.learning_rate * group["lr_factor"]
             techniques.change_gradient()
-            state.grad_norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
-            state.pending = UpdateResult(skipped, state.step, batch, losses)
+            norm = strategy.clip_grad_norm(module, cfg.max_grad_norm)
+            skipped = strategy.optimizer_step(optimizer, norm)  # skipped on all ranks if the norm is not finite
+            optimizer.zero_grad(set_to_none=True)
+            state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(state, losses, totals, data_seconds)
         replica_check.check_replicas(strategy, model, state.step, due.replica_check())
 
     if not due.complete():
         checkpointer.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
-    state_of_pass = smoke.snapshot(run, checkpointer, techniques, val_set) if cfg.smoke else None
+    state_of_pass = smoke.snapshot(run, start, checkpointer, techniques, score) if cfg.smoke else None
     checkpointer.write_final()  # final/: a folder for from_pretrained
     logger.finish(checkpointer.summary(), checkpointer.sample(), checkpointer.outcome())
     return state_of_pass
+
+
+def compute_gradient(strategy, module: torch.nn.Module, batch: Window, total_weight: float) -> StepLosses:
+    """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
+
+    `total_weight` is the sum of weights over all ranks. A loss that is not finite on one rank makes the gradient of
+    every rank non-finite. Nothing here waits for the device."""
+    scale = strategy.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
+    device, outputs = strategy.accelerator.device, []
+    with naming_a_smaller_batch(strategy.cfg, batch), strategy.accumulation():
+        for micro, rows in batch:
+            inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
+            data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
+            with strategy.no_sync(module, unless=micro.last):  # one reduction of gradients per step
+                out = module(inputs)
+                # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
+                # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
+                factor = 0.0 * out["loss"].detach() + (0.0 if micro.dummy else scale)
+                strategy.backward(module, out["loss"] * factor, micro)
+            outputs.append({name: value.detach() for name, value in out.items()})
+    return StepLosses.of(batch, outputs)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.distributed.init_accelerator import init_accelerator
 from src.distributed.strategies import make_strategy
-from src.reporting.meter import Meter
+from src.training.meter import Meter
 from src.tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
 from src.training.step import ModelWithLoss

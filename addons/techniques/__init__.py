@@ -1,58 +1,92 @@
 """Technique: what an entry of the run file's `techniques` may change in a step, an evaluation and a checkpoint.
 
-Write your own as one file here and one line of __init__.py (docs/techniques.md). Tests: tests/training/techniques/.
+Write your own as one file here: its name is the name in the run file, and it defines one subclass of Technique
+(docs/techniques.md). Tests: tests/addons/techniques/.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from src.config.addons import addon_names, load_addon
 from src.config.errors import warn
+from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.batch_plan import derive_seed
-from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import plain_name
-from src.distributed.strategies import Strategy
-from src.tasks import Task
-from src.training.train_state import StepLosses, TrainState, Window
+from src.training.run import Run
+from src.training.techniques import Techniques
+from src.training.train_state import StepLosses, Window
 
-# compute_gradient of src/training/step.py without its first arguments
+# compute_gradient of train.py without its first arguments
 ComputeGradient = Callable[[Window, float], StepLosses]
 
 
-@dataclass(eq=False)
-class Run:
-    """What a technique may read and change in a run. Every rank has one."""
+@dataclass
+class Fields:
+    """The field of the run file that names techniques."""
 
-    cfg: RunConfig
-    strategy: Strategy
-    hosts: HostGroup
-    task: Task
-    model: torch.nn.Module  # ModelWithLoss: its parameters are trained; sharded under FSDP2
-    module: torch.nn.Module  # the wrapped module, to call
-    optimizer: torch.optim.Optimizer
-    num_steps: int
-    state: TrainState  # of the checkpoint, once it is loaded; in a step, state.step already counts this step
+    techniques: dict | None = option(
+        "techniques by name, each with its options: {NAME: {OPTION: VALUE}, …} (docs/techniques.md)", group="techniques"
+    )
 
-    def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """Return the trainable parameters by name; sharded ones are DTensors."""
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
-    def noise(self, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor:
-        """Return standard normal numbers in the shape of `like` (its shard, if sharded) for a parameter's `name`.
+def errors(cfg: RunConfig, training: bool) -> list[str]:
+    """Return a sentence for each unknown name, invalid option or rule that is violated."""
+    from addons.techniques._chain import read_techniques
 
-        They depend on `purpose`, the run's seed, the step and `name` only, so they are the same on any number of
-        processes and after a resume. Each process draws them for the whole tensor: no communication, but its memory
-        once more. A GPU and a CPU draw different numbers."""
-        seed = derive_seed(purpose, self.cfg.seed, self.state.step, plain_name(name))
-        generator = torch.Generator(like.device).manual_seed(seed)
-        noise = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-        if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
-            return distribute_tensor(noise, like.device_mesh, like.placements, src_data_rank=None)
-        return noise
+    return read_techniques(cfg)[1] if training else []
+
+
+def complete(cfg: RunConfig) -> dict[str, Any]:
+    """Return `techniques` with all options, so that config.yaml and checkpoints record defaults that may change."""
+    from addons.techniques._chain import read_techniques
+    from addons.techniques._options import options_of
+
+    techniques, found = read_techniques(cfg)
+    return {} if found else {"techniques": {name: options_of(each) for name, each in techniques.items()}}
+
+
+def make_techniques(cfg: RunConfig) -> Techniques:
+    """Return the techniques of a run, as train.py calls them."""
+    from addons.techniques._chain import TechniqueChain
+
+    return TechniqueChain(cfg)
+
+
+def identity(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run with an entry for each technique, to compare two runs."""
+    from addons.techniques._options import with_defaults
+
+    given = with_defaults(values.get("techniques"))
+    by_name = {
+        f"techniques.{name}": {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
+        for name, options in given.items()
+    }
+    return {name: value for name, value in values.items() if name != "techniques"} | by_name
+
+
+def may_change() -> set[str]:
+    """Return the entries of `identity` that a resumed run may change: techniques that change no number."""
+    return {f"techniques.{name}" for name, load in TECHNIQUES.items() if not load().changes_training}
+
+
+def noise(run: Run, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor:
+    """Return standard normal numbers in the shape of `like` (its shard, if sharded) for a parameter's `name`.
+
+    They depend on `purpose`, the run's seed, the step and `name` only, so they are the same on any number of
+    processes and after a resume. Each process draws them for the whole tensor: no communication, but its memory
+    once more. A GPU and a CPU draw different numbers."""
+    seed = derive_seed(purpose, run.cfg.seed, run.state.step, plain_name(name))
+    generator = torch.Generator(like.device).manual_seed(seed)
+    numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+    if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
+        return distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None)
+    return numbers
 
 
 def warn_if_unused(run: Run, name: str, first_step: int) -> None:
@@ -71,6 +105,7 @@ class Technique:
     micro-batch, and what it remembers between steps belongs in `state_dict`: then results do not depend on the number
     of processes, and a resumed run continues exactly."""
 
+    order = 50  # among the techniques of a run: the lowest is the outermost, and computes the gradient of those above
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
     changes_training = True  # False: it changes no number, so a resumed run may add, remove or change it; has no state
     copies = (
@@ -82,6 +117,7 @@ class Technique:
     # Options that it no longer has: (value that did what is done without it, what to do instead) by name. Checkpoints of
     # older versions record them.
     removed_options: Mapping[str, tuple[Any, str]] = {}
+    gradient: Callable[..., StepLosses] | None = None  # replaces compute_gradient of train.py, while it is set
     run: Run  # set before `begin`
 
     def errors(self) -> list[str]:
@@ -132,3 +168,20 @@ class Technique:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned."""
+
+
+def technique_class(name: str) -> type[Technique]:
+    """Return the subclass of Technique that addons/techniques/NAME.py defines."""
+    module = load_addon("techniques", name)
+    [found] = [
+        each
+        for each in vars(module).values()
+        if isinstance(each, type) and issubclass(each, Technique) and each.__module__ == module.__name__
+    ]
+    return found
+
+
+# name in the run file -> function that returns its class, and imports its file
+TECHNIQUES: Mapping[str, Callable[[], type[Technique]]] = {
+    name: partial(technique_class, name) for name in addon_names("techniques")
+}

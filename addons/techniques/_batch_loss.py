@@ -4,7 +4,7 @@ A contrastive loss couples all rows of a batch, and so does the choice of the ha
 of all micro-batches without gradients and gathers them from all ranks. Every rank then computes the loss and its
 gradient with respect to the vectors. Pass 2 repeats each micro-batch, with the same dropout because the seed belongs to
 it, and backpropagates its rows of that gradient (GradCache: Gao et al., "Scaling Deep Contrastive Learning Batch Size
-under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/training/test_batch_loss.py.
+under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/addons/techniques/test_batch_loss.py.
 """
 
 from typing import NamedTuple, Protocol
@@ -18,19 +18,63 @@ from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 from src.training.evaluation_plan import Block
-from src.training.train_state import Window
+from src.training.step import naming_a_smaller_batch
+from src.training.train_state import StepLosses, Window, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
-LossesAndSums = tuple[list[torch.Tensor], dict[str, torch.Tensor]]  # losses by micro-batch, further sums of a rank
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
 
 
 class BatchLoss(Protocol):
-    """A loss over a global batch: a task with `has_batch_loss`, or a technique's."""
+    """A loss over a global batch."""
 
-    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors: ...
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
+        """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
 
-    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]: ...
+        All parameters must act here, also a learned temperature: multiply the vectors by it."""
+        ...
+
+    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
+        """Return sums over a whole global batch: `loss`, and in evaluation the sums for `metrics`. No parameters here.
+
+        `vectors` holds what `represent` returned for all rows of the global batch, in an order that does not depend on
+        the number of processes; `weight` is their weight. The loss of a step is `loss` / `weight`. In evaluation, a
+        global batch is `global_batch_size` consecutive rows."""
+        ...
+
+
+class BatchLossTask(Task):
+    """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
+
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
+        raise NotImplementedError
+
+    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
+        """Return the vectors of a micro-batch: evaluation collects them, training has `compute_gradient` below."""
+        return self.represent(model, inputs)
+
+    def compute_gradient(
+        self, strategy: Strategy, module: torch.nn.Module, batch: Window, total_weight: float
+    ) -> StepLosses:
+        """Do what compute_gradient of train.py does."""
+        return compute_gradient(self, strategy, module, batch, total_weight)
+
+    def sums_by_block(
+        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
+    ) -> tuple[list[str], np.ndarray]:
+        """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
+
+        `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
+        found = []
+        for block in blocks:
+            sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
+            vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
+            found.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
+        keys = ["weight", *sorted(found[0].keys() - {"weight"})]
+        return keys, np.array([[sums[key] for key in keys] for sums in found])
 
 
 class _Part(NamedTuple):
@@ -41,25 +85,33 @@ class _Part(NamedTuple):
     columns: dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape behind the rows, dtype)
 
 
-def backward_in_two_passes(
-    strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
-) -> LossesAndSums:
+def compute_gradient(
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
+) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
     The losses of all ranks add up to the loss of the global batch, which is the first entry of data rank 0, as are the
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
+    with naming_a_smaller_batch(strategy.cfg, window), strategy.accumulation():
+        losses, sums = _backward_in_two_passes(batch_loss, strategy, module, window, total_weight)
+    return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
+
+
+def _backward_in_two_passes(
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = strategy.is_first_step
     vectors, places = _global_vectors(strategy, model_with_loss, module, window)
-    loss, gradients, sums = _gradient_of_vectors(task, model_with_loss.batch_loss, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses, unequal = [], set()
     for (micro, batch), rows in zip(window, places, strict=True):
-        with strategy.gradient_sync(module, micro.last):
+        with strategy.no_sync(module, unless=micro.last):
             again = _represent(strategy, module, micro, batch)
             product = torch.zeros_like(loss)  # its gradient is that of the loss by the rows of this micro-batch
             for name, gradient in gradients.items():
@@ -100,11 +152,6 @@ def _gradient_of_vectors(
 def further_sums(out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the sums that a task returned in training besides its loss; they appear in the train line."""
     return {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
-
-
-def scalar_of_vectors(vectors: Vectors) -> torch.Tensor:
-    """Return any number that depends on all vectors, to try a backward pass."""
-    return sum((value.float().sum() for value in vectors.values() if value.requires_grad), torch.zeros(()))
 
 
 # ---- vectors of the global batch -------------------------------------------------------------------------------------
@@ -229,21 +276,3 @@ def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:
 
     nan = torch.full_like(loss, float("nan"))
     return torch.where(loss.isfinite(), 0.0, torch.where(spoiled(vectors).isnan(), spoiled(mine), nan))
-
-
-# ---- evaluation ------------------------------------------------------------------------------------------------------
-
-
-def sums_by_block(
-    task: Task, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
-) -> tuple[list[str], np.ndarray]:
-    """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
-
-    `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
-    found = []
-    for block in blocks:
-        sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
-        vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
-        found.append(sums | {name: float(value) for name, value in task.batch_loss(vectors, sums["weight"]).items()})
-    keys = ["weight", *sorted(found[0].keys() - {"weight"})]
-    return keys, np.array([[sums[key] for key in keys] for sums in found])

@@ -1,6 +1,6 @@
-"""The techniques of a run, as train.py uses them: each step goes through all of them in the registry's order.
+"""The techniques of a run, as train.py uses them: each step goes through all of them, the lowest `order` first.
 
-src/training/techniques/base.py defines a technique. Tests: tests/training/test_technique_chain.py.
+Tests: tests/addons/techniques/test_technique_chain.py.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -10,61 +10,63 @@ from typing import Any
 
 import torch
 
+from addons.techniques import TECHNIQUES, Technique
+from addons.techniques._options import explain_unknown, in_words, options_of, read_options
+from addons.techniques._weight_copies import assign
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
-from src.training.evaluation import evaluate, is_size
-from src.training.technique_options import explain_unknown, in_words, options_of, read_options
-from src.training.techniques import TECHNIQUES, Technique
-from src.training.techniques.base import Run
-from src.training.train_state import DeviceFlag, StepLosses, Window
-from src.training.weight_copies import assign
+from src.training.evaluation import is_size
+from src.training.run import Run
+from src.training.techniques import Techniques
+from src.training.train_state import StepLosses, Window
 
 
-class TechniqueChain:
-    """The techniques that the run file asks for; most runs have none."""
+def read_techniques(
+    cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES
+) -> tuple[dict[str, Technique], list[str]]:
+    """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
+    found: dict[str, Technique] = {}
+    given, errors = dict(cfg.techniques or {}), []
+    for name, options in given.items():
+        if name not in known:
+            errors.append(f"techniques: {name}: {explain_unknown(name, known)}")
+            continue
+        try:
+            found[name] = read_options(known[name](), options)
+        except ValueError as error:
+            errors.append(f"techniques: {name}: {error}")
+    found = dict(sorted(found.items(), key=lambda item: item[1].order))
+    for name, technique in found.items():
+        errors += [f"techniques: {name}: {error}" for error in technique.errors()]
+    return found, [*errors, *_errors_between(found, cfg), *_metric_errors(given, cfg, known)]
+
+
+class TechniqueChain(Techniques):
+    """The techniques that the run file names."""
 
     def __init__(self, cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES):
-        """Read `techniques` of the run file, and write all options with their values there, in the registry's order.
-
-        Raise one UsageError that lists all unknown names and invalid options."""
-        self.techniques: dict[str, Technique] = {}
-        given, errors = dict(cfg.techniques or {}), []
-        for name in given.keys() - known.keys():
-            errors.append(f"techniques: {name}: {explain_unknown(name, known)}")
-        for name in (name for name in known if name in given):
-            try:
-                self.techniques[name] = read_options(known[name](), given[name])
-            except ValueError as error:
-                errors.append(f"techniques: {name}: {error}")
-        for name, technique in self.techniques.items():
-            errors += [f"techniques: {name}: {error}" for error in technique.errors()]
-        errors += [*_errors_between(self.techniques, cfg), *_metric_errors(given, cfg, known)]
+        """Raise one UsageError that lists all unknown names and invalid options."""
+        self.techniques, errors = read_techniques(cfg, known)
         if errors:
             raise UsageError(list_errors(errors))
-        if self.techniques:  # so that config.yaml and checkpoints record defaults, which another version may change
-            cfg.techniques = {name: options_of(technique) for name, technique in self.techniques.items()}
+        self.final = next((name for name, each in self.techniques.items() if each.final), "")
 
     @property
-    def copies(self) -> int:
+    def copies(self) -> int:  # pyrefly: ignore
         """Return the number of copies of the trained weights, in float32, that the techniques keep."""
         return sum(technique.copies for technique in self.techniques.values())
 
     @property
-    def copies_in_step(self) -> int:
+    def copies_in_step(self) -> int:  # pyrefly: ignore
         """Return the number of such copies in memory within a step, those that are kept included."""
         return self.copies + sum(technique.copies_in_step for technique in self.techniques.values())
 
-    @property
-    def averages(self) -> list[str]:
-        """Return the names of the techniques with an average that is evaluated beside the weights of training."""
-        return [name for name, each in self.techniques.items() if type(each).average is not Technique.average]
-
-    def describe(self) -> str:
+    def plan(self) -> dict[str, str]:
         """Return "sam (rho 0.05), ema (decay 0.999, final)": the techniques with their options, outermost first."""
         words = {name: in_words(options_of(technique)) for name, technique in self.techniques.items()}
-        return ", ".join(f"{name} ({text})" if text else name for name, text in words.items())
+        return {"techniques": ", ".join(f"{name} ({text})" if text else name for name, text in words.items())}
 
     def notes(self, cfg: RunConfig) -> list[str]:
         """Return a warning if metric_for_best_model judges other weights than those that final/ will hold."""
@@ -109,16 +111,24 @@ class TechniqueChain:
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def around(self, compute_gradient: Callable[..., StepLosses]) -> Callable[..., StepLosses]:
-        """Return `compute_gradient` of step.py as the techniques call it, the first one outermost; same arguments."""
+    def compute_gradient(
+        self,
+        compute: Callable[..., StepLosses],
+        strategy: Strategy,
+        module: torch.nn.Module,
+        batch: Window,
+        total_weight: float,
+    ) -> StepLosses:
+        """Fill `.grad` and return the losses, through all techniques, the first one outermost."""
 
-        def compute(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
-            inner = partial(compute_gradient, strategy, module)
-            for technique in reversed(self.techniques.values()):
-                inner = partial(technique.compute_gradient, inner)
-            return inner(window, total_weight)
+        def innermost(batch: Window, total_weight: float) -> StepLosses:
+            replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
+            return (replaced or compute)(strategy, module, batch, total_weight)
 
-        return compute if self.techniques else compute_gradient
+        inner = innermost
+        for technique in reversed(self.techniques.values()):
+            inner = partial(technique.compute_gradient, inner)
+        return inner(batch, total_weight)
 
     @torch.no_grad()
     def change_gradient(self) -> None:
@@ -130,17 +140,16 @@ class TechniqueChain:
             technique.change_gradient()
 
     @torch.no_grad()
-    def after_update(self, skipped: DeviceFlag) -> None:
+    def after_update(self, skipped: torch.Tensor) -> None:
         """Let the techniques follow an update of the weights, which the device may have skipped."""
         for technique in self.techniques.values():
-            technique.after_update(skipped.tensor)
+            technique.after_update(skipped)
 
     # ---- evaluation --------------------------------------------------------------------------------------------------
 
-    def evaluate(self, split: Any, stopping: Callable[[], float]) -> dict | None:
+    def evaluate(self, metrics: dict | None, evaluate: Callable[[], dict | None]) -> dict | None:
         """Return the metrics of the weights, those of averages as NAME/metric; None if a stop interrupted it."""
-        run = self.run
-        raw = metrics = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+        run, raw = self.run, metrics
         for name, technique in self.techniques.items():
             average = technique.average()
             if metrics is None or average is None:
@@ -148,10 +157,24 @@ class TechniqueChain:
             found = raw
             if average:
                 with exchanged(run.strategy, run.model, average):
-                    found = evaluate(run.strategy, run.hosts, run.module, run.task, split, run.cfg, stopping)
+                    found = evaluate()
             own = {f"{name}/{key}": value for key, value in (found or {}).items() if not is_size(key)}
             metrics = None if found is None else metrics | own
         return metrics
+
+    def load_final(self, load: Callable[[str, Any], None] | None) -> bool:
+        """Give the model the average that final/ holds; return whether there is one.
+
+        There is none if none is asked for, or if no weights had been averaged by then."""
+        if not self.final:
+            return False
+        technique = self.techniques[self.final]
+        if load is not None:
+            load(self.final, technique)
+        weights = technique.average()
+        if weights:
+            put_weights(self.run.strategy, self.run.model, weights)
+        return bool(weights)
 
 
 @contextmanager

@@ -1,18 +1,18 @@
 """Options of techniques: reading the field `techniques`, defaults, all values in words.
 
-Tests: tests/training/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
+Tests: tests/addons/techniques/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
 """
 
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from addons.techniques import TECHNIQUES, Technique
 from src.config.errors import did_you_mean
 from src.config.fields import declared_options, read_value
 from src.config.other_trainers_names import NOT_TECHNIQUES, hint
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
-from src.training.techniques import TECHNIQUES, Technique
 
 
 def read_options(kind: type[Technique], given: Any) -> Technique:

@@ -1,6 +1,6 @@
 """Copies of what training changes, sharded like the model: for averages of weights and Lookahead.
 
-Tests: tests/training/techniques/test_averages.py.
+Tests: tests/addons/techniques/test_averages.py.
 """
 
 import torch
@@ -8,7 +8,7 @@ import torch
 from src.distributed.sharded_tensors import local_part, plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
-from src.training.techniques.base import Run
+from src.training.run import Run
 
 Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
 

@@ -1,16 +1,16 @@
 """Adaptive gradient clipping, after Brock et al. 2021, "High-Performance Large-Scale Image Recognition Without
 Normalization" (section 4.1).
 
-Tests: tests/training/techniques/test_adaptive_clipping.py.
+Tests: tests/addons/techniques/test_adaptive_clipping.py.
 """
 
 from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique
 from src.config.fields import option
 from src.training.parameter_names import first_match, named_parameters
-from src.training.techniques.base import Technique
 
 SMALLEST_NORM = 1e-6  # of a gradient, against a division by zero; as in timm
 
@@ -27,6 +27,8 @@ class AdaptiveClipping(Technique):
 
     A unit is a slice of the first dimension: an output of a linear or convolutional layer, a row of an embedding. A
     parameter of one dimension is one unit. FSDP2 shards the first dimension, so only the latter costs a collective."""
+
+    order = 52
 
     clip_factor: float = option(
         "largest norm of a unit's gradient, as a share of the norm of its weights", 0.01, above=0

@@ -1,6 +1,6 @@
 """Memory format channels_last of convolutions, which tensor cores compute without transposing.
 
-Tests: tests/training/techniques/test_channels_last.py.
+Tests: tests/addons/techniques/test_channels_last.py.
 """
 
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from addons.techniques import Technique
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.techniques.base import Technique
 
 
 @dataclass(eq=False)
@@ -18,6 +18,8 @@ class ChannelsLast(Technique):
     """Keep weights of convolutions and images in memory as (rows, height, width, channels); shapes do not change.
 
     Numbers change by rounding only. Checkpoints and final/ are contiguous. Under FSDP2, only the images change."""
+
+    order = 40
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if not any(p.dim() == 4 for p in model.parameters()):

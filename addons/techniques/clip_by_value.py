@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from addons.techniques import Technique
 from src.config.fields import option
-from src.training.techniques.base import Technique
 
 
 @dataclass(eq=False)
 class ClipByValue(Technique):
     """Limit each element of the gradient; before clipping by its norm (max_grad_norm), if both are on."""
+
+    order = 53
 
     limit: float = option("largest absolute value of an element of the gradient", 1.0, above=0)
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.schedules import one_cycle_momentum
-from src.training.techniques.base import Technique
 
 
 @dataclass(eq=False)
@@ -16,6 +16,8 @@ class CycleMomentum(Technique):
     """Set the momentum, or the first beta, of all groups before each update, as torch's OneCycleLR does.
 
     It depends on the number of completed updates, as the rate does, so there is nothing to save."""
+
+    order = 54
 
     base_momentum: float = option("momentum at the highest rate", 0.85, min=0, below=1)
     max_momentum: float = option("momentum at the start, in the warmup and at the end", 0.95, min=0, below=1)

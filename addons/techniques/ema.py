@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique
+from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from src.config.errors import warn
 from src.config.fields import option
-from src.training.techniques.base import Technique
-from src.training.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -17,6 +17,8 @@ class EMA(Technique):
     Reference: Polyak and Juditsky 1992; torch.optim.swa_utils and timm's ModelEmaV3, which average buffers, too. The
     average begins with the initial weights. A skipped update leaves it unchanged, and the host does not wait to
     know."""
+
+    order = 71
 
     decay: float = option("share of the average that an update keeps", 0.999, min=0, below=1)
     warmup: bool = option("decay at most (1 + n) / (10 + n) after n updates, as in TensorFlow and timm", False)

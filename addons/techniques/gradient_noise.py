@@ -1,12 +1,12 @@
 """Noise added to the gradient, after Neelakantan et al. 2015, "Adding Gradient Noise Improves Learning".
 
-Tests: tests/training/techniques/test_gradient_noise.py.
+Tests: tests/addons/techniques/test_gradient_noise.py.
 """
 
 from dataclasses import dataclass
 
+from addons.techniques import Technique, noise
 from src.config.fields import option
-from src.training.techniques.base import Technique
 
 
 @dataclass(eq=False)
@@ -17,6 +17,8 @@ class GradientNoise(Technique):
     sharded one takes its shard: no communication, but the memory of the largest parameter once more. A GPU and a CPU
     draw different numbers."""
 
+    order = 51
+
     eta: float = option("variance of the noise before the first update", 0.01, above=0)
     gamma: float = option("how fast the variance falls: eta / (1 + updates) ** gamma", 0.55, min=0)
 
@@ -26,4 +28,4 @@ class GradientNoise(Technique):
         for name, parameter in self.run.parameters().items():
             if (gradient := parameter.grad) is None:
                 continue
-            gradient.add_(self.run.noise("gradient noise", name, gradient), alpha=deviation)
+            gradient.add_(noise(self.run, "gradient noise", name, gradient), alpha=deviation)

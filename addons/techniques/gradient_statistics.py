@@ -1,6 +1,6 @@
 """Norms of the gradient, the weights and the update of each layer, in the train lines of metrics.jsonl.
 
-Tests: tests/training/techniques/test_gradient_statistics.py.
+Tests: tests/addons/techniques/test_gradient_statistics.py.
 """
 
 import re
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import gather_full
 from src.training.parameter_names import matching, named_parameters
-from src.training.techniques.base import Technique
 
 VALUES = ("grad_norm", "weight_norm", "update_ratio")
 
@@ -24,6 +24,8 @@ class GradientStatistics(Technique):
     of the update by the norm of the weights before it. Only steps that end in a train line compute them, on the device:
     one pass over the weights for each value, under FSDP2 a small collective for each parameter; update_ratio copies the
     weights for the rest of that step."""
+
+    order = 0
 
     values: list[str] = option(f"what to log, of {', '.join(VALUES)}", ["grad_norm"])
     groups: dict | None = option("groups of parameters as {NAME: PATTERN, …} (default: one for each layer)")

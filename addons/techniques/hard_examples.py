@@ -1,22 +1,23 @@
 """Hard examples: train on the rows of the global batch with the largest losses.
 
 Online hard example mining, Shrivastava et al. 2016, arXiv 1604.03540; selective backprop, Jiang et al. 2019, arXiv
-1910.00762. src/training/batch_loss.py does the work:
+1910.00762. addons/techniques/_batch_loss.py does the work:
 a pass without gradient for the losses of all rows, one choice on all ranks, a second pass for the gradient.
 """
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from addons.techniques import ComputeGradient, Technique, warn_if_unused
+from addons.techniques._batch_loss import Vectors, compute_gradient
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.tasks import Task
-from src.training.batch_loss import Vectors
-from src.training.techniques.base import ComputeGradient, Technique, warn_if_unused
 from src.training.train_state import StepLosses, Window
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
@@ -25,6 +26,8 @@ TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunk
 @dataclass(eq=False)
 class HardExamples(Technique):
     """Train on the `share` of the global batch's rows with the largest loss per weight, divided by their weights."""
+
+    order = 30
 
     share: float = option("share of the rows of the global batch to train on, rounded up", 0.5, above=0, max=1)
     start_step: int = option("first step that chooses; those before train on all rows", 1, min=1)
@@ -35,7 +38,7 @@ class HardExamples(Technique):
                 f"techniques: hard_examples needs the losses of single rows, but r_drop_alpha is {alpha:g}, whose loss is that "
                 "of two passes: remove one of them"
             )
-        self.hardest = model.batch_loss = HardestRows(model.task, self.share)
+        self.hardest = HardestRows(model.task, self.share)
 
     def begin(self) -> None:
         warn_if_unused(self.run, "hard_examples", self.start_step)
@@ -45,7 +48,9 @@ class HardExamples(Technique):
         if not self.is_checked:
             self._check_rows(window)
             self.is_checked = True
-        self.run.model.batch_loss = self.hardest if self.run.state.step >= self.start_step else None
+        model, chooses = self.run.model, self.run.state.step >= self.start_step
+        model.training_loss = self.hardest.represent if chooses else model.task.loss
+        self.gradient = partial(compute_gradient, self.hardest) if chooses else None
         return compute(window, total_weight)
 
     @torch.no_grad()
@@ -55,7 +60,8 @@ class HardExamples(Technique):
         model, strategy = run.model, run.strategy
         inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
         found = []
-        for model.batch_loss in (self.hardest, None):
+        for loss in (self.hardest.represent, model.task.loss):
+            model.training_loss = loss
             seed_everything(micro.seed)
             with strategy.buffers.unchanged():
                 found.append((run.module if strategy.is_sharded else model)(inputs))
@@ -71,13 +77,19 @@ class HardExamples(Technique):
 
 
 class HardestRows:
-    """The loss of the hardest rows as a loss over the global batch (BatchLoss)."""
+    """The loss of the hardest rows as a loss over the global batch (BatchLoss).
+
+    The task's `row_losses(model, inputs)` returns `loss` and `weight` of each row in training, (rows,), which add up to
+    the `loss` that its `loss` returns and to the batch's weight; src/models/token_losses.py computes them for a
+    cross-entropy."""
 
     def __init__(self, task: Task, share: float):
         """Raise UsageError if the task does not define `row_losses`, or defines another `loss` than its base class."""
         self.task, self.share = task, share
-        owner = {name: next(k for k in type(task).__mro__ if name in vars(k)) for name in ("loss", "row_losses")}
-        if owner["row_losses"] is Task or not issubclass(owner["row_losses"], owner["loss"]):
+        owner = {
+            name: next((k for k in type(task).__mro__ if name in vars(k)), None) for name in ("loss", "row_losses")
+        }
+        if owner["row_losses"] is None or not issubclass(owner["row_losses"], owner["loss"]):
             raise UsageError(
                 f"techniques: hard_examples needs the losses of single rows, which task {task.cfg.task} does not have: remove "
                 "it, or define `row_losses` in the task"

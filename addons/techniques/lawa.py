@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique, warn_if_unused
+from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from src.config.fields import option
-from src.training.techniques.base import Technique, warn_if_unused
-from src.training.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -15,6 +15,8 @@ class LAWA(Technique):
 
     Reference: Kaddour 2022, https://arxiv.org/abs/2209.14981. Keeps k copies of the trained weights on the device and
     in each checkpoint. Until the first copy is taken, the average is the weights of training."""
+
+    order = 73
 
     k: int = option("number of copies that are averaged", 6, min=2)
     every: int = option("steps between two copies", 100, min=1)

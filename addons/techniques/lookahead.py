@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique, warn_if_unused
+from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.fields import option
-from src.training.techniques.base import Technique, warn_if_unused
-from src.training.weight_copies import TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -15,6 +15,8 @@ class Lookahead(Technique):
 
     Reference: Zhang et al. 2019, https://arxiv.org/abs/1907.08610. The optimizer keeps its moments. A step with an update that
     is skipped counts, too. Keeps one copy of the trained weights."""
+
+    order = 70
 
     k: int = option("steps between two moves of the slow weights", 10, min=1)
     alpha: float = option("share of the way from the slow weights to the weights", 0.5, above=0, max=1)

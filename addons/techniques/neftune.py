@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
 
 
@@ -19,6 +19,7 @@ class NEFTune(Technique):
     repeat its noise. transformers and TRL count the padded width, so their noise depends on the longest row beside
     it."""
 
+    order = 42
     deepspeed = True  # it only changes the forward pass
 
     alpha: float = option("size of the noise (neftune_noise_alpha of transformers); 5 to 15 in the paper", 5.0, above=0)

@@ -1,6 +1,6 @@
 """Progressive resizing: training begins with small images and ends with full ones (fastai; MosaicML's Composer).
 
-Tests: tests/training/techniques/test_progressive_resizing.py.
+Tests: tests/addons/techniques/test_progressive_resizing.py.
 """
 
 import inspect
@@ -10,11 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.step import ModelWithLoss
-from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
 
 
@@ -24,6 +24,8 @@ class ProgressiveResizing(Technique):
 
     The size is a function of the step. Images are scaled on the device, so reading them costs what it did. With
     `compile`, each size is one more graph."""
+
+    order = 41
 
     initial_scale: float = option("first height and width, as a share of the full ones", 0.5, above=0, max=1)
     delay_fraction: float = option("share of the steps that have the first size", 0.5, min=0, max=1)

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization (SAM, ASAM) and a penalty on the gradient norm: the gradient at perturbed weights.
+"""Sharpness-aware minimization (SAM): the gradient at perturbed weights.
 
 The first pass over the window gives the gradient of the global batch, by which the weights move uphill; the second
 pass, with the same dropout, gives the gradient there. Twice the time, and the memory of one more copy of the weights.
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import ComputeGradient, Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import total_norm
-from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
@@ -19,6 +19,8 @@ SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 @dataclass(eq=False)
 class SAM(Technique):
     """Train with the gradient at w + rho · g / ‖g‖ (Foret et al. 2021, arXiv 2010.01412). Losses are those at w."""
+
+    order = 20
 
     rho: float = option("length of the move of the weights along the gradient", 0.05, above=0)
     alpha = 1.0  # share of the gradient at the moved weights
@@ -62,27 +64,3 @@ class SAM(Technique):
     def scale(self, name: str, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the units in which the length of the move is measured."""
         return value
-
-
-@dataclass(eq=False)
-class ASAM(SAM):
-    """Move each weight in proportion to its size: by rho · T² g / ‖T g‖, T = |w| + eta, 1 for biases.
-
-    Then scaling one layer up and the next one down changes nothing (Kwon et al. 2021, arXiv 2102.11600)."""
-
-    rho: float = option("length of the move, in units of the weights' sizes", 0.5, above=0)
-    eta: float = option("added to the size of each weight, so that weights of zero move, too", 0.01, min=0)
-
-    def scale(self, name: str, parameter: torch.nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-        return value if name.endswith("bias") else value * (parameter.abs() + self.eta)
-
-
-@dataclass(eq=False)
-class GradientNormPenalty(SAM):
-    """Train on loss + alpha · rho · ‖g‖, by (1 − alpha) g(w) + alpha g(w + rho · g / ‖g‖).
-
-    Reference: Zhao et al. 2022, arXiv 2202.03599. No second derivative is needed, so it works sharded, compiled and
-    with accumulation."""
-
-    alpha: float = option("share of the gradient at the moved weights; 1: SAM", 0.8, above=0, max=1)
-    copies_in_step = 2  # and the first gradient

@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import ComputeGradient, Technique
+from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
-from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
-from src.training.weight_copies import TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -19,6 +19,8 @@ class ScheduleFree(Technique):
 
     Reference: https://arxiv.org/abs/2405.15682. Between steps the model has the weights x: evaluations, checkpoints and
     final/ need no other mode. Weight decay acts on z. Keeps z, and in a step a copy of x."""
+
+    order = 10
 
     beta: float = option("share of the average in the weights at which gradients are computed", 0.9, min=0, below=1)
     power: float = option("weight of update t in the average: t ** power × (highest rate so far) ** 2", 0.0, min=0)

@@ -1,7 +1,7 @@
 """Spike watch: skip a step with a gradient norm far above the median.
 
 Reference: Takase et al., "Spike No More", 2023, and OLMo's skip-step optimizer.
-Tests: tests/training/techniques/test_spike_watch.py.
+Tests: tests/addons/techniques/test_spike_watch.py.
 """
 
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from addons.techniques import Technique, warn_if_unused
 from src.config.fields import option
-from src.training.techniques.base import Technique, warn_if_unused
 
 NO_ROLLBACK = "it was removed: the update of a spike is skipped; --resume CHECKPOINT returns to an earlier checkpoint"
 
@@ -21,6 +21,8 @@ class SpikeWatch(Technique):
 
     Spikes enter the median, too: one of them hardly moves it, and a lasting change becomes normal after half a window.
     The norm is the same on every rank and the median stays on the device, so nothing is sent and nothing waits."""
+
+    order = 60
 
     factor: float = option("a norm above this multiple of the median is a spike", 4.0, above=1)
     window: int = option("number of norms in the median", 100, min=2, max=100_000)

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import Technique, warn_if_unused
+from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.training.techniques.base import Technique, warn_if_unused
-from src.training.weight_copies import Tensors, TrainedTensors, assign
 
 
 @dataclass(eq=False)
@@ -16,6 +16,8 @@ class SWA(Technique):
 
     Reference: Izmailov et al. 2018, https://arxiv.org/abs/1803.05407. Set their constant or cyclic learning rate by
     lr_scheduler_type. Until the first weights are taken, the average is the weights of training."""
+
+    order = 72
 
     start: float = option("first step of the average; below 1: a fraction of all steps", 0.75, min=0)
     every: int = option("steps between the weights that are averaged", 1, min=1)

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.parameter_names import first_match, named_parameters
-from src.training.techniques.base import ComputeGradient, Technique
 from src.training.train_state import StepLosses, Window
 
 
@@ -19,6 +19,8 @@ class Unfreeze(Technique):
     They count as trainable from the start, because neither DDP nor FSDP2 notices a later change: the backward pass
     costs as much as without freezing. Adam's bias correction begins at their own first step; the schedule is that of
     the run."""
+
+    order = 50
 
     steps: dict | None = option("{PATTERN: first step that trains it, …}; the first pattern that matches decides")
 

@@ -9,32 +9,28 @@ import json
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
 from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
-from src.checkpointing.final_average import FinalAverage
 from src.checkpointing.hub_upload import push_to_hub
-from src.checkpointing.locate_weights import init_weights
+from src.checkpointing.resume import Start
 from src.checkpointing.sharded_checkpoint import check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
-from src.config.schema import RunConfig
 from src.distributed import replica_check
-from src.distributed.host_group import HostGroup
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.stop_signals import StopSignals
-from src.distributed.strategies import Strategy
-from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_status
-from src.storage.jsonl import JsonlWriter, strict_json
-from src.tasks import Task
+from src.storage.jsonl import strict_json
 from src.training.evaluation import check_finite
-from src.training.step import ModelWithLoss
-from src.training.train_state import Intervals, TrainState
+from src.training.run import Run
+from src.training.techniques import Techniques
+from src.training.train_state import Intervals
 
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
 
@@ -42,47 +38,23 @@ SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other rank
 class Checkpointer:
     """The checkpoints of one run. Every rank must call the methods in the same order."""
 
-    def __init__(self, cfg: RunConfig, strategy: Strategy, hosts: HostGroup, task: Task, datasets: dict):
-        self.cfg, self.strategy, self.hosts, self.task, self.datasets = cfg, strategy, hosts, task, datasets
-        self.accelerator, self.folder = strategy.accelerator, Path(cfg.output_dir)
-        self.is_main = strategy.accelerator.is_main_process
-        self.resume_from: Path | None = None
+    def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, signals: StopSignals):
+        """Rename old outputs in the run folder that do not fit this run, unless nothing is left to train."""
+        self.cfg, self.strategy, self.hosts, self.task = run.cfg, run.strategy, run.hosts, run.task
+        self.run, self.due, self.techniques, self.parts = run, due, techniques, start.parts
+        self.model, self.state, self.meter, self.datasets = run.model, run.state, run.meter, run.datasets
+        self.accelerator, self.folder = run.strategy.accelerator, Path(run.cfg.output_dir)
+        self.is_main = self.accelerator.is_main_process
         self.average = ""  # name of the technique with the average that final/ holds
-        self.notes: list[str] = []  # messages for the user about the chosen checkpoint
-
-    # ---- at the start ------------------------------------------------------------------------------------------------
-
-    def find_weights(self) -> Path | str | None:
-        """Choose the checkpoint to resume from; return its folder, else the weights of `init_from`, else None."""
-        cfg, options = self.cfg, self.task.options
-        self.resume_from, self.notes = resume.choose_on_all_ranks(self.accelerator, cfg, options, self.datasets)
-        return self.resume_from or init_weights(cfg)
-
-    def load(self, model: ModelWithLoss, optimizer: torch.optim.Optimizer, meter, **parts: Any) -> TrainState:
-        """Return the TrainState to train from; if a run is resumed, restore optimizer, `parts`, scaler and meter.
-
-        A part (ema=ema) is saved beside the model: an object with a flat `state_dict` of tensors, numbers and strings,
-        and `load_state_dict`."""
-        check_only_tensors(model.task.saved(model.model))
-        self.model, self.parts, self.meter = model, {"optimizer": optimizer} | parts, meter
-        if self.resume_from is None:
-            self.state = TrainState()
-        else:
-            self.state = checkpoint_format.load_checkpoint(self.resume_from, self.strategy, model, self.parts, meter)
-        return self.state
-
-    def begin(self, due: Intervals, files: list[JsonlWriter], stop_signals: StopSignals) -> None:
-        """Prepare to save. Before each checkpoint `files` are flushed."""
-        self.due, self.config = due, to_yaml(self.cfg, self.task.options)
-        self.metadata = resume.run_metadata(self.accelerator, self.cfg, self.config, self.datasets, self.resume_from)
-        self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, files, stop_signals)
-        if self.resume_from and checkpoint_list.is_inside(self.resume_from, self.folder):
+        config = to_yaml(self.cfg, self.task.options)
+        self.metadata = resume.run_metadata(self.accelerator, self.cfg, config, self.datasets, start.checkpoint)
+        self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, run.files, signals)
+        if start.checkpoint and checkpoint_list.is_inside(start.checkpoint, self.folder):
             self.writer.saved = (self.state.step, self.state.evaluated)
         if self.writer.all_ranks_write and num_nodes() > 1:
             check_shared_folder(self.accelerator, self.hosts, self.folder)
-        if due.complete():
-            return
-        resume.archive_stale_outputs(self.accelerator, self.cfg, self.resume_from, self.metadata)
+        if not due.complete():
+            resume.archive_stale_outputs(self.accelerator, self.cfg, start.checkpoint, self.metadata)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
@@ -195,7 +167,7 @@ class Checkpointer:
 
         If the best checkpoint is gone, final/ holds the last step. The average of a technique with the option `final`
         replaces the weights, also in memory. Upload final/ if push_to_hub is set."""
-        state, writer, average, best = self.state, self.writer, FinalAverage(self.parts), None
+        state, writer, final, best = self.state, self.writer, self.techniques.final, None
         if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 first lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
@@ -204,7 +176,7 @@ class Checkpointer:
         self._wait_on_all_ranks()
         if self.is_main and self.cfg.metric_for_best_model and state.best_step not in (0, state.step):
             best = checkpoint_list.checkpoint_of_step(self.folder, state.best_step)
-        if best and average.name:
+        if best and final:
             writer.verify(best)
         self._wait_on_all_ranks()
         best = best if writer.intact else None
@@ -213,8 +185,8 @@ class Checkpointer:
         if writer.writes:
             is_done, is_copy = self._any_writer([is_done, best is not None])
             source = checkpoint_list.checkpoint_of_step(self.folder, state.best_step) if is_copy else None
-            if average.put(self.strategy, self.model, source):
-                self.average, is_copy = average.name, False
+            if self.techniques.load_final(partial(checkpoint_format.load_part, source) if source else None):
+                self.average, is_copy = final, False
             if not is_done and is_copy and self.is_main:
                 last = checkpoint_list.checkpoint_of_step(self.folder, state.step)
                 writer.copy_final([best, last], state, self.metadata["config"])

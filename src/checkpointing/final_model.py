@@ -31,8 +31,8 @@ def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> 
     if held != progress.best_step:
         holds = f"its checkpoint is gone or damaged, so final/ holds {what}step {held:,}"
     metric = f"{progress.best_metric} {progress.best}"
-    if average and str(progress.best_metric).partition("/")[0] not in (cfg.techniques or {}):
-        metric += " (weights of training)"
+    if average and not str(progress.best_metric).startswith(f"{average}/"):
+        metric += " (of other weights)"
     return f"best: step {progress.best_step:,}, {metric}; {holds}"
 
 

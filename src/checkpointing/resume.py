@@ -8,18 +8,27 @@ import os
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
+from src.checkpointing.checkpoint_format import load_checkpoint
 from src.checkpointing.checkpoint_list import is_inside, list_checkpoints, read_state, step_of
+from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity, lineage, read_lineage
 from src.config.errors import Stopped, UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.host_group import run_on_main
+from src.distributed.strategies import Strategy
+from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_lock, run_status
 from src.storage import atomic_folder
+from src.tasks import Task
+from src.training.run import Run
+from src.training.techniques import Techniques
+from src.training.train_state import TrainState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -32,16 +41,37 @@ class ResumePoint(NamedTuple):
     notes: list[str]  # messages for the user about the choice
 
 
-def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:
-    """Return the main process's ResumePoint on every rank, or raise its error on every rank.
+@dataclass
+class Start:
+    """Where a run begins: at a checkpoint, or at step 0 with the weights of `init_from` or without any."""
 
-    Replace `per_device_batch_size: auto` by the value in the checkpoint. Set `run_status.launch`."""
-    start, run_status.launch = run_on_main(
+    checkpoint: Path | None
+    notes: list[str]  # messages for the user about the choice
+    weights: Path | None  # the folder of the weights to begin with
+    batch_size: int | None  # per_device_batch_size, if it is known before a batch was tried
+    parts: dict[str, Any] = field(default_factory=dict)  # what `load` restored, and what checkpoints will hold
+
+    def load(self, run: Run, techniques: Techniques) -> TrainState:
+        """Restore optimizer, techniques, gradient scaler and meter of `run`; set and return its TrainState.
+
+        The model has its weights already."""
+        check_only_tensors(run.task.saved(run.model.model))
+        self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
+        if self.checkpoint is not None:
+            run.state = load_checkpoint(self.checkpoint, run.strategy, run.model, self.parts, run.meter)
+        return run.state
+
+
+def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> Start:
+    """Return the main process's choice on every rank, or raise its error on every rank; set `run_status.launch`."""
+    accelerator, options = strategy.accelerator, task.options
+    (checkpoint, notes), run_status.launch = run_on_main(
         accelerator, lambda: (_choose_on_main(accelerator, cfg, options, splits), f"{os.getpid()}_{time.time_ns()}")
     )
-    if start.folder and cfg.per_device_batch_size == "auto":
-        cfg.per_device_batch_size = read_state(start.folder)["config"]["per_device_batch_size"]
-    return start
+    size = cfg.per_device_batch_size
+    if checkpoint and size == "auto":
+        size = read_state(checkpoint)["config"]["per_device_batch_size"]
+    return Start(checkpoint, notes, checkpoint or init_weights(cfg), None if size == "auto" else size)
 
 
 def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:

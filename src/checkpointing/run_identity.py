@@ -20,8 +20,6 @@ from src.config.yaml_files import read_yaml
 from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
 from src.training.schedules import PLATEAU, make_schedule, total_steps
-from src.training.technique_options import with_defaults
-from src.training.techniques import TECHNIQUES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -94,7 +92,10 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
             f"resume: {checkpoint} was trained with the add-on {missing[0]}, which is not here: restore it"
         )
     # An add-on that only one of the two names counts, too.
-    kinds = (config_type([*state["config"], *vars(cfg)]), type(options))
+    kinds = (
+        config_type([*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]),
+        type(options),
+    )
     was = _values(state["config"], state["identity"], kinds)
     now = _values(yaml.safe_load(to_yaml(cfg, options)), known, kinds)
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
@@ -117,8 +118,8 @@ def _values(config: dict, content: dict, kinds: tuple[type, type]) -> dict:
     values = {name: config.get(name, default) for name, default in defaults.items()}
     values["local_sgd_steps"] = config.get("local_sgd_steps")  # of earlier versions: such a run had other mathematics
     values["parameter_groups"] = _with_order(values["parameter_groups"])
-    for name, given in with_defaults(values.pop("techniques")).items():
-        values[f"techniques.{name}"] = {option: _with_order(value) for option, value in given.items()}
+    for addon in kinds[0].addons:
+        values = addon.identity(values) if hasattr(addon, "identity") else values
     for split in ("data", "validation"):
         if stats := content[split]:
             count = "a stream" if stats["examples"] is None else f"{stats['examples']} rows"
@@ -136,7 +137,8 @@ def _with_order(value):
 def _may_change(cfg: RunConfig, kinds: tuple[type, type], was: dict, now: dict) -> set[str]:
     """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
     names = changeable_fields(*kinds) | {"model_commit", "processes"}
-    names |= {f"techniques.{name}" for name, kind in TECHNIQUES.items() if not kind().changes_training}
+    for addon in kinds[0].addons:
+        names |= addon.may_change() if hasattr(addon, "may_change") else set()
     if cfg.lr_scheduler_type == PLATEAU:
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
     optional = ("validation", "data.sample", "data.labels", "data.tokenizer_files")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from src.config import mixture_fields
-from src.config.addons import addons_with_fields, config_type, is_missing_task, missing_addon
+from src.config.addons import addons_with_fields, config_type, functions_of_addons, is_missing_task, missing_addon
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
 from src.config.help_text import format_help
@@ -117,6 +117,8 @@ def parse(
     cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
     run_name = Path(path).stem if path and not base else cfg.task
     cfg.output_dir = cfg.output_dir or f"runs/{run_name}"
+    for complete in functions_of_addons(cfg, "complete"):
+        cfg = dataclasses.replace(cfg, **complete(cfg))
     return cfg, options
 
 

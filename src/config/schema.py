@@ -109,10 +109,6 @@ class RunConfig(ModelAndDataFields):
     warmup_steps: float = option("warmup steps; below 1: a fraction of all steps", 0.0, min=0)
     warmup_start_lr: float = option("learning rate at the start of a linear warmup", 0.0, min=0)
 
-    techniques: dict | None = option(
-        "techniques by name, each with its options: {NAME: {OPTION: VALUE}, …} (docs/techniques.md)", group="techniques"
-    )
-
     eval_steps: int | None = option(
         "steps between evaluations (default: only at the end)", group="evaluation", min=1, may_change_on_resume=True
     )

@@ -47,9 +47,9 @@ class DeepSpeed(Strategy):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
+    def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
         """Tell the engine whether this micro-batch is the last of the step."""
-        module.set_gradient_accumulation_boundary(last)
+        module.set_gradient_accumulation_boundary(unless)
         yield
 
     def run_backward(self, module: torch.nn.Module, loss: torch.Tensor) -> None:
@@ -68,12 +68,15 @@ class DeepSpeed(Strategy):
                 f"not used), which {self.name} does not support: use DDP or FSDP2 (accelerate_configs/fsdp2.yaml)"
             )
 
-    def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Let the engine clip and update; return (gradient norm, whether the update was skipped) as host tensors."""
+    def clip_grad_norm(self, module: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Let the engine clip and update, which it does in one call; return the gradient norm as a host tensor."""
         module.step()
         skipped = bool(module.optimizer.overflow)
-        norm = float("nan") if skipped else float(module.get_global_grad_norm())
-        return torch.tensor(norm), torch.tensor(skipped)
+        return torch.tensor(float("nan") if skipped else float(module.get_global_grad_norm()))
+
+    def optimizer_step(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
+        """Return whether the engine has skipped the update."""
+        return torch.tensor(bool(self.engine.optimizer.overflow))
 
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 
@@ -169,7 +172,7 @@ def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
             f"max_grad_norm {cfg.max_grad_norm:g}"
         )
     config["gradient_clipping"] = cfg.max_grad_norm
-    # 1, because compute_gradient scales the loss, and gradient_sync marks the last micro-batch of each step.
+    # 1, because compute_gradient scales the loss, and no_sync marks the last micro-batch of each step.
     config["gradient_accumulation_steps"] = 1
     config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed only prints it
     # Otherwise transformers would shard pretrained weights while it loads them, but not random weights. The price:

@@ -163,10 +163,10 @@ class FSDP2(Strategy):
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
+    def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
         """Reduce-scatter gradients after each micro-batch or only the last; with HSDP, all-reduce after the last."""
-        module.set_requires_gradient_sync(last or self.sync_every_micro_batch)
-        module.set_requires_all_reduce(last)
+        module.set_requires_gradient_sync(unless or self.sync_every_micro_batch)
+        module.set_requires_all_reduce(unless)
         yield
 
 

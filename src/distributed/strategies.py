@@ -148,16 +148,18 @@ class Strategy:
         return [(dummy, batch)] * missing + window
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before."""
+    def accumulation(self) -> Iterator[None]:
+        """Within, all micro-batches of a step run; raise UsageError if a parameter was frozen or unfrozen before.
+
+        At exit, running statistics (batch norm) are the mean over the micro-batches."""
         strategy_checks.check_trainable(self.parameters, self.trainable)
         with self.buffers.step():
             yield
 
     @contextmanager
-    def gradient_sync(self, module: torch.nn.Module, last: bool) -> Iterator[None]:
-        """All-reduce gradients only in the backward pass of the last micro-batch of a step (`last`)."""
-        if last:
+    def no_sync(self, module: torch.nn.Module, unless: bool) -> Iterator[None]:
+        """Do not reduce gradients in the backward pass within, unless it is of the last micro-batch of the step."""
+        if unless:
             yield
         else:
             with self.accelerator.no_sync(module):
@@ -185,11 +187,8 @@ class Strategy:
             self.accelerator.unscale_gradients()
             self.is_unscaled = True
 
-    def clip_and_step(self, module: torch.nn.Module, optimizer, max_norm: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
-
-        The update is skipped if the norm is not finite, or by `skip_rules`. It is that of the reduced gradient, so all
-        ranks decide alike. A fused optimizer reads `skipped` on the device, others make the host wait."""
+    def clip_grad_norm(self, module: torch.nn.Module, max_norm: float) -> torch.Tensor:
+        """Clip the gradient to `max_norm`, if it is not 0; return its norm before clipping, on the device."""
         self.unscale_gradients()
         clip = self.accelerator.clip_grad_norm_
         if self.accelerator.scaler is not None:
@@ -197,7 +196,13 @@ class Strategy:
         if self.tp_size > 1:
             clip = tensor_parallel.clip
         norm = clip(module.parameters(), max_norm or float("inf"))
-        norm = norm.full_tensor() if is_partial(norm) else norm
+        return norm.full_tensor() if is_partial(norm) else norm
+
+    def optimizer_step(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
+        """Update the weights, unless the gradient's `norm` is not finite or one of `skip_rules` says to skip it.
+
+        Return whether the update was skipped. The norm is that of the reduced gradient, so all ranks decide alike. A
+        fused optimizer reads `skipped` on the device, others make the host wait."""
         skipped = ~torch.isfinite(norm)
         by_rule = [rule(norm) for rule in self.skip_rules]
         for skips in by_rule:
@@ -214,8 +219,7 @@ class Strategy:
             optimizer.step()
         elif not skipped:
             optimizer_state.update_all(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-        return norm, skipped
+        return skipped
 
     # ---- weights and optimizer state as named tensors ----------------------------------------------------------------
 

@@ -6,23 +6,20 @@ Add values to the train lines and eval lines here. Tests: tests/reporting/test_r
 import json
 import logging
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 
+from src.checkpointing.resume import Start
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
-from src.data.dataset import Split
-from src.data.streaming import Stream
-from src.distributed.host_group import HostGroup
-from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import CompileCounter
 from src.reporting.dry_run import planned_model
 from src.reporting.environment import environment, save_diff, topology
 from src.reporting.ledger import Ledger
-from src.reporting.meter import Meter
 from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
 from src.runtime import console, run_status
@@ -31,8 +28,10 @@ from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
 from src.tasks import Task
+from src.training.run import Run
 from src.training.schedules import make_schedule, total_steps
 from src.training.step import StepTotals
+from src.training.techniques import Techniques, make_techniques
 from src.training.train_state import Intervals, StepLosses, TrainState
 
 log = logging.getLogger("run")
@@ -41,56 +40,39 @@ log = logging.getLogger("run")
 class RunLogger:
     """Counts steps on all ranks; writes files and prints on the main process only."""
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        strategy: Strategy,
-        hosts: HostGroup,
-        task: Task,
-        train_set: Split | Stream,
-        num_steps: int,
-    ):
-        self.cfg, self.strategy, self.hosts = cfg, strategy, hosts
-        self.task, self.train_set = task, train_set
-        self.is_main, self.folder = strategy.accelerator.is_main_process, Path(cfg.output_dir)
-        self.meter, self.compile_counter = Meter(), CompileCounter(cfg)
-        self.console = Console(self.is_main, num_steps, task.unit)
+    def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, lr_at: Callable[[int], float]):
+        """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers (a collective)."""
+        self.cfg, self.strategy, self.hosts, self.task = run.cfg, run.strategy, run.hosts, run.task
+        self.train_set, self.meter = run.datasets["train"], run.meter
+        self.is_main, self.folder = self.strategy.accelerator.is_main_process, Path(run.cfg.output_dir)
+        self.compile_counter = CompileCounter(run.cfg)
+        self.console = Console(self.is_main, run.num_steps, run.task.unit)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
-        self.ledger = Ledger(cfg, train_set, self.is_main)
+        self.ledger = Ledger(run.cfg, self.train_set, self.is_main)
+        run.files += [self.metrics, self.ledger.lines]
         self.trackers: Trackers | None = None
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            console.log_to(self.folder / "logs" / f"rank_{strategy.accelerator.process_index}.log")
+            console.log_to(self.folder / "logs" / f"rank_{self.strategy.accelerator.process_index}.log")
         except OSError as error:
             raise _not_writable(self.folder, error) from error
-
-    def files(self) -> list[jsonl.JsonlWriter]:
-        """Return the files with lines about steps, which must be flushed before each checkpoint."""
-        return [self.metrics, self.ledger.lines]
-
-    def say(self, text: str) -> None:
-        """Print `text` on the main process, above the progress bar."""
-        if self.is_main and text:
-            console.say(text)
-
-    def begin(
-        self, datasets: dict, model: torch.nn.Module, lr_at, due: Intervals, resume_from: Path | None, notes: list[str]
-    ) -> None:
-        """Print the plan. If steps are left, truncate the files to `due.state` and start trackers (a collective)."""
-        state = due.state
-        plan = plan_table(self.cfg, datasets, model, lr_at, due.num_steps)
-        self.say(table(plan | topology(self.strategy, self.cfg)))
-        for note in (
-            notes + run_notes(self.cfg, datasets, resume_from, state, due.complete()) + self.strategy.buffers.notes()
-        ):
+        plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
+        self.say(table(plan | topology(self.strategy, run.cfg)))
+        notes = run_notes(run.cfg, run.datasets, techniques, start.checkpoint, run.state, due.complete())
+        for note in start.notes + notes + self.strategy.buffers.notes():
             self.say(note)
         if due.complete():
             return
         record_exit_in(self.folder)
         if self.is_main:
-            self._begin_files(state)
+            self._begin_files(run.state)
         # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
         self.hosts.sum([0.0])
+
+    def say(self, text: str) -> None:
+        """Print `text` on the main process, above the progress bar."""
+        if self.is_main and text:
+            console.say(text)
 
     def _begin_files(self, state: TrainState) -> None:
         """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to `state`, start the trackers."""
@@ -117,10 +99,6 @@ class RunLogger:
         save_diff(self.folder)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
-
-    def throughput_paused(self) -> AbstractContextManager:
-        """Pause the clock of tokens_per_second."""
-        return self.meter.paused()
 
     def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
         """Add named sums (0-d, on the device) of this rank to the train line, which divides them by its weight.
@@ -200,9 +178,10 @@ def gpu_memory(device: torch.device) -> str:
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     """Print the plan of a run for `--dry_run`, without a process group."""
     num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    plan = plan_table(cfg, datasets, planned_model(cfg, task), make_schedule(cfg, num_steps), num_steps)
-    print(table(plan))
-    print(*run_notes(cfg, datasets, None, TrainState(), False), sep="\n")
+    techniques = make_techniques(cfg)
+    model = planned_model(cfg, task, techniques)
+    print(table(plan_table(cfg, datasets, model, techniques, make_schedule(cfg, num_steps), num_steps)))
+    print(*run_notes(cfg, datasets, techniques, None, TrainState(), False), sep="\n")
 
 
 def _is_before(line: dict, state: TrainState) -> bool:

@@ -17,12 +17,17 @@ from src.tasks import Task
 from src.training.parameter_groups import describe_groups
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
-from src.training.technique_chain import TechniqueChain
+from src.training.techniques import Techniques
 from src.training.train_state import TrainState
 
 
 def plan_table(
-    cfg: RunConfig, splits: dict, module: ModelWithLoss, schedule: Callable[[int], float], total: int
+    cfg: RunConfig,
+    splits: dict,
+    module: ModelWithLoss,
+    techniques: Techniques,
+    schedule: Callable[[int], float],
+    total: int,
 ) -> dict[str, str]:
     """Return the plan as {name: text}: data, steps, learning rate, parameters, and the memory and disk needed."""
     train, model = splits["train"], module.model
@@ -40,9 +45,7 @@ def plan_table(
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     if groups := describe_groups(model, cfg):
         rows["parameter groups"] = groups
-    techniques = TechniqueChain(cfg)
-    if techniques.techniques:
-        rows["techniques"] = techniques.describe()
+    rows |= techniques.plan()
     rows["memory"] = memory_estimate.describe_memory(cfg, model, _size, techniques.copies_in_step)
     saved, _ = memory_estimate.count_parameters(module.task.saved(model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
@@ -110,7 +113,9 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
     return checkpoint * min(kept, saved) + width * parameters
 
 
-def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainState, complete: bool) -> list[str]:
+def run_notes(
+    cfg: RunConfig, splits: dict, techniques: Techniques, start: Path | None, progress: TrainState, complete: bool
+) -> list[str]:
     """Return messages about this run: the step it resumes from, notes on its data, fields without effect."""
     notes = [f"Resuming from step {progress.step:,} ({start})"] if start else []
     if complete:
@@ -118,7 +123,7 @@ def run_notes(cfg: RunConfig, splits: dict, start: Path | None, progress: TrainS
             f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
             "--output_dir, or --resume never to start over"
         )
-    notes += data_notes(splits) + TechniqueChain(cfg).notes(cfg)
+    notes += data_notes(splits) + techniques.notes(cfg)
     total = total_steps(cfg, splits["train"].stats["examples"])
     if cfg.warmup_steps > total:
         notes.append(

@@ -44,10 +44,6 @@ class Task:
     # Attributes that `build` sets from the weights. Rank 0 sends them to ranks that build without weights.
     attributes_from_weights: tuple[str, ...] = ()
 
-    # False: `loss` returns a sum over the rows of a micro-batch. True: define `represent` and `batch_loss` instead,
-    # because the loss of a row depends on the other rows of the global batch (contrastive losses).
-    has_batch_loss: bool = False
-
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
     decode_media: bool = True
 
@@ -139,27 +135,6 @@ class Task:
         Runs inside the wrapped module (DDP, FSDP2). In evaluation, a tensor of shape (rows, …) holds one value or
         vector per row. Evaluation collects these values by example id for `row_metrics`, and needs the same names, and
         vectors of one length, for any rows. In training, further sums appear in the train line, divided by the weight."""
-        raise NotImplementedError
-
-    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return `loss` and `weight` of each row in training, (rows,); for the technique hard_examples.
-
-        They add up to the `loss` that `loss` returns and to the batch's weight. `src/models/losses.py` computes them
-        for a cross-entropy. The technique refuses a task without this method."""
-        raise NotImplementedError
-
-    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
-
-        All parameters must act here, also a learned temperature: multiply the vectors by it. If `has_batch_loss`."""
-        raise NotImplementedError
-
-    def batch_loss(self, vectors: dict[str, torch.Tensor], weight: float) -> dict[str, torch.Tensor]:
-        """Return sums over a whole global batch: `loss`, and in evaluation the sums for `metrics`. No parameters here.
-
-        `vectors` holds what `represent` returned for all rows of the global batch, in an order that does not depend on
-        the number of processes; `weight` is their weight. The loss of a step is `loss` / `weight`. In evaluation, a
-        global batch is `global_batch_size` consecutive rows."""
         raise NotImplementedError
 
     # ---- results -----------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import exit_codes
 from src.tasks import Task
-from src.training.batch_loss import scalar_of_vectors
 
 LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
 
@@ -57,7 +56,7 @@ def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dic
             name: value.to(accelerator.device) for name, value in task.collate(rows, training=True).inputs.items()
         }
         out = module(inputs)
-        (scalar_of_vectors(out) if module.batch_loss else out["loss"]).backward()
+        torch.stack([value.float().sum() for value in out.values() if value.requires_grad]).sum().backward()
         return True
     except RuntimeError as error:
         if not exit_codes.is_out_of_memory(error):

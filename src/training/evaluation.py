@@ -17,7 +17,6 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Task
-from src.training import batch_loss
 from src.training.evaluation_plan import Source, make_plan, share_of_rank
 from src.training.evaluation_results import TIMES_SEEN, Results
 
@@ -84,8 +83,8 @@ def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Res
         total = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
         values[name] = total.numpy().astype(dtype, copy=False)
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
-    if plan.blocks:
-        names, table = _on_main(strategy, lambda: batch_loss.sums_by_block(task, names, table, values, plan.blocks))
+    if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch
+        names, table = _on_main(strategy, lambda: sums_by_block(names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
         line = _with_sources(task, names, table, plan.sources, line)

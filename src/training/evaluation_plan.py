@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
     """Return the plan of an evaluation of at most `cfg.max_eval_examples` rows of each source of `split`."""
     micro_batches, first_row, sources, blocks, examples = [], [], [], [], 0
-    size = cfg.global_batch_size if task.has_batch_loss else None
+    size = cfg.global_batch_size if hasattr(task, "sums_by_block") else None
     for name, first_id, part in split.segments():
         count = min(len(part), cfg.max_eval_examples or len(part))
         begin, first_block = len(micro_batches), len(blocks)

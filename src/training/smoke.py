@@ -21,8 +21,8 @@ from src.runtime import console
 from src.storage.jsonl import strict_json
 from src.tasks import Task
 from src.training.evaluation import evaluate
-from src.training.technique_chain import TechniqueChain
-from src.training.techniques.base import Run
+from src.training.run import Run
+from src.training.techniques import Techniques
 
 ROUNDS = 2  # micro-batches per process in the evaluation
 SHOWN = 3  # differences in the message
@@ -85,12 +85,13 @@ def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, a
         )
 
 
-def snapshot(run: Run, checkpointer: Any, techniques: TechniqueChain, val_set: Any) -> Snapshot:
-    """Return the state and the metrics of a run that ends; in the first pass, warn if rows depend on each other."""
-    resumed = checkpointer.resume_from is not None
+def snapshot(run: Run, start: Any, checkpointer: Any, techniques: Techniques, score: Callable) -> Snapshot:
+    """Return the state and the metrics of a run that ends; in the first pass, warn if rows depend on each other.
+
+    `start` is where it began, `score()` evaluates the weights that the model has."""
+    resumed, val_set = start.checkpoint is not None, run.datasets.get("validation")
     values = checkpointer.state_hashes()
-    if val_set is not None:
-        metrics = techniques.evaluate(val_set, lambda: 0.0) or {}
+    if val_set is not None and (metrics := techniques.evaluate(score(), score)):
         values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in metrics.items()}
         if not resumed:
             _compare_with_single_rows(run, val_set, metrics["loss"])

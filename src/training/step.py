@@ -1,9 +1,10 @@
-"""One optimizer step: totals over all ranks, exact gradient of the global batch, clipping, update or skip.
+"""What a step of train.py needs: the model with its loss in one module, and totals over all ranks.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,15 +13,12 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import hash_ids
-from src.data.data_loader import seed_everything
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
 from src.tasks import Task
-from src.training import batch_loss
-from src.training.batch_loss import BatchLoss, LossesAndSums
-from src.training.train_state import DeviceFlag, StepLosses, Window, widen
+from src.training.train_state import Window
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -31,8 +29,7 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
         self.model, self.task = model, task
-        # What couples the rows of a global batch in training; None: the loss is a sum over rows.
-        self.batch_loss: BatchLoss | None = task if task.has_batch_loss else None
+        self.training_loss = task.loss  # an add-on may replace it
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
         self.tied = tied_names(model)
 
@@ -45,9 +42,7 @@ class ModelWithLoss(torch.nn.Module):
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.batch_loss and (self.training or self.task.has_batch_loss):
-            return self.batch_loss.represent(self.model, inputs)
-        return self.task.loss(self.model, inputs)
+        return (self.training_loss if self.training else self.task.loss)(self.model, inputs)
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:
@@ -100,65 +95,19 @@ class StepTotals(NamedTuple):
         return cls(*sums[:9], forwards=sums[9:])
 
 
-def compute_gradient(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> StepLosses:
-    """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
-
-    `total_weight` is the sum of weights over all ranks. The loss is multiplied by the number of data parallel ranks,
-    because backends average gradients over them. A non-finite loss on one rank makes the gradient of every rank
-    non-finite. Every forward pass begins with the buffers of the step before; then they are set to the mean over the
-    micro-batches. Nothing here waits for the device."""
-    model_with_loss = getattr(module, "module", module)  # inside the wrapper of DDP or DeepSpeed
-    backward = batch_loss.backward_in_two_passes if model_with_loss.batch_loss else _backward
+@contextmanager
+def naming_a_smaller_batch(cfg: RunConfig, batch: Window) -> Iterator[None]:
+    """Add to an error within the flag with which the next start needs less memory, for the message of this rank."""
     try:
-        with strategy.step():
-            losses, sums = backward(strategy, module, window, total_weight)
+        yield
     except RuntimeError as error:  # perhaps out of memory
-        vars(error)["smaller_batch"] = smaller_batch(strategy.cfg, window)  # for the last line that this rank prints
+        rows = max(len(micro.ids) for micro, _ in batch)
+        size = f"size {rows // 2}"
+        if cfg.per_device_batch_tokens:
+            size = f"tokens {cfg.per_device_batch_tokens // 2}"
+        flag = f"--per_device_batch_{size} (the global batch stays the same, with more accumulation)"
+        vars(error)["smaller_batch"] = flag if rows > 1 else "--gradient_checkpointing true, or shorter rows"
         raise
-    return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
-
-
-def smaller_batch(cfg: RunConfig, window: Window) -> str:
-    """Return the flag with which the next start needs less memory, in words."""
-    rows = max(len(micro.ids) for micro, _ in window)
-    if rows == 1:
-        return "--gradient_checkpointing true, or shorter rows"
-    size = f"size {rows // 2}"
-    if cfg.per_device_batch_tokens:
-        size = f"tokens {cfg.per_device_batch_tokens // 2}"
-    return f"--per_device_batch_{size} (the global batch stays the same, with more accumulation)"
-
-
-def _backward(strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float) -> LossesAndSums:
-    """Do what `compute_gradient` does for a loss that is a sum over rows."""
-    scale = strategy.data_world_size / total_weight
-    device, losses, sums = strategy.accelerator.device, [], {}
-    for micro, batch in window:
-        inputs = {name: value.to(device, non_blocking=True) for name, value in batch.inputs.items()}
-        seed_everything(micro.seed)
-        with strategy.gradient_sync(module, micro.last):
-            out = module(inputs)
-            loss = out["loss"]
-            # The factor is exactly `scale`, or NaN if the loss is not finite. An infinite loss can have a finite
-            # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
-            factor = 0.0 * loss.detach() + (0.0 if micro.dummy else scale)
-            strategy.backward(module, loss * factor, micro)
-        losses.append(torch.zeros_like(loss) if micro.dummy else loss.detach())
-        for name, value in batch_loss.further_sums(out).items() if not micro.dummy else ():
-            sums[name] = sums.get(name, 0.0) + widen(value)
-    return losses, sums
-
-
-def optimizer_step(
-    strategy: Strategy, module: torch.nn.Module, optimizer, learning_rate: float, max_grad_norm: float
-) -> tuple[torch.Tensor, DeviceFlag]:
-    """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
-
-    An update with a gradient norm that is not finite is skipped: weights and moments stay unchanged on all ranks."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["lr_factor"]  # of Strategy.prepare
-    norm, skipped = strategy.clip_and_step(module, optimizer, max_grad_norm)
-    return norm, DeviceFlag(skipped)
 
 
 def window_counts(window: Window) -> list[float]:

@@ -52,6 +52,17 @@ class StepLosses(NamedTuple):
     losses: torch.Tensor  # float64, one per micro-batch
     sums: dict[str, torch.Tensor]  # its further sums (0-d, float64), added over the micro-batches
 
+    @classmethod
+    def of(cls, batch: Window, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
+        """Return the losses and sums in what the task returned for each micro-batch; dummy batches count as 0."""
+        losses, sums = [], {}
+        for (micro, _), out in zip(batch, outputs, strict=True):
+            losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
+            for name, value in out.items() if not micro.dummy else ():
+                if name != "loss" and value.dim() == 0:
+                    sums[name] = sums.get(name, 0.0) + widen(value)
+        return cls(widen(torch.stack(losses)), sums)
+
 
 class UpdateResult(NamedTuple):
     """An update that the device may still be computing, with the data for a report if it is skipped."""
@@ -90,6 +101,11 @@ class TrainState:
     def lr_factor(self) -> float:
         """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
         return self.plateau["factor"] if self.plateau else 1.0
+
+    def add_update(self, grad_norm: torch.Tensor, skipped: torch.Tensor, batch: Window, losses: StepLosses) -> None:
+        """Note an update that the device may still be computing; `finish_update` counts it."""
+        self.grad_norm = grad_norm
+        self.pending = UpdateResult(DeviceFlag(skipped), self.step, batch, losses)
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.

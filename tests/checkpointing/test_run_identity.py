@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
+from src.training.technique_chain import TechniqueChain
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from src.checkpointing import locate_weights, run_identity
@@ -16,7 +17,6 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.tasks import OPTIONS
-from src.training.technique_chain import TechniqueChain
 from src.training.techniques import TECHNIQUES
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
@@ -104,7 +104,12 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
 
 
 def test_essential_fields_are_declared_as_fixed():
-    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {"seed", "learning_rate", "global_batch_size", "max_length"}
+    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {
+        "seed",
+        "learning_rate",
+        "global_batch_size",
+        "max_length",
+    }
 
 
 def test_removed_options_of_spike_watch(tmp_path):

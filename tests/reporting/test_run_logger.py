@@ -13,9 +13,9 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.reporting import run_logger, run_plan
 from src.reporting.environment import arithmetic
-from src.reporting.meter import Meter
 from src.reporting.run_logger import RunLogger
 from src.tasks import causal_lm
+from src.training.meter import Meter
 from src.training.step import StepTotals
 from src.training.train_state import StepLosses
 from tests.helpers import kit

@@ -132,7 +132,7 @@ def test_interrupted_train_lines_are_bitwise_the_same(tiny, tmp_path, monkeypatc
     """Saved at steps 5, 10, …, logged at 7, 14, …: the sums of an unfinished line are part of a checkpoint.
 
     The mutant forgets them: a healthy run, with a wrong line."""
-    from src.reporting.meter import Meter
+    from src.training.meter import Meter
 
     flags = recipe(tiny, logging_steps=7, save_steps=5)
     straight = kit.run_training(2, tmp_path / "straight", *flags)

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from src.distributed.sharded_tensors import local_part
-from src.distributed.step_buffers import StepBuffers
-from src.tasks import text_classification
 from src.training.techniques.base import Run
 from src.training.techniques.ema import EMA
 from src.training.techniques.lawa import LAWA
 from src.training.techniques.lookahead import Lookahead
 from src.training.techniques.swa import SWA
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from src.distributed.sharded_tensors import local_part
+from src.distributed.step_buffers import StepBuffers
+from src.tasks import text_classification
 from src.training.train_state import TrainState
 from tests.helpers import batch_norm, kit, technique_runs
 from tests.training.test_state import not_a_number, poison

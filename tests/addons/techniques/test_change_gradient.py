@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from src.training.techniques.base import Run
 
 from src.config.schema import RunConfig
 from src.training import technique_chain
 from src.training.techniques import TECHNIQUES
-from src.training.techniques.base import Run
 from src.training.train_state import TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16

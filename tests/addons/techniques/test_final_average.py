@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from src.training.technique_chain import TechniqueChain
 
 from src.checkpointing import checkpoint_list, final_model
 from src.config.errors import UsageError
 from src.config.parsing import RunConfig
 from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
-from src.training.technique_chain import TechniqueChain
 from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
@@ -188,7 +188,7 @@ def test_metric_of_other_weights_than_final_is_warned_about(metric, final, fix):
         assert re.search(fix.replace("(ema)", ".ema."), notes[0])
 
 
-@pytest.mark.parametrize("metric, weights", [("loss", " (weights of training)"), ("ema/loss", "")])
+@pytest.mark.parametrize("metric, weights", [("loss", " (of other weights)"), ("ema/loss", "")])
 def test_closing_line_says_of_which_weights_the_number_is(metric, weights):
     cfg = RunConfig(metric_for_best_model=metric, techniques=EMA)
     state = TrainState(best=3.78, best_step=24, best_metric=metric)

@@ -5,11 +5,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from src.training.techniques.neftune import NEFTune
 
 from src.config.errors import UsageError
 from src.data.batch_plan import PlanConfig, plan
 from src.training.step import ModelWithLoss
-from src.training.techniques.neftune import NEFTune
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-
 from src.training.techniques.progressive_resizing import ProgressiveResizing
+
 from tests.helpers import images, kit, technique_runs
 from tests.training.techniques.test_channels_last import fields
 

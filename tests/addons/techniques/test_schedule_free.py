@@ -1,9 +1,9 @@
 import pytest
 import torch
+from src.training.techniques.schedule_free import ScheduleFree
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.techniques.schedule_free import ScheduleFree
 from tests.helpers import kit, technique_runs
 
 

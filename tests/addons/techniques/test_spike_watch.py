@@ -3,12 +3,12 @@
 import json
 
 import pytest
+from src.training.technique_chain import TechniqueChain
+from src.training.techniques.spike_watch import SpikeWatch
 
 import train
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.technique_chain import TechniqueChain
-from src.training.techniques.spike_watch import SpikeWatch
 from tests.helpers import kit, technique_runs
 from tests.training.test_step import _count_syncs
 

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from src.training.technique_chain import TechniqueChain, exchanged
+from src.training.technique_options import options_of
+from src.training.techniques.base import Run, Technique
 
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.schema import RunConfig
-from src.training.technique_chain import TechniqueChain, exchanged
-from src.training.technique_options import options_of
 from src.training.techniques import TECHNIQUES
-from src.training.techniques.base import Run, Technique
 from src.training.train_state import DeviceFlag, TrainState
 from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs

@@ -3,10 +3,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-from src.config.errors import UsageError
 from src.training.techniques.base import Technique
 from src.training.techniques.unfreeze import Unfreeze
+
+from src.config.errors import UsageError
 from tests.helpers import kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 

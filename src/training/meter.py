@@ -1,6 +1,6 @@
 """Meter: sums of loss, weight, tokens, seconds and named values since the last train line.
 
-Tests: tests/reporting/test_meter.py.
+Tests: tests/training/test_meter.py.
 """
 
 import time

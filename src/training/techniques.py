@@ -1,0 +1,76 @@
+"""Techniques (SAM, EMA, …) as train.py calls them: five methods, which do nothing in a run without techniques.
+
+A run file names techniques in the field `techniques`; they are add-ons (addons/techniques/). Tests:
+tests/training/test_techniques.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from src.config.addons import functions_of_addons
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
+from src.training.run import Run
+from src.training.train_state import StepLosses, Window
+
+
+class Techniques:
+    """No techniques. addons/techniques/ overrides these methods."""
+
+    copies = 0  # of the trained weights, in float32, that checkpoints hold
+    copies_in_step = 0  # of them in memory within a step
+    final = ""  # name of the technique whose average of weights final/ holds
+
+    def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
+        """Change the model before it is compiled, wrapped and given to the optimizer."""
+
+    def begin(self, run: Run) -> dict[str, Any]:
+        """Prepare for training; return what a checkpoint holds beside the model, by name: objects with a state dict.
+
+        src/checkpointing/ calls it before it loads a checkpoint."""
+        return {}
+
+    def compute_gradient(
+        self,
+        compute: Callable[..., StepLosses],
+        strategy: Strategy,
+        module: torch.nn.Module,
+        batch: Window,
+        total_weight: float,
+    ) -> StepLosses:
+        """Fill `.grad` with the gradient of the step and return the losses, by `compute` of train.py."""
+        return compute(strategy, module, batch, total_weight)
+
+    def change_gradient(self) -> None:
+        """Change the gradient of the global batch before it is clipped by its norm."""
+
+    def after_update(self, skipped: torch.Tensor) -> None:
+        """Use or change the weights after the optimizer's update; `skipped` is a bool on the device."""
+
+    def evaluate(self, metrics: dict | None, evaluate: Callable[[], dict | None]) -> dict | None:
+        """Return the metrics of the weights, and those of other weights (averages) as NAME/metric.
+
+        `evaluate` computes the metrics of the weights that the model has. None: a stop request interrupted it."""
+        return metrics
+
+    def load_final(self, load: Callable[[str, Any], None] | None) -> bool:
+        """Give the model the average that is named `final`; return whether there is one.
+
+        `load(name, part)`, if it is given, first restores a part of the checkpoint of another step."""
+        return False
+
+    def plan(self) -> dict[str, str]:
+        """Return the rows of the plan that say what is used."""
+        return {}
+
+    def notes(self, cfg: RunConfig) -> list[str]:
+        """Return warnings about fields that do not fit together."""
+        return []
+
+
+def make_techniques(cfg: RunConfig) -> Techniques:
+    """Return the techniques that the run file names."""
+    makers = functions_of_addons(cfg, "make_techniques")
+    return makers[0](cfg) if makers else Techniques()
