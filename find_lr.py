@@ -26,7 +26,7 @@ from src.training.lr_range_test import RangeTest, Result, has_diverged, result
 from src.training.run import Run
 from src.training.step import StepTotals, build_model
 from src.training.techniques import make_techniques
-from train import compute_gradient
+from train import compute_gradient, optimizer_step
 
 
 def main(argv: list[str]) -> None:
@@ -87,12 +87,8 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         step_losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
         state.finish_update(test.updates + 1)  # skipped updates are not an error here
         state.learning_rate = rate
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group["lr_factor"]
         techniques.change_gradient()
-        norm = strategy.clip_grad_norm(module, cfg.max_grad_norm)
-        skipped = strategy.optimizer_step(optimizer, norm)
-        optimizer.zero_grad(set_to_none=True)
+        norm, skipped = optimizer_step(strategy, module, optimizer, rate, cfg.max_grad_norm)
         state.add_update(norm, skipped, batch, step_losses)
         techniques.after_update(skipped)
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.

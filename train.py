@@ -109,13 +109,9 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
             batch = strategy.pad_with_dummy_batches(batch, totals.forwards)  # equal forwards if sharded
             losses = techniques.compute_gradient(gradient, strategy, module, batch, totals.weight)
             state.finish_update(cfg.max_skipped_steps)  # was the previous update skipped? Late, without a sync
-            state.learning_rate = lr_at(state.updates) * state.lr_factor
-            for group in optimizer.param_groups:
-                group["lr"] = state.learning_rate * group["lr_factor"]
+            lr = state.learning_rate = lr_at(state.updates) * state.lr_factor
             techniques.change_gradient()
-            norm = strategy.clip_grad_norm(module, cfg.max_grad_norm)
-            skipped = strategy.optimizer_step(optimizer, norm)  # skipped on all ranks if the norm is not finite
-            optimizer.zero_grad(set_to_none=True)
+            norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
         logger.add_step(state, losses, totals, data_seconds)
@@ -148,6 +144,20 @@ def compute_gradient(strategy, module: torch.nn.Module, batch: Window, total_wei
                 strategy.backward(module, out["loss"] * factor, micro)
             outputs.append({name: value.detach() for name, value in out.items()})
     return StepLosses.of(batch, outputs)
+
+
+def optimizer_step(
+    strategy, module: torch.nn.Module, optimizer, learning_rate: float, max_grad_norm: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clip, update and clear the gradient; return (its norm before clipping, whether the update was skipped).
+
+    An update with a gradient norm that is not finite is skipped: weights and moments stay unchanged on all ranks."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group["lr_factor"]  # of `strategy.prepare`
+    norm = strategy.clip_grad_norm(module, max_grad_norm)
+    skipped = strategy.step_unless_not_finite(optimizer, norm)
+    optimizer.zero_grad(set_to_none=True)
+    return norm, skipped
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ class DeepSpeed(Strategy):
         skipped = bool(module.optimizer.overflow)
         return torch.tensor(float("nan") if skipped else float(module.get_global_grad_norm()))
 
-    def optimizer_step(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
+    def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
         """Return whether the engine has skipped the update."""
         return torch.tensor(bool(self.engine.optimizer.overflow))
 

@@ -198,7 +198,7 @@ class Strategy:
         norm = clip(module.parameters(), max_norm or float("inf"))
         return norm.full_tensor() if is_partial(norm) else norm
 
-    def optimizer_step(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
+    def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:
         """Update the weights, unless the gradient's `norm` is not finite or one of `skip_rules` says to skip it.
 
         Return whether the update was skipped. The norm is that of the reduced gradient, so all ranks decide alike. A

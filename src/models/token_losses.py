@@ -1,6 +1,6 @@
 """Losses of single rows and tokens, in chunks of logits: cross-entropy, log-probabilities, divergence from a teacher.
 
-Tests: tests/models/test_token_losses.py and tests/training/test_batch_loss.py.
+Tests: tests/models/test_token_losses.py and tests/addons/techniques/test_batch_loss.py.
 """
 
 from collections.abc import Iterator

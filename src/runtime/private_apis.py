@@ -39,7 +39,7 @@ def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor |
     """Make a fused optimizer skip its next update if `skip` is true, so that the host need not wait for the device.
 
     GradScaler passes its decision to fused kernels in this attribute; it stays until the next call (None: not set).
-    Tests: tests/training/test_step.py, tests/training/techniques/test_unfreeze.py."""
+    Tests: tests/training/test_step.py, tests/addons/techniques/test_unfreeze.py."""
     optimizer.found_inf = None if skip is None else skip.float()
 
 
@@ -58,7 +58,7 @@ def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 def move_all_(targets: list[torch.Tensor], sources: list[torch.Tensor], share: float | torch.Tensor) -> None:
     """Add `share` * (source - target) to each target, in three kernels; takes as much memory as the targets.
 
-    Test: tests/training/techniques/test_averages.py."""
+    Test: tests/addons/techniques/test_averages.py."""
     difference = torch._foreach_sub(sources, targets)
     if isinstance(share, torch.Tensor) and difference:
         share = share.to(difference[0].dtype)  # otherwise a kernel for each

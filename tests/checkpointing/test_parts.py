@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+from src.training.techniques import Techniques
 from tests.helpers import kit, strategy_runs
 
 STEPS = 4
@@ -35,18 +36,19 @@ class Average:
 def _train_with_average(argv):
     import train
 
-    load, update, made = train.Checkpointer.load, train.optimizer_step, []
+    update, made = train.optimizer_step, []
 
-    def loaded(self, model, *rest):
-        made.append(Average(model))
-        return load(self, model, *rest, average=made[0])
+    class WithAverage(Techniques):
+        def begin(self, run):
+            made.append(Average(run.model))
+            return {"average": made[0]}
 
     def updated(*args):
         result = update(*args)
         made[0].update()
         return result
 
-    train.Checkpointer.load, train.optimizer_step = loaded, updated
+    train.make_techniques, train.optimizer_step = lambda cfg: WithAverage(), updated
     train.main([str(word) for word in argv])
     return made[0].updates
 

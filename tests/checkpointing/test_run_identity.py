@@ -3,21 +3,22 @@
 import dataclasses
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
-from src.training.technique_chain import TechniqueChain
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from addons.techniques import TECHNIQUES, complete
 from src.checkpointing import locate_weights, run_identity
+from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.tasks import OPTIONS
-from src.training.techniques import TECHNIQUES
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
 from tests.helpers import kit
@@ -114,7 +115,7 @@ def test_essential_fields_are_declared_as_fixed():
 
 def test_removed_options_of_spike_watch(tmp_path):
     """A checkpoint of a version that could roll back is resumed if it did not."""
-    now = RunConfig(output_dir="run", max_steps=12, dataset_name="data", techniques={"spike_watch": None})
+    now = run_config(output_dir="run", max_steps=12, dataset_name="data", techniques={"spike_watch": None})
     for action in ("skip", "roll_back"):
         was = dataclasses.replace(now, techniques={"spike_watch": {"action": action, "max_rollbacks": 10}})
         if action == "skip":
@@ -205,9 +206,8 @@ def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
 
 def with_techniques(techniques: dict | None) -> RunConfig:
     """Return a run's fields as train.py has them once it has read the techniques."""
-    cfg = RunConfig(output_dir="run", max_steps=12, techniques=techniques)
-    TechniqueChain(cfg)
-    return cfg
+    cfg = run_config(output_dir="run", max_steps=12, techniques=techniques)
+    return replace(cfg, **complete(cfg))
 
 
 EMA = {"ema": {"decay": 0.999}}

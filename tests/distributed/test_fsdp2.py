@@ -181,7 +181,7 @@ class Collectives(TorchDispatchMode):
 def _count_collectives(argv, mutant: bool):
     """Train on this rank; return the collectives of each step's gradient, and the sizes of the vectors summed on the host."""
     steps, vectors = [], []
-    gradient, call, sync = train.compute_gradient, HostGroup.sum, FSDP2.gradient_sync
+    gradient, call, sync = train.compute_gradient, HostGroup.sum, FSDP2.no_sync
 
     def counted(*args):
         with Collectives() as collectives:
@@ -192,7 +192,7 @@ def _count_collectives(argv, mutant: bool):
     train.compute_gradient = counted
     HostGroup.sum = lambda self, values: (vectors.append(len(values)), call(self, values))[1]
     if mutant:  # accelerate's default, unless its own gradient accumulation is used
-        FSDP2.gradient_sync = lambda self, module, last: sync(self, module, True)
+        FSDP2.no_sync = lambda self, module, unless: sync(self, module, True)
     train.main([str(word) for word in argv])
     return steps, vectors
 

@@ -17,7 +17,6 @@ from src.checkpointing import async_writer, checkpoint_format, checkpoint_list, 
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
 from src.tasks import causal_lm
-from src.training.train_state import DeviceFlag
 from tests.helpers import kit
 from tests.helpers.strategy_runs import (
     at_step,
@@ -253,7 +252,7 @@ def naive_update(strategy, module, optimizer, learning_rate, max_grad_norm):
     norm = strategy.accelerator.clip_grad_norm_(module.parameters(), max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    return norm.full_tensor(), DeviceFlag(torch.tensor(False))
+    return norm.full_tensor(), torch.tensor(False)
 
 
 @pytest.mark.parametrize("mutant", [False, True])

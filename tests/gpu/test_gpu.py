@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import train
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
 from src.models import losses
 from src.models.cross_entropy import PLAIN, CrossEntropy
-from src.training import step
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
@@ -198,6 +198,6 @@ def test_a_non_finite_update_is_skipped_on_the_device():
     for value, skipped in ((1.0, False), (float("nan"), True), (1.0, False)):
         before = weight.detach().clone()
         weight.grad = torch.full_like(weight, value)
-        _, flag = step.optimizer_step(strategy, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
+        _, flag = train.optimizer_step(strategy, SimpleNamespace(parameters=lambda: [weight]), optimizer, 0.1, 1.0)
         assert bool(flag) == skipped
         assert torch.equal(before, weight.detach()) == skipped

@@ -10,7 +10,6 @@ import torch
 from src.data import data_loader
 from src.reporting import ledger
 from src.tasks import causal_lm
-from src.training import step
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
 
@@ -61,8 +60,8 @@ def test_killed_at_the_end_of_an_epoch(tiny, whole, tmp_path):
 
 
 def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypatch):
-    original = step.seed_everything
-    monkeypatch.setattr(step, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
+    original = data_loader.seed_everything
+    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
     run = kit.run_training(2, tmp_path / "run", *recipe(tiny, dtype="float64"))
     assert kit.distance(run.weights, whole.weights) > 1e-6
     assert ledger.compare(run.folder, whole.folder) is None  # the examples were right: only the masks differ

@@ -18,7 +18,7 @@ from src.config import best_metric
 from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
-from src.training import evaluation, step, technique_chain
+from src.training import evaluation, step
 from src.training.train_state import DeviceFlag, Intervals, StepLosses, TrainState, UpdateResult
 from tests.helpers import killing, kit
 from tests.helpers.stopping import send_here
@@ -441,9 +441,9 @@ def test_metric_that_is_not_finite(tiny, tmp_path, monkeypatch, stops):
         sums = loss(self, model, inputs)
         return sums if model.training or len(evaluations) != 2 else sums | {"loss": sums["loss"] * float("nan")}
 
-    evaluate = technique_chain.evaluate
+    evaluate = train.evaluate
     monkeypatch.setattr(causal_lm.Task, "loss", poisoned)
-    monkeypatch.setattr(technique_chain, "evaluate", lambda *args: (evaluations.append(1), evaluate(*args))[1])
+    monkeypatch.setattr(train, "evaluate", lambda *args: (evaluations.append(1), evaluate(*args))[1])
     flags = recipe(tiny, eval_steps=4, save_steps=100, stop_on_nan_metric=stops, max_eval_examples=8)
     codes, texts = kit.run_command(
         "train.py", *flags, "--output_dir", tmp_path / "run", folder=tmp_path / "cwd", world=2

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from src.training.techniques import adaptive_clipping
+from addons.techniques import adaptive_clipping
 from tests.helpers import kit, technique_runs
 
 FACTOR, EPS = 0.3, 1e-3

@@ -5,16 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from src.training.techniques.base import Run
-from src.training.techniques.ema import EMA
-from src.training.techniques.lawa import LAWA
-from src.training.techniques.lookahead import Lookahead
-from src.training.techniques.swa import SWA
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from addons.techniques.ema import EMA
+from addons.techniques.lawa import LAWA
+from addons.techniques.lookahead import Lookahead
+from addons.techniques.swa import SWA
 from src.distributed.sharded_tensors import local_part
 from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
+from src.training.run import Run
 from src.training.train_state import TrainState
 from tests.helpers import batch_norm, kit, technique_runs
 from tests.training.test_state import not_a_number, poison
@@ -222,7 +222,7 @@ def test_an_update_does_not_wait_for_the_device(kind):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     technique = kind()
-    technique.run = Run(None, strategy, None, None, model, model, None, 1000, TrainState(step=1000))
+    technique.run = Run(None, strategy, None, None, {}, model, model, None, 1000, TrainState(step=1000))
     technique.begin()
     with _NoWait():
         technique.after_update(torch.tensor(False))
@@ -294,7 +294,7 @@ def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
     model = torch.nn.Linear(2, 2)
     strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     swa = SWA()
-    swa.run = Run(None, strategy, None, None, model, model, None, 100, TrainState(step=100))
+    swa.run = Run(None, strategy, None, None, {}, model, model, None, 100, TrainState(step=100))
     swa.begin()
     swa.load_state_dict(swa.state_dict() | {"count": 26, "step": 100})
     assert swa.state_dict()["step"] == 100  # by which a resumed run of another length is refused

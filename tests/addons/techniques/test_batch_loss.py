@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 
 import train
+from addons.techniques._batch_loss import BatchLossTask
 from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
 from src.distributed.strategies import make_strategy
@@ -52,29 +53,27 @@ def info_nce(pairs: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     return (F.cross_entropy(logits, rows, reduction="sum") + F.cross_entropy(logits.T, rows, reduction="sum")) / 2
 
 
-class Contrastive(causal_lm.Task):
-    has_batch_loss = True
-
+class Pairs(causal_lm.Task):
     def collate(self, rows, training):
         return super().collate(rows, training)._replace(weight=len(rows), sums={})
 
+    def metrics(self, sums, weight):
+        return {"rows": weight}
+
+
+class Contrastive(BatchLossTask, Pairs):
     def represent(self, model, inputs):
         return {"pairs": pair_vectors(model, inputs), "first": inputs["input_ids"][:, 0]}
 
     def batch_loss(self, vectors, weight):
         return {"loss": info_nce(vectors["pairs"], vectors["first"])}
 
-    def metrics(self, sums, weight):
-        return {"rows": weight}
-
     def row_metrics(self, rows):
         return {"first": int(rows["first"].sum()), "norm": float(np.square(rows["pairs"]).sum())}
 
 
-class WithinTheMicroBatch(Contrastive):
+class WithinTheMicroBatch(Pairs):
     """The mutant: the same loss as a sum over micro-batches."""
-
-    has_batch_loss = False
 
     def loss(self, model, inputs):
         return {"loss": info_nce(pair_vectors(model, inputs), inputs["input_ids"][:, 0])}

@@ -5,11 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from src.training.techniques.base import Run
 
+from addons.techniques import TECHNIQUES, _chain
 from src.config.schema import RunConfig
-from src.training import technique_chain
-from src.training.techniques import TECHNIQUES
+from src.training.run import Run
 from src.training.train_state import TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
@@ -33,7 +32,7 @@ def test_techniques_see_the_unscaled_gradient_in_fp16(flags, tmp_path, monkeypat
     kit.spawn(1, train_in_fp16, [*flags, *folder], 2.0**10, out=tmp_path / "out")
     assert norms(tmp_path / "fp16") == pytest.approx(norms(tmp_path / "fp32"), rel=0.03)
     # The mutant clips the gradient times 1024.
-    monkeypatch.setattr(technique_chain.TechniqueChain, "change_gradient", _without_unscaling)
+    monkeypatch.setattr(_chain.TechniqueChain, "change_gradient", _without_unscaling)
     kit.spawn(1, train_in_fp16, [*flags, *folder, "--resume", "never"], 2.0**10, out=tmp_path / "mutant")
     assert norms(tmp_path / "fp16") != pytest.approx(norms(tmp_path / "fp32"), rel=0.5)
 
@@ -50,7 +49,7 @@ def test_a_non_finite_gradient_stays_non_finite(name, value):
     model.weight.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])
     technique = TECHNIQUES[name]()()
     unused: Any = None
-    technique.run = Run(RunConfig(), unused, unused, unused, model, model, unused, 1, TrainState(step=1))
+    technique.run = Run(RunConfig(), unused, unused, unused, {}, model, model, unused, 1, TrainState(step=1))
     technique.check()
     technique.begin()
     technique.change_gradient()

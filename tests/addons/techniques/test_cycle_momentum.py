@@ -1,8 +1,8 @@
 import pytest
 import torch
 from safetensors.torch import load_file
-from src.training.techniques.cycle_momentum import CycleMomentum
 
+from addons.techniques.cycle_momentum import CycleMomentum
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.training.schedules import make_schedule, one_cycle_momentum

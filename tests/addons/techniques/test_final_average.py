@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from src.training.technique_chain import TechniqueChain
 
+from addons.techniques._chain import TechniqueChain
 from src.checkpointing import checkpoint_list, final_model
+from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.config.parsing import RunConfig
 from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
 from src.training.train_state import TrainState
@@ -134,7 +134,7 @@ def test_a_new_run_starts_from_final_or_from_the_weights_of_training(tiny, last,
 
 
 def test_final_can_hold_one_average():
-    cfg = RunConfig(techniques=EMA | {"swa": {"final": True}}, mixture={"ema": {}, "b": {}})
+    cfg = run_config(techniques=EMA | {"swa": {"final": True}}, mixture={"ema": {}, "b": {}})
     with pytest.raises(UsageError) as refused:
         TechniqueChain(cfg)
     assert "ema and swa have final: true" in str(refused.value)
@@ -146,7 +146,7 @@ def test_final_can_hold_one_average():
     [
         ("ema/loss", None, None, "techniques has no ema: add techniques: {ema: {}}"),
         ("eval_ema/loss", {"sam": None}, None, "techniques has no ema: add techniques: {ema: {}}"),
-        ("sam/loss", {"sam": None}, None, "sam is neither a technique with an average of weights (ema, swa, lawa) nor"),
+        ("sam/loss", {"sam": None}, None, "sam is neither a technique with an average of weights (ema, lawa, swa) nor"),
         ("emma/loss", EMA, None, "did you mean ema?"),
         ("cod/loss", None, {"code": {}, "prose": {}}, "nor a source of mixture; did you mean code?"),
         ("ema/loss", EMA, None, None),
@@ -157,7 +157,7 @@ def test_final_can_hold_one_average():
     ],
 )
 def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, mixture, text):
-    cfg = RunConfig(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
+    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
     if text is None:
         TechniqueChain(cfg)
         return
@@ -181,7 +181,7 @@ def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, 
 )  # fmt: skip
 def test_metric_of_other_weights_than_final_is_warned_about(metric, final, fix):
     techniques = {name: {"final": name == final} for name in ("ema", "swa")}
-    cfg = RunConfig(metric_for_best_model=metric, techniques=techniques, mixture={"code": {}, "prose": {}})
+    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture={"code": {}, "prose": {}})
     notes = TechniqueChain(cfg).notes(cfg)
     assert len(notes) == (fix is not None)
     if fix:
@@ -190,7 +190,7 @@ def test_metric_of_other_weights_than_final_is_warned_about(metric, final, fix):
 
 @pytest.mark.parametrize("metric, weights", [("loss", " (of other weights)"), ("ema/loss", "")])
 def test_closing_line_says_of_which_weights_the_number_is(metric, weights):
-    cfg = RunConfig(metric_for_best_model=metric, techniques=EMA)
+    cfg = run_config(metric_for_best_model=metric, techniques=EMA)
     state = TrainState(best=3.78, best_step=24, best_metric=metric)
     expected = f"best: step 24, {metric} 3.78{weights}; final/ holds its average (ema)"
     assert final_model.best(cfg, state, 24, "ema") == expected

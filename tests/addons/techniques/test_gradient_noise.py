@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from src.training.techniques import base
+from addons import techniques
 from tests.helpers import kit, technique_runs
 
 ETA, GAMMA = 0.01, 0.55
@@ -45,8 +45,8 @@ def test_gradient_noise_is_exact_for_every_split(tmp_path, monkeypatch):
     def seed_by_rank(*parts):
         return derive_seed(*parts) + int(os.environ["RANK"])
 
-    derive_seed = base.derive_seed
-    monkeypatch.setattr(base, "derive_seed", seed_by_rank)
+    derive_seed = techniques.derive_seed
+    monkeypatch.setattr(techniques, "derive_seed", seed_by_rank)
     with pytest.raises(kit.RankFailed, match="replica"):  # the weights differ at the first save
         technique_runs.train(tmp_path / "mutant", values, 2, 8)
 

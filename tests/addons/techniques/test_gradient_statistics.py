@@ -2,9 +2,9 @@ import json
 
 import pytest
 import torch
-from src.training.techniques.gradient_statistics import GradientStatistics, layer_of
 
 import train
+from addons.techniques.gradient_statistics import GradientStatistics, layer_of
 from tests.helpers import kit, technique_runs
 from tests.training.test_step import Syncs
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from addons.techniques import hard_examples
 from src.config import parsing
 from src.config.errors import UsageError
 from src.data import dataset
 from src.data.data_loader import seed_everything
 from src.models import losses, token_losses
 from src.tasks import OPTIONS, causal_lm, make_task
-from src.training.techniques import hard_examples
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from src.training.techniques.neftune import NEFTune
 
+from addons.techniques.neftune import NEFTune
 from src.config.errors import UsageError
 from src.data.batch_plan import PlanConfig, plan
 from src.training.step import ModelWithLoss
@@ -81,7 +81,7 @@ def test_neftune_under_fsdp2(tmp_path):
 
 def module_with_noise(model: torch.nn.Module, run) -> ModelWithLoss:
     """Return the model with hooks; its forward pass is run(model, inputs)."""
-    task = SimpleNamespace(has_batch_loss=False, saved=lambda model: model, loss=run)
+    task = SimpleNamespace(saved=lambda model: model, loss=run)
     module = ModelWithLoss(model, task)
     NEFTune(ALPHA).change_model(module, None)
     return module

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import train
+from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
+from addons.techniques._chain import TechniqueChain
 from src.distributed.step_buffers import StepBuffers
-from src.training.techniques import sam
 from tests.conformance import checks
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
@@ -79,7 +80,7 @@ class OtherMasks(sam.SAM):
 def test_mutants_are_caught(tmp_path, monkeypatch, mutant):
     values = technique_runs.with_dropout(tmp_path, fields(tmp_path))
     right = technique_runs.train(tmp_path / "right", values, 1, 2)
-    monkeypatch.setattr(sam, "SAM", mutant)
+    monkeypatch.setitem(TECHNIQUES, "sam", lambda: mutant)
     assert kit.distance(technique_runs.train(tmp_path / "mutant", values, 1, 2).weights, right.weights) > 1e-4
 
 
@@ -133,7 +134,7 @@ def test_fp16_scale_has_no_effect_and_an_overflow_skips_the_update(files, tmp_pa
         assert half["loss"] == pytest.approx(full["loss"], rel=0.005)
 
 
-@pytest.mark.parametrize("kind", [sam.SAM, sam.ASAM, sam.GradientNormPenalty])
+@pytest.mark.parametrize("kind", [sam.SAM, asam.ASAM, gradient_norm_penalty.GradientNormPenalty])
 @pytest.mark.parametrize("value", [0.0, 1e-30, float("inf"), float("nan")])
 def test_degenerate_gradients(kind, value):
     """A gradient of zero moves nothing; one that is not finite leaves the weights and makes the gradient of the step NaN."""
@@ -159,18 +160,13 @@ def test_degenerate_gradients(kind, value):
 
 def _watched(argv):
     """Train on this rank; assert that the host does not wait for the device after the first step."""
-    around = train.TechniqueChain.around
+    compute = TechniqueChain.compute_gradient
 
-    def watched(self, compute_gradient):
-        compute = around(self, compute_gradient)
+    def watched(self, *args):
+        with checks.NoWaiting() if self.run.state.step > 1 else nullcontext():
+            return compute(self, *args)
 
-        def call(strategy, module, window, weight):
-            with checks.NoWaiting() if self.run.state.step > 1 else nullcontext():
-                return compute(strategy, module, window, weight)
-
-        return call
-
-    train.TechniqueChain.around = watched
+    TechniqueChain.compute_gradient = watched
     train.main([str(word) for word in argv])
 
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from src.training.techniques.schedule_free import ScheduleFree
 
+from addons.techniques.schedule_free import ScheduleFree
+from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from tests.helpers import kit, technique_runs
 
 
@@ -88,4 +88,4 @@ def test_schedule_free_under_fsdp2(tmp_path):
 )
 def test_schedule_free_refuses_momentum_and_16_bits(given, text):
     with pytest.raises(UsageError, match=text):
-        ScheduleFree().change_model(torch.nn.Linear(1, 1), RunConfig(**given))
+        ScheduleFree().change_model(torch.nn.Linear(1, 1), run_config(**{"techniques": None} | given))

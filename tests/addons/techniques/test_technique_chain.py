@@ -3,20 +3,20 @@
 import ast
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
 import torch
-from src.training.technique_chain import TechniqueChain, exchanged
-from src.training.technique_options import options_of
-from src.training.techniques.base import Run, Technique
 
+from addons.techniques import TECHNIQUES, Technique, complete
+from addons.techniques._chain import TechniqueChain, exchanged
+from addons.techniques._options import options_of
+from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
-from src.config.schema import RunConfig
-from src.training.techniques import TECHNIQUES
-from src.training.train_state import DeviceFlag, TrainState
+from src.training.run import Run
 from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs
 
@@ -56,7 +56,7 @@ KNOWN = {"outer": lambda: Outer, "inner": lambda: Inner}
 
 
 def chain(techniques: dict | None) -> TechniqueChain:
-    return TechniqueChain(RunConfig(techniques=techniques), KNOWN)
+    return TechniqueChain(run_config(techniques=techniques), KNOWN)
 
 
 REQUIRED = {"unfreeze": {"steps": {"*": 2}}}
@@ -126,17 +126,17 @@ def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path, given):
 @pytest.mark.parametrize("names", [["sam", "asam"], ["gradient_norm_penalty", "sam"]])
 def test_one_technique_moves_the_weights_for_a_second_gradient(names):
     with pytest.raises(UsageError, match=r"sam and .*: keep one"):
-        TechniqueChain(RunConfig(techniques=dict.fromkeys(names)))
+        TechniqueChain(run_config(techniques=dict.fromkeys(names)))
 
 
 # ---- the order of techniques, and their states ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("given", [{"outer": None, "inner": None}, {"inner": None, "outer": None}])
-def test_the_registry_decides_the_order(given):
-    compute = chain(given).around(lambda strategy, module, window, weight: [strategy, module, window, weight])
+def test_attribute_decides_the_order(given):
     pass_of_inner = ["inner", ["s", "m", "w", 2.0]]
-    assert compute("s", "m", "w", 2.0) == ["outer", pass_of_inner, pass_of_inner]
+    found = chain(given).compute_gradient(lambda *args: [*args], "s", "m", "w", 2.0)
+    assert found == ["outer", pass_of_inner, pass_of_inner]
 
 
 def test_order_in_the_run_file_changes_no_bit(tmp_path):
@@ -228,8 +228,8 @@ def test_techniques_change_weights_outside_of_the_graph():
     before = model.weight.detach().clone()
     halving = chain(None)
     halving.techniques["halve"] = Halve()
-    halving.run = halving.techniques["halve"].run = Run(None, None, None, None, model, model, None, 1, TrainState())
-    halving.after_update(DeviceFlag(torch.tensor(False)))
+    halving.run = halving.techniques["halve"].run = Run(None, None, None, None, {}, model, model, None, 1)
+    halving.after_update(torch.tensor(False))
     assert torch.equal(model.weight.detach(), before / 2)
 
 
@@ -259,13 +259,11 @@ def test_exchanged_weights_are_bitwise_restored():
 
 @pytest.fixture
 def written(tmp_path, monkeypatch):
-    """The example of docs/techniques.md, in a file of its own and registered by its line."""
-    from src.training import techniques
-
-    example, line = re.findall(r"```python\n(.*?)```", PAGE.partition("## Write your own")[2], re.S)
+    """The example of docs/techniques.md, in a file of its own."""
+    [example] = re.findall(r"```python\n(.*?)```", PAGE.partition("## Write your own")[2], re.S)
     (tmp_path / "l2sp.py").write_text(example)
-    monkeypatch.setattr(techniques, "__path__", [*techniques.__path__, str(tmp_path)])
-    monkeypatch.setitem(TECHNIQUES, "l2sp", eval(f"{{{line}}}", vars(techniques))["l2sp"])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(TECHNIQUES, "l2sp", lambda: import_module("l2sp").L2SP)
     return len(example.splitlines())
 
 
@@ -309,7 +307,7 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
     kind = TECHNIQUES[name]()
     for option_name in declared_options(kind):
         assert re.search(rf"`{option_name}\b", section), option_name
-    tests = re.findall(r"`(tests/training/techniques/test_\w+\.py)", rows[0])
+    tests = re.findall(r"`(tests/addons/techniques/test_\w+\.py)", rows[0])
     assert tests
     for file in tests:
         assert (kit.REPOSITORY / file).exists(), file
@@ -318,11 +316,9 @@ def test_every_technique_has_a_row_that_names_its_options_and_test(name):
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_recorded_defaults_are_read_again(name):
-    cfg = RunConfig(techniques={name: options_of(TECHNIQUES[name]()()) | REQUIRED.get(name, {})})
-    TechniqueChain(cfg)
-    recorded = json.loads(json.dumps(cfg.techniques))
-    TechniqueChain(cfg)
-    assert cfg.techniques == recorded
+    cfg = run_config(techniques={name: options_of(TECHNIQUES[name]()()) | REQUIRED.get(name, {})})
+    recorded = json.loads(json.dumps(complete(cfg)))
+    assert complete(replace(cfg, **recorded)) == recorded
 
 
 def test_the_page_shows_all_defaults():

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from src.training.techniques.base import Technique
-from src.training.techniques.unfreeze import Unfreeze
 
+from addons.techniques import Technique
+from addons.techniques.unfreeze import Unfreeze
 from src.config.errors import UsageError
 from tests.helpers import kit, technique_runs
 from tests.training.test_state import not_a_number, poison
