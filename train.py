@@ -3,12 +3,14 @@
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
+import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
+
+# isort: split
 from dataclasses import replace
 from functools import partial
 
 import torch
 
-import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
 from src.checkpointing.checkpointer import Checkpointer
 from src.checkpointing.resume import find_start
 from src.config import parsing, validation
@@ -142,7 +144,7 @@ def compute_gradient(strategy, module: torch.nn.Module, batch: Window, total_wei
                 # gradient, which only this rank would notice; the all-reduce of gradients takes the NaN to all ranks.
                 factor = 0.0 * out["loss"].detach() + (0.0 if micro.dummy else scale)
                 strategy.backward(module, out["loss"] * factor, micro)
-            outputs.append({name: value.detach() for name, value in out.items()})
+            outputs.append({name: value.detach() for name, value in out.items() if value.dim() == 0})
     return StepLosses.of(batch, outputs)
 
 

@@ -54,12 +54,12 @@ class StepLosses(NamedTuple):
 
     @classmethod
     def of(cls, batch: Window, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
-        """Return the losses and sums in what the task returned for each micro-batch; dummy batches count as 0."""
+        """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
         losses, sums = [], {}
         for (micro, _), out in zip(batch, outputs, strict=True):
             losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
-            for name, value in out.items() if not micro.dummy else ():
-                if name != "loss" and value.dim() == 0:
+            for name, value in out.items():
+                if name != "loss" and not micro.dummy:
                     sums[name] = sums.get(name, 0.0) + widen(value)
         return cls(widen(torch.stack(losses)), sums)
 

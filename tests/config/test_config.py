@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from src.config import fields, other_trainers_names, parsing, paths, validation
+from src.config.addons import addon_names, addons_with_fields
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
@@ -58,7 +59,11 @@ def test_precedence_defaults_base_yaml_flags(here):
         (["--num_train_epochs", "3"], "num_train_epochs", 3.0),
         (["--per_device_batch_size", "auto"], "per_device_batch_size", "auto"),
         (["--train_file", "a", "b", "--seed", "1"], "train_file", ["a", "b"]),
-        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
+        (
+            ["--parameter_groups", "{a: {lr_factor: 5e-2}, b: {}}"],
+            "parameter_groups",
+            {"a": {"lr_factor": 0.05}, "b": {}},
+        ),
         (["--techniques", "{sam: {rho: 5e-2}, ema: {}}"], "techniques", {"sam": {"rho": 0.05}, "ema": {}}),
         (["--packing", "true"], "packing", True),
         (["--packing", "no"], "packing", False),
@@ -274,11 +279,11 @@ def test_errors_of_the_command_line(here, argv, parts):
 def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
     hint = other_trainers_names.hint(name) or ""  # empty in a fork without that technique
     assert f"{name}: unknown field{'; ' * bool(hint)}{hint}" in errors(f"--{name}", "1", **MODEL)
-    known = {field for kind in KINDS for field in declared_options(kind)}
+    kinds = [*KINDS, *(addon.Fields for addon in addons_with_fields())]
+    known = {field for kind in kinds for field in declared_options(kind)}
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
     for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
-        registry = (kit.REPOSITORY / "src/training/techniques/__init__.py").read_text()
-        assert f'"{technique}": ' in registry
+        assert technique in addon_names("techniques")
         assert f"`{option_name}`" in (kit.REPOSITORY / "docs/techniques.md").read_text()
 
 

@@ -1,5 +1,6 @@
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from addons.techniques._chain import TechniqueChain
 from addons.techniques.ema import EMA
 from addons.techniques.lawa import LAWA
 from addons.techniques.lookahead import Lookahead
@@ -238,17 +240,18 @@ def _train_and_stop_in_the_second_evaluation(argv: list[str]) -> bool:
     import train
     from src.training import evaluation
 
-    evaluation.ASK, evaluate, result = 1, train.TechniqueChain.evaluate, []
+    evaluation.ASK, evaluate, result = 1, TechniqueChain.evaluate, []
 
-    def stopped(self, split, stopping):
+    def stopped(self, metrics, score):
         before = {n: value.clone() for n, value in self.run.model.state_dict().items()}
         asked = iter(range(100))
-        found = evaluate(self, split, lambda: float(next(asked) >= 4))
+        stopping = partial(score.func, *score.args[:-1], lambda: float(next(asked) >= 2))
+        found = evaluate(self, metrics, stopping)
         now = self.run.model.state_dict()
-        result.append(found is None and next(asked) == 5 and all(torch.equal(now[n], before[n]) for n in before))
-        return evaluate(self, split, stopping)
+        result.append(found is None and next(asked) == 3 and all(torch.equal(now[n], before[n]) for n in before))
+        return evaluate(self, metrics, score)
 
-    train.TechniqueChain.evaluate = stopped
+    TechniqueChain.evaluate = stopped
     train.main([str(word) for word in argv])
     return result == [True]
 

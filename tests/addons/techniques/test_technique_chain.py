@@ -27,6 +27,8 @@ PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
 class Outer(Technique):
     """A technique without state, which computes the gradient twice."""
 
+    order = 1
+
     rate: float = option("a rate", 0.5, above=0)
     low: int = option("lowest", 1)
     high: int = option("highest", 2)
@@ -42,6 +44,7 @@ class Outer(Technique):
 class Inner(Technique):
     """A technique with a state, which works under DeepSpeed."""
 
+    order = 2
     deepspeed = True
     name: str = option("a name", "x", choices=("x", "y"))
 
