@@ -1,7 +1,8 @@
 """Hub repositories: dataset commits and model snapshots, fetched once per machine or shared disk.
 
 `huggingface_hub` downloads and caches. This file gives all ranks the same commit, and records the last complete fetch.
-The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer. Tests: tests/download/test_hub_downloads.py.
+The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer: `HfApi.resolve_revision` remembers a commit
+before its files are complete, and waits forever for a silent Hub. Tests: tests/download/test_hub_downloads.py.
 """
 
 import hashlib
