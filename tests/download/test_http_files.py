@@ -158,6 +158,17 @@ def test_web_page_is_refused(hub, fetch, tmp_path):
     assert fetch(serve(hub, "mislabeled.txt", b"rows")) == b"rows"
 
 
+def test_failure_of_another_rank_ends_a_download(hub, fetch, tmp_path):
+    """`fetch` removes the reports of earlier launches, so this report comes later."""
+    url = serve(hub, "long", bytes(20 * MB))
+    hub.faults["/files/long"] = Fault(slow=4 * MB)
+    peers = SharedWork(tmp_path / "cache").peers
+    threading.Timer(1, lambda: peers.report_failure(UsageError("the other rank failed"))).start()
+    with pytest.raises(UsageError, match="the other rank failed"):
+        fetch(url)
+    assert hub.sent("/files/long") < 20 * MB
+
+
 def test_silent_server_is_given_up(hub, fetch, monkeypatch):
     monkeypatch.setattr(http_files, "TIMEOUT", (1, 1))
     hub.faults["/files/silent"] = Fault(silent=True)
