@@ -86,5 +86,6 @@ def _bad_row(content: bytes) -> tuple[int, str] | None:
         read_json(pyarrow.BufferReader(content), one_block, ParseOptions(newlines_in_values=True))
     except pyarrow.ArrowInvalid as error:
         reason, _, row = str(error).rpartition(" in row ")
+        reason = reason.rstrip(".").replace("Column() changed from object to", "expected a JSON object, found")
         return (int(row), reason) if row.isdigit() else None
     return None

@@ -80,13 +80,21 @@ def _rows_of_file(file: str) -> Iterator[str]:
     """Yield 'line N' or 'row N' for each row of a file."""
     kind = Path(file).suffix
     if kind not in (".csv", ".txt", ".jsonl"):
-        import datasets
-
-        rows = datasets.load_dataset(BUILDERS[kind], data_files=[file], split="train", streaming=True)
-        yield from (f"row {number}" for number, _ in enumerate(rows.with_format("arrow")))
+        yield from (f"row {number}" for number in range(_count_rows(file, kind)))
         return
     with open(file, encoding="utf-8", errors="replace", newline="" if kind == ".csv" else None) as text:
         if kind == ".csv":
             yield from (f"line {line}" for line, *_ in islice(csv_records(file, text), 1, None))
         else:
             yield from (f"line {number}" for number, line in enumerate(text, 1) if kind == ".txt" or line.strip())
+
+
+def _count_rows(file: str, kind: str) -> int:
+    if kind == ".parquet":
+        from pyarrow import parquet
+
+        return parquet.read_metadata(file).num_rows
+    import datasets
+
+    rows = datasets.load_dataset(BUILDERS[kind], data_files=[file], split="train", streaming=True)
+    return sum(map(len, rows.with_format("arrow").iter(1000)))

@@ -367,7 +367,7 @@ def test_errors_in_json_over_several_lines(tmp_path):
     file, wrong_type = tmp_path / "a.json", "JSON parse error: Column(/text) changed from string to number"
     for odd, message in (
         ('{\n "text": 3\n}', f"row 5: {wrong_type}"),
-        ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member."),
+        ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
         assert file_errors.describe_file_error(str(file)) == f"{file}, {message}"
