@@ -6,14 +6,14 @@ Tests: tests/data/test_bad_rows.py and tests/config/test_bad_input.py.
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from src.config.errors import UsageError, one_line
 from src.config.paths import not_found_locally
 from src.data.sources import Source
 
-JSON = (".jsonl", ".json")
+BLOCK = 1 << 26  # bytes of lines that are parsed together
 
 
 def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
@@ -39,92 +39,53 @@ def explain_read_error(source: Source, error: BaseException, files: Sequence[str
 
 
 def describe_file_error(file: str) -> str | None:
-    """Return a message with the first error in a text file and its line, or None without an error."""
+    """Return a message with the first error in a text file and its line or row, or None without an error."""
     kind = Path(file).suffix
-    if not os.path.isfile(file) or kind not in (*JSON, ".csv", ".txt"):
+    if not os.path.isfile(file) or kind not in (".jsonl", ".json", ".csv", ".txt"):
         return None
-    if where := _not_utf8(file):
-        return f"{file}, {where}: not UTF-8 text: a {kind} file must be UTF-8"
-    return _json_error(file) if kind in JSON else None
-
-
-def _not_utf8(file: str) -> str | None:
     with open(file, "rb") as lines:
         for number, text in enumerate(lines, 1):
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                return f"line {number}, byte {error.start}"
+                return f"{file}, line {number}, byte {error.start}: not UTF-8 text: a {kind} file must be UTF-8"
+    return {".jsonl": _jsonl_error, ".json": _json_error}.get(kind, lambda _: None)(file)
+
+
+def _jsonl_error(file: str) -> str | None:
+    first = 1
+    with open(file, "rb") as text:
+        while lines := text.readlines(BLOCK):
+            if found := _bad_row(b"".join(lines)):
+                rows = [(number, line) for number, line in enumerate(lines, first) if line.strip()]
+                number, line = rows[found[0]]
+                return f"{file}, line {number}: {found[1]}: {line.decode().strip()[:60]}"
+            first += len(lines)
     return None
 
 
 def _json_error(file: str) -> str | None:
-    """Return a message with the first error in a JSON file and its row, or None without an error."""
-    kinds: dict[str, str] = {}
+    content = Path(file).read_bytes()
     try:
-        for where, value in json_rows(file):
-            if not isinstance(value, dict):
-                return f"{file}, {where}: expected a JSON object, found {json.dumps(value)[:60]}"
-            if mismatch := _other_kind(kinds, value):
-                return f"{file}, {where}: {mismatch}"
-    except UsageError as error:
-        return str(error)
-    return None
+        rows = json.loads(content)
+        content = "\n".join(map(json.dumps, rows)).encode() if isinstance(rows, list) else content
+    except json.JSONDecodeError as error:
+        if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+            return f"{file}, line {error.lineno}: not valid JSON ({error.msg}, column {error.colno})"
+    found = _bad_row(content)  # a list, one object per line, or objects one after the other
+    return f"{file}, row {found[0]}: {found[1]}" if found else None
 
 
-def json_rows(file: str) -> Iterator[tuple[str, object]]:
-    """Yield ('line N', value) for each row of a file with one row per line; ('row N', value), from 0, for other JSON.
+def _bad_row(content: bytes) -> tuple[int, str] | None:
+    """Return (number, reason) of the first row that is no JSON object, or has a field of another type than earlier."""
+    import pyarrow
+    from pyarrow.json import ParseOptions, ReadOptions, read_json
 
-    Raise UsageError for a row that is not valid JSON. A file with one row per line is not read at once."""
-    with open(file, encoding="utf-8-sig", errors="replace") as lines:
-        by_line = file.endswith(".jsonl") or _is_object(next(filter(str.strip, lines), ""))
-        lines.seek(0)
-        row = 0
-        for number, text in enumerate(lines, 1) if by_line else [(1, lines.read())]:
-            try:
-                for value in _values(text.rstrip()):  # without line end, where errors would be of the next line
-                    for item in value if isinstance(value, list) and not by_line else [value]:
-                        yield f"line {number}" if by_line else f"row {row}", item
-                        row += 1
-            except json.JSONDecodeError as error:
-                line, bad = number + error.lineno - 1, text.split("\n")[error.lineno - 1].strip()[:60]
-                reason = f"not valid JSON ({error.msg}, column {error.colno}): {bad}"
-                raise UsageError(f"{file}, line {line}: {reason}") from None
-            except (ValueError, RecursionError) as error:  # too many digits, nested too deeply
-                raise UsageError(f"{file}, line {number}: {error}") from None
-
-
-def _is_object(text: str) -> bool:
+    one_block = ReadOptions(use_threads=False, block_size=len(content) + 1)  # pyarrow counts rows from its block
     try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _values(text: str) -> Iterator:
-    """Yield the JSON values in a text, which may have several, one after the other."""
-    decoder, position = json.JSONDecoder(), 0
-    while match := re.compile(r"\S").search(text, position):
-        value, position = decoder.raw_decode(text, match.start())
-        yield value
-
-
-_KINDS = {str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-
-
-def _kind(value) -> str:
-    if not isinstance(value, list):
-        return _KINDS[type(value)]
-    inside = {_kind(item) for item in value if item is not None}
-    if not inside:
-        return "a list"
-    return f"a list of {inside.pop() if len(inside) == 1 else 'several types'}"
-
-
-def _other_kind(kinds: dict[str, str], row: dict) -> str | None:
-    """Return a message for a field with another type than in earlier rows, or None. Add new fields to `kinds`."""
-    for name, value in row.items():
-        kind = None if value is None or value == [] else _kind(value)
-        if kind and kinds.setdefault(name, kind) != kind:
-            return f"`{name}` is {kind}, but {kinds[name]} in earlier rows: {json.dumps(value)[:60]}"
+        read_json(pyarrow.BufferReader(content), one_block, ParseOptions(newlines_in_values=True))
+    except pyarrow.ArrowInvalid as error:
+        reason, _, row = str(error).rpartition(" in row ")
+        reason = reason.rstrip(".").replace("Column() changed from object to", "expected a JSON object, found")
+        return (int(row), reason) if row.isdigit() else None
     return None

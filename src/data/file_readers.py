@@ -1,8 +1,9 @@
 """Strict CSV and text files: checks in front of the readers of `datasets`, which read the values.
 
 pandas takes an extra field in every row as an index (which shifts the columns), fills short rows, and renames duplicate
-columns. The checks raise UsageError with file and line instead. A byte order mark is removed, which `datasets` keeps in
-the first line of a text. All this applies to local files, folders, Hub datasets and streams.
+columns. The checks raise UsageError with file and line instead; `pyarrow.csv` counts rows without blank lines, and
+accepts text after a closing quote, a column named twice, and NUL characters. A byte order mark is removed, which
+`datasets` keeps in the first line of a text. All this applies to local files, folders, Hub datasets and streams.
 Tests: tests/data/test_file_readers.py, which also notices if `datasets` changes.
 """
 

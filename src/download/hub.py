@@ -1,12 +1,14 @@
 """Hub repositories: dataset commits and model snapshots, fetched once per machine or shared disk.
 
 `huggingface_hub` downloads and caches. This file gives all ranks the same commit, and records the last complete fetch.
-The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer. Tests: tests/download/test_hub_downloads.py.
+The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer: `HfApi.resolve_revision` remembers a commit
+before its files are complete, and waits forever for a silent Hub. Tests: tests/download/test_hub_downloads.py.
 """
 
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from src.config.errors import UsageError, did_you_mean, warn
@@ -30,9 +32,8 @@ def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork
         return {"commit": HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT).sha}
 
     def fetch() -> dict:
-        last = _last_fetch(root, repr((name, revision)))
-        fix = did_you_mean(name, SAMPLES)
-        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: _read_record(last), fix)
+        last = _record_file(root, repr((name, revision)))
+        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: None, did_you_mean(name, SAMPLES))
 
     return fetch_once(f"dataset {name}@{revision or 'main'}", fetch, work, f"asking the Hub for {name}")["commit"]
 
@@ -50,53 +51,51 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
     if key in records:
         return records[key]["folder"]
 
+    def download() -> dict:
+        from huggingface_hub import HfApi, snapshot_download
+
+        info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
+        files = [file.rfilename for file in info.siblings or []]
+        available = [pattern for pattern in WEIGHT_FORMATS if any(file.endswith(pattern[1:]) for file in files)]
+        unwanted = [*UNUSED, *(available[1:] if weights else WEIGHT_FORMATS), *([] if code else ["*.py"])]
+        folder = snapshot_download(name, revision=info.sha, ignore_patterns=unwanted, etag_timeout=TIMEOUT)
+        return {"folder": folder, "commit": info.sha}
+
+    def cached() -> dict:  # by another program
+        from huggingface_hub import snapshot_download
+
+        folder = snapshot_download(name, revision=revision, local_files_only=True)
+        return {"folder": folder, "commit": Path(folder).name}
+
     def fetch() -> dict:
-        last = _last_fetch(root, key)
-        return _ask_or_reuse(
-            name,
-            f"{field}: {name}",
-            last,
-            ask=lambda: _download_snapshot(name, revision, weights, code),
-            reuse=lambda: _read_record(last) or _cached_snapshot(name, revision),
-            fix=" (give a folder made by save_pretrained, or a Hub id)",
-        )
+        fix = " (give a folder made by save_pretrained, or a Hub id)"
+        return _ask_or_reuse(name, f"{field}: {name}", _record_file(root, key), download, cached, fix)
 
     return fetch_once(key, fetch, SharedWork(root), f"fetching {name} from the Hub")["folder"]
 
 
-def _download_snapshot(name: str, revision: str, weights: bool, code: bool) -> dict:
-    from huggingface_hub import HfApi, snapshot_download
-
-    info = HfApi().model_info(name, revision=revision, timeout=TIMEOUT)
-    files = [file.rfilename for file in info.siblings or []]
-    available = [pattern for pattern in WEIGHT_FORMATS if any(file.endswith(pattern[1:]) for file in files)]
-    unwanted = [*UNUSED, *(available[1:] if weights else WEIGHT_FORMATS), *([] if code else ["*.py"])]
-    folder = snapshot_download(name, revision=info.sha, ignore_patterns=unwanted, etag_timeout=TIMEOUT)
-    return {"folder": folder, "commit": info.sha}
-
-
-def _cached_snapshot(name: str, revision: str) -> dict | None:
-    """Return the snapshot that another program downloaded to the Hub cache; None if there is none."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = snapshot_download(name, revision=revision, local_files_only=True)
-    except Exception:
-        return None
-    return {"folder": folder, "commit": Path(folder).name}
+def _record_file(root: Path, key: str) -> Path:
+    return root / "commits" / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def _ask_or_reuse(
-    name: str, where: str, last: Path, ask: Callable[[], dict], reuse: Callable[[], dict | None], fix: str = ""
+    name: str, where: str, last: Path, ask: Callable[[], dict], cached: Callable[[], dict | None], fix: str
 ) -> dict:
-    """Return `ask()`, or `reuse()` if the Hub does not answer. Raise UsageError if both fail, or if the Hub refuses."""
+    """Return `ask()` and save it in the file `last`. If the Hub does not answer, return what was saved, or `cached()`.
+
+    Raise UsageError if the Hub refuses, or if there is nothing."""
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
         if is_offline():
             raise OSError("HF_HUB_OFFLINE is set")
         record = ask()
     except Exception as error:
-        reason = _short_reason(error)
-        record = None if _is_refused(error) else reuse()
+        reason, record = _short_reason(error), None
+        if not isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):  # the former also for gated ones
+            with suppress(Exception):
+                saved = json.loads(last.read_text()) if last.exists() else None
+                record = saved if saved and Path(saved.get("folder", "/")).is_dir() else cached()
         if record is None:
             raise UsageError(f"{where}: {not_found_locally(name)}{reason}{fix}") from error
         if not is_offline():
@@ -105,23 +104,6 @@ def _ask_or_reuse(
     last.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(last, json.dumps(record))
     return record
-
-
-def _last_fetch(root: Path, key: str) -> Path:
-    return root / "commits" / hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
-def _read_record(last: Path) -> dict | None:
-    """Return the record of the last complete fetch. Return None if there is none, or its folder was deleted."""
-    record = json.loads(last.read_text()) if last.exists() else None
-    return record if record and Path(record.get("folder", "/")).is_dir() else None
-
-
-def _is_refused(error: Exception) -> bool:
-    """Return True if the Hub has no such repository or revision, or this user may not read it."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    return isinstance(error, GatedRepoError | RepositoryNotFoundError | RevisionNotFoundError)
 
 
 def _short_reason(error: Exception) -> str:

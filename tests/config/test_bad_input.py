@@ -104,7 +104,9 @@ CASES = {
     "unknown protocol": Case("train_file: odd://a/b.jsonl", {"train_file": "odd://a/b.jsonl"}),
     "empty file": Case("train.jsonl is empty", {}, {"train.jsonl": "\n\n"}),
     "binary file": Case("train.jsonl, line 2|not UTF-8 text", {}, {"train.jsonl": bytes(range(256)) * 4}),
-    "bad line": Case("train.jsonl, line 2: not valid JSON|[1, 2}", {}, {"train.jsonl": IDS + '{"input_ids": [1, 2}\n'}),
+    "bad line": Case(
+        "train.jsonl, line 2: JSON parse error|[1, 2}", {}, {"train.jsonl": IDS + '{"input_ids": [1, 2}\n'}
+    ),
     "number for an object": Case("train.jsonl, line 2: |JSON object|3", {}, {"train.jsonl": IDS + "3\n"}),
     "bad array": Case("a.json, line 3: not valid JSON", {"train_file": "a.json"}, {"a.json": f"[\n{IDS}, {{,\n]"}),
     "CSV of a header": Case("a.csv is empty", TEXT | {"train_file": "a.csv"}, {"a.csv": "text\n"}),

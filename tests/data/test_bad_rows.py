@@ -49,10 +49,11 @@ NONE = {"text": pa.array([], pa.string())}
 CASES = {
     # ---- lines that are not what their file is to hold
     "malformed line of the second file": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')}, "b.jsonl, line {line}: not valid JSON"
+        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')},
+        "b.jsonl, line {line}: JSON parse error: Missing a comma",
     ),
     "malformed line of a .json with a row per line": Case(
-        {"a.json": among(GOOD, f'{{"text": "{ODD}"')}, "a.json, line {line}: not valid JSON"
+        {"a.json": among(GOOD, f'{{"text": "{ODD}"')}, "a.json, row 5: JSON parse error: Missing a comma"
     ),
     "invalid UTF-8 in jsonl": Case(
         {
@@ -71,14 +72,14 @@ CASES = {
     # ---- types
     "another type in a late row": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, json.dumps({"text": ODD}), blank="")},
-        "b.jsonl, line {line}: `text` is a number, but text in earlier rows",
+        "b.jsonl, line {line}: |(/text) changed from string to number",
     ),
     "another type in a late row, of a column not needed": Case(
         {
             "a.jsonl": lines(*[row | {"n": 1} for row in GOOD]),
             "b.jsonl": among([r | {"n": 1} for r in GOOD], f'{{"text": "x", "n": "{ODD}"}}', blank=""),
         },
-        "b.jsonl, line {line}: `n` is text, but a number in earlier rows",
+        "b.jsonl, line {line}: |(/n) changed from number to string",
     ),
     "another type in the second file": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": ODD}, {"text": 4})},
@@ -318,7 +319,9 @@ def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch, wh
         monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
         files = write(tmp_path, {"a.jsonl": good + bad})
     fields = fields_of(tools, train_file=files)
-    with pytest.raises(UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: `text` is a number"):
+    with pytest.raises(
+        UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: .*/text.* changed from string to number"
+    ):
         task, splits = kit.open_data(**fields, cache_dir=tmp_path / "cache")
         rows = splits["train"].rows(np.arange(len(splits["train"])))
         texts = [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
@@ -348,15 +351,30 @@ def test_location_in_a_downloaded_file_is_its_url(tmp_path):
     assert RawRows(source, None, (file,)).describe_row(3) == "https://host/a.jsonl, line 4: train data"
 
 
+def test_lines_are_counted_through_blocks(tmp_path, monkeypatch):
+    """A long file is parsed in blocks of lines; the mutant counts from the start of the block."""
+    (file,) = write(tmp_path, {"a.jsonl": "\n" + among(GOOD * 9, f'{{"text": "{ODD}"', 70)})
+    where = f"{file}, line {odd_line([file])}: JSON parse error"
+    assert file_errors.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(file_errors, "BLOCK", 200)
+    assert file_errors.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(file_errors, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
+    assert not file_errors.describe_file_error(str(file)).startswith(where)
+
+
 def test_errors_in_json_over_several_lines(tmp_path):
     rows = [json.dumps(row, indent=1) for row in GOOD]
-    file = tmp_path / "a.json"
+    file, wrong_type = tmp_path / "a.json", "JSON parse error: Column(/text) changed from string to number"
     for odd, message in (
-        ('{\n "text": 3\n}', "row 5: `text` is a number, but text in earlier rows: 3"),
-        ('{\n "text": 3\n', "line 19: not valid JSON (Expecting ',' delimiter, column 1): {"),
+        ('{\n "text": 3\n}', f"row 5: {wrong_type}"),
+        ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
         assert file_errors.describe_file_error(str(file)) == f"{file}, {message}"
+    file.write_text("[" + ",\n".join([*rows[:5], '{"text": 3}']) + "]")
+    assert file_errors.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
+    file.write_text("[" + ",\n".join([*rows[:5], '{"text" 3}']) + "]")
+    assert file_errors.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
     file.write_text("\n".join(rows))
     assert file_errors.describe_file_error(str(file)) is None
 

@@ -1,4 +1,4 @@
-"""Files behind URLs: downloaded once by all processes of a disk, resumed, never incomplete and never of two versions."""
+"""Files behind URLs: downloaded once by all processes of a disk, complete or absent, and again once they change."""
 
 import gzip
 import json
@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,7 +19,7 @@ import pytest
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data import dataset
-from src.download import fetch_records, http_files, remote_version
+from src.download import fetch_records, http_files
 from src.runtime.exit_codes import run_main
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, make_task
@@ -51,7 +50,7 @@ def fetch(tmp_path, monkeypatch):
     """Return a function that downloads a URL as a new process would and returns the content."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
-    monkeypatch.setattr(remote_version, "TRIES", 2)
+    monkeypatch.setattr(http_files, "TRIES", 2)
     monkeypatch.setattr(fetch_records, "records", {})
 
     def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
@@ -69,7 +68,7 @@ def test_changed_file_is_downloaded_again(hub, fetch, monkeypatch):
     serve(hub, "changing", b"two")
     assert fetch(url) == b"two"
     serve(hub, "changing", b"new")
-    monkeypatch.setattr(remote_version, "is_unchanged", lambda *_: True)  # the mutant
+    monkeypatch.setattr(http_files, "_is_current", lambda *_: True)  # the mutant
     assert fetch(url) == b"two"
 
 
@@ -93,7 +92,10 @@ def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
 )
 def test_names_of_urls(hub, fetch, tmp_path, name, suffix):
     url = serve(hub, name, b"rows") + suffix
+    before = len(hub.requests)
     assert fetch(url) == fetch(url) == b"rows"
+    sent = url.removeprefix(hub.files_url).partition("#")[0]  # unchanged, because a signature may cover it
+    assert {r.path for r in hub.requests[before:]} == {f"/files{sent}"}
     (copy,) = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.read_bytes() == b"rows"]
     assert copy.parent.parent.name == "downloads"
 
@@ -113,51 +115,22 @@ def test_server_that_recovers_is_retried(hub, fetch):
     assert fetch(url) == b"rows"
 
 
-@pytest.mark.parametrize("reset", [False, True])
-def test_server_without_ranges_is_given_up(hub, fetch, reset):
-    """Each attempt begins at the first byte and ends at the same place, or, since a reset drops what is in flight, near it."""
-    url = serve(hub, f"midway{reset}", bytes(3 * MB))
-    hub.faults[f"/files/midway{reset}"] = Fault(no_range=True, close_after=2 * MB, reset=reset)
+def test_connection_that_ends_early_is_given_up(hub, fetch, tmp_path):
+    url = serve(hub, "midway", bytes(3 * MB))
+    hub.faults["/files/midway"] = Fault(close_after=2 * MB)
     with pytest.raises(UsageError, match=f"{url}: not fetched"):
         fetch(url)
-    assert len(gets(hub, f"midway{reset}")) <= (12 if reset else 4)
+    assert len(gets(hub, "midway")) == 2
+    assert not list(tmp_path.rglob("fetched.json"))
 
 
-def test_interrupted_connection_is_resumed(hub, fetch):
-    content = os.urandom(6 * MB)
-    url = serve(hub, "resumed", content)
-    hub.faults["/files/resumed"] = Fault(close_after=int(1.5 * MB), times=3)
-    assert fetch(url) == content
-    assert [status for status, *_ in gets(hub, "resumed")] == [200, 206, 206, 206]
-    assert hub.sent("/files/resumed") <= len(content) + 3 * MB // 2  # half a chunk a time is sent again
-
-
-WRONG = {  # headers of a 206 that do not fit
-    "start": {"Content-Range": "bytes 0-9/{size}"},
-    "length": {"Content-Range": "bytes {begun}-{last}/{more}"},
-    "unit": {"Content-Range": "items 1-2/3"},
-    "etag": {"ETag": '"other"'},
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_rest_of_a_file_is_discarded(hub, fetch, kind):
+@pytest.mark.parametrize("reset", [False, True])
+def test_interrupted_download_begins_again(hub, fetch, reset):
     content = os.urandom(3 * MB)
-    url = serve(hub, f"wrong_{kind}", content)
-
-    def wrong(request):
-        if request.range is None:
-            return Fault(close_after=int(1.5 * MB), times=0 if "206" in statuses() else 1)
-        begun = int(request.range.removeprefix("bytes=").rstrip("-"))
-        values = {"size": len(content), "begun": begun, "last": len(content) - 1, "more": len(content) + 1}
-        return Fault(headers={key: value.format(**values) for key, value in WRONG[kind].items()})
-
-    def statuses():
-        return [str(status) for status, *_ in gets(hub, f"wrong_{kind}")]
-
-    hub.faults[f"/files/wrong_{kind}"] = wrong
+    url = serve(hub, f"again{reset}", content)
+    hub.faults[f"/files/again{reset}"] = Fault(close_after=2 * MB, reset=reset, times=1)
     assert fetch(url) == content
-    assert statuses() == ["200", "206", "200"]
+    assert [(status, range) for status, range, _ in gets(hub, f"again{reset}")] == [(200, None)] * 2
 
 
 def test_file_replaced_during_its_download(hub, fetch):
@@ -166,6 +139,17 @@ def test_file_replaced_during_its_download(hub, fetch):
     hub.faults["/files/replaced"] = Fault(headers={"ETag": '"old"'}, times=1)
     assert fetch(url) == b"rows"
     assert [status for status, *_ in gets(hub, "replaced")] == [200, 200]
+
+
+def test_time_tells_a_change_where_there_is_no_etag(hub, fetch):
+    url = serve(hub, "timed", b"one")
+    headers = {"ETag": "", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
+    hub.faults["/files/timed"] = Fault(headers=headers)
+    assert fetch(url) == fetch(url) == b"one"
+    assert len(gets(hub, "timed")) == 1
+    serve(hub, "timed", b"two")
+    headers["Last-Modified"] = "Thu, 01 Jan 2026 00:00:01 GMT"
+    assert fetch(url) == b"two"
 
 
 def test_web_page_is_refused(hub, fetch, tmp_path):
@@ -177,8 +161,19 @@ def test_web_page_is_refused(hub, fetch, tmp_path):
     assert fetch(serve(hub, "mislabeled.txt", b"rows")) == b"rows"
 
 
+def test_failure_of_another_rank_ends_a_download(hub, fetch, tmp_path):
+    """`fetch` removes the reports of earlier launches, so this report comes later."""
+    url = serve(hub, "long", bytes(20 * MB))
+    hub.faults["/files/long"] = Fault(slow=4 * MB)
+    peers = SharedWork(tmp_path / "cache").peers
+    threading.Timer(1, lambda: peers.report_failure(UsageError("the other rank failed"))).start()
+    with pytest.raises(UsageError, match="the other rank failed"):
+        fetch(url)
+    assert hub.sent("/files/long") < 20 * MB
+
+
 def test_silent_server_is_given_up(hub, fetch, monkeypatch):
-    monkeypatch.setattr(remote_version, "TIMEOUT", (1, 1))
+    monkeypatch.setattr(http_files, "TIMEOUT", (1, 1))
     hub.faults["/files/silent"] = Fault(silent=True)
     with pytest.raises(UsageError, match="silent: not fetched"):
         fetch(serve(hub, "silent", b"rows"))
@@ -233,17 +228,6 @@ def test_incomplete_answer_is_refused(fetch, tmp_path, kind):
     assert not list(tmp_path.rglob("fetched.json"))
 
 
-def test_mutant_that_ignores_the_length_is_caught(hub, fetch, monkeypatch):
-    def naive(url, field, version, part, work):
-        with urllib.request.urlopen(url) as answer:
-            part.write_bytes(answer.read(100))
-
-    url = serve(hub, "truncated", b"row 1\nrow 2\n")
-    monkeypatch.setattr(http_files, "_transfer", naive)
-    hub.faults["/files/truncated"] = Fault(close_after=6)
-    assert fetch(url) == b"row 1\n"
-
-
 @pytest.mark.parametrize("status", ["202 Accepted", "204 No Content", "304 Not Modified"])
 def test_answer_without_the_file_is_refused(fetch, status):
     """A server that prepares the file may answer 202 with a row that says so."""
@@ -277,66 +261,35 @@ def test_file_of_a_store(fetch, monkeypatch):
 
 # ---- killed during a download ----------------------------------------------------------------------------------------
 
-CONTENT = bytes(range(256)) * (6 * MB // 256)
-
 
 def _fetch_alone(url: str, cache: Path) -> None:
     http_files.is_offline = lambda: False
     http_files.fetch_file(url, "train_file", cache, SharedWork(cache))
 
 
-@pytest.fixture
-def interrupted(hub, tmp_path):
-    """Kill a process in mid-download; return the URL and the part that is left."""
-    url = serve(hub, "killed", CONTENT)
-    hub.faults["/files/killed"] = Fault(slow=MB)
+def test_killed_download_is_absent(hub, fetch, tmp_path, monkeypatch):
+    content = os.urandom(20 * MB)
+    url = serve(hub, "killed", content)
+    hub.faults["/files/killed"] = Fault(slow=10 * MB)
     (job,) = kit.fork(1, _fetch_alone, url, tmp_path / "cache", out=tmp_path / "out")
     (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size >= MB])
     job.kill()
     job.join()
     hub.faults.clear()
-    assert part.stat().st_size < len(CONTENT)
-    return url, part
-
-
-def test_killed_download_is_resumed(interrupted, hub, fetch, monkeypatch):
-    url, part = interrupted
+    assert part.stat().st_size < len(content)
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
     with pytest.raises(UsageError, match="not fetched yet"):  # a part does not count
         fetch(url)
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
-    begun, before = part.stat().st_size, len(hub.requests)
-    assert fetch(url) == CONTENT
-    assert gets(hub, "killed", before) == [(206, f"bytes={begun}-", len(CONTENT) - begun)]
-
-
-def test_complete_part_is_used(interrupted, hub, fetch):
-    """Killed after the last byte and before the record."""
-    url, part = interrupted
-    part.write_bytes(CONTENT)
     before = len(hub.requests)
-    assert fetch(url) == CONTENT
-    assert gets(hub, "killed", before) == []
-
-
-def test_file_changed_before_its_resumption(interrupted, hub, fetch, tmp_path, monkeypatch):
-    url, _ = interrupted
-    shutil.copytree(tmp_path / "cache", tmp_path / "mutant")
-    changed = CONTENT[::-1]
-    serve(hub, "killed", changed)
-    assert fetch(url) == changed
-    monkeypatch.setattr(http_files, "_drop_unless_resumable", lambda *_: None)  # the mutant joins two versions
-    monkeypatch.setattr(remote_version, "check_answer", lambda *_: None)
-    open_url = remote_version.open_url
-    trusting = lambda method, url, headers=None: open_url(method, url, (headers or {}) | {"If-Range": None})  # noqa: E731
-    monkeypatch.setattr(remote_version, "open_url", trusting)
-    assert fetch(url, tmp_path / "mutant") not in (CONTENT, changed)
+    assert fetch(url) == content
+    assert gets(hub, "killed", before) == [(200, None, len(content))]
 
 
 def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
     url = serve(hub, "shorter", b"row 1\nrow 2\n")
     fetch(url)
-    (copy,) = tmp_path.rglob("shorter")
+    (copy,) = tmp_path.rglob("downloads/*/file")
     os.truncate(copy, 6)
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
     with pytest.raises(UsageError, match="shorter: not fetched yet"):
@@ -381,7 +334,7 @@ def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
         found.append(dataset.prepare_datasets(cfg, make_task(cfg, options))["train"])
 
     adopt(environment)
-    remote_version.TRIES = 2
+    http_files.TRIES = 2
     before()
     sys.argv = ["train.py", *argv]
     run_main(main)
@@ -452,12 +405,11 @@ def test_failing_server_ends_all_ranks_with_the_url(hub, tmp_path):
     hub.faults["/files/failing.jsonl"] = Fault(status=500)
     ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", "good.jsonl", "failing.jsonl"), 3)
     fails(ended, f"{hub.files_url}/failing.jsonl", "500")
-    assert len(gets(hub, "failing.jsonl")) == 2  # tries of one rank
+    assert sum(r.method == "HEAD" and r.matches("/files/failing.jsonl") for r in hub.requests) == 2  # tries of one rank
 
 
 def test_job_takes_over_from_a_killed_one(hub, tmp_path):
     expected = put(hub, "inherited.jsonl", note=100_000)
-    size = (hub.folder / "files/inherited.jsonl").stat().st_size
     hub.faults["/files/inherited.jsonl"] = Fault(slow=MB)
     argv = recipe(hub, tmp_path / "cache", "inherited.jsonl")
     (first,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "first")
@@ -469,8 +421,7 @@ def test_job_takes_over_from_a_killed_one(hub, tmp_path):
     second.join(120)
     assert second.exitcode == 0, (tmp_path / "second/rank0.txt").read_text()
     assert kit.torch.load(tmp_path / "second/rank0.pt", weights_only=False) == expected
-    assert hub.downloads("/files/inherited.jsonl") == 0  # the second waited, and then asked for the rest
-    assert hub.sent("/files/inherited.jsonl") <= size + 2 * MB
+    assert hub.downloads("/files/inherited.jsonl") == 1
 
 
 def _train(environment, argv, folder):
@@ -484,7 +435,7 @@ def test_run_records_the_downloaded_version(hub, tmp_path):
     kit.spawn(2, _train, hub.environment(tmp_path), argv, tmp_path, out=tmp_path / "out")
     assert len(kit.Run(tmp_path / "run").kind("train")) >= 1
     (record,) = json.loads((tmp_path / "run/environment.json").read_text())["fetched"].values()
-    version = remote_version.look_up(f"{hub.files_url}/late.jsonl", "train_file")
+    version = http_files.look_up(f"{hub.files_url}/late.jsonl", "train_file")
     assert {name: record[name] for name in ("url", "etag", "bytes")} == {
         name: version[name] for name in ("url", "etag", "bytes")
     }

@@ -194,6 +194,21 @@ def test_training_without_a_network(served, trained, tmp_path):
         hub.start()
 
 
+def test_record_of_a_deleted_snapshot_is_not_used(tmp_path, monkeypatch):
+    """What another program has fetched takes its place."""
+    monkeypatch.setattr(hub_module, "is_offline", lambda: True)
+    (last := tmp_path / "last").write_text(json.dumps({"folder": str(tmp_path / "deleted"), "commit": "1"}))
+
+    def lookup(cached) -> dict:
+        return hub_module._ask_or_reuse("org/model", "model", last, dict, cached, "")
+
+    assert lookup(lambda: {"commit": "2"}) == {"commit": "2"}
+    with pytest.raises(UsageError, match="HF_HUB_OFFLINE is set"):
+        lookup(lambda: 1 / 0)
+    (tmp_path / "deleted").mkdir()
+    assert lookup(lambda: 1 / 0)["commit"] == "1"
+
+
 def test_silent_hub_is_given_up(hub, trained, tmp_path):
     hub.faults["*/org/*"] = Fault(silent=True)
     train(trained.environment, tmp_path, recipe(trained.folder, output_dir=tmp_path / "run"), 2, impatient)

@@ -1,13 +1,11 @@
-"""Files of a stream behind http: looked up before training, retried, and refused once they change."""
-
-from types import SimpleNamespace
+"""Files of a stream behind http: looked up before training, and refused once they change."""
 
 import datasets
 import pytest
 
 from src.data import sources
 from src.data.streaming import Stream
-from src.download import remote_files, remote_version
+from src.download import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
 from tests.helpers.served_data import open_served
@@ -66,9 +64,9 @@ def test_look_up_where_head_is_refused(hub, monkeypatch):
     """As where a URL is signed for GET; the length is that of the file, not of the one byte asked for."""
     monkeypatch.setenv("NO_PROXY", "localhost")
     url = put(hub, "signed.jsonl", 0)
-    expected = remote_version.look_up(url, "train_file")
+    expected = http_files.look_up(url, "train_file")
     hub.faults["/files/signed.jsonl"] = lambda r: Fault(status=403) if r.method == "HEAD" else None
-    assert remote_version.look_up(url, "train_file") == expected
+    assert http_files.look_up(url, "train_file") == expected
     assert expected["bytes"] == (hub.folder / "files/signed.jsonl").stat().st_size
 
 
@@ -88,24 +86,6 @@ def test_empty_file_is_skipped(hub, tmp_path, streaming):
     assert [f"warning: train_file: {url} is empty" in text for url in urls] == [True, False, True]
     message = open_served(hub, tmp_path, urls[0], streaming=streaming)
     assert message.startswith(f"train_file: {urls[0]} is empty")
-
-
-def impatient():
-    """The mutant, for which the first error is the end."""
-    remote_files.PATIENCE = 0.0
-
-
-def test_failing_server_is_retried(hub, tmp_path):
-    urls = [put(hub, "one.jsonl", 0), put(hub, "two.jsonl", 20)]
-    for before in (lambda: None, impatient):
-        asked = iter(range(1000))  # the first request is the look-up
-        hub.faults["/files/two.jsonl"] = lambda _, asked=asked: Fault(status=500) if 1 <= next(asked) <= 2 else None
-        found = open_served(hub, tmp_path, urls, rows_of, before)
-        if before is impatient:
-            assert found.startswith(f"train_file: {urls[1]} could not be read")
-        else:
-            assert found == list(range(40))
-            assert (tmp_path / "out/rank0.txt").read_text().count(f"warning: {urls[1]}: ") == 1
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -136,47 +116,16 @@ def test_another_part_than_asked_for_is_refused(hub, tmp_path):
     assert f"{url}: the server answers Content-Range: bytes 7-" in found
 
 
-def test_retries_skip_what_was_read_and_end(monkeypatch):
-    clock, calls = SimpleNamespace(now=0.0), []
-    clock.monotonic, clock.sleep = lambda: clock.now, lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(remote_files, "time", clock)
-
-    def rows():
-        calls.append("rows")
-        for n in range(6):
-            if n == 2 * len(calls):
-                raise ConnectionError("reset by peer")
-            yield n
-
-    assert list(remote_files.retry_reads(rows, "x")) == list(range(6))
-    assert len(calls) == 3
-
-    def fails(error):
-        calls.append(type(error))
-        raise error
-        yield
-
-    missing = FileNotFoundError("x")
-    missing.__cause__ = TimeoutError()  # as fsspec reports it
-    with pytest.raises(FileNotFoundError):
-        list(remote_files.retry_reads(lambda: fails(missing), "x"))
-    assert calls.count(FileNotFoundError) > 5
-    with pytest.raises(ValueError, match="bad row"):
-        list(remote_files.retry_reads(lambda: fails(ValueError("bad row")), "x"))
-    assert calls.count(ValueError) == 1  # not retried
-
-
 def test_text_cannot_be_streamed(hub, tmp_path):
     (hub.folder / "files/a.txt").write_text("a\nb\n")
     url = f"{hub.files_url}/a.txt"
     assert open_served(hub, tmp_path, url).startswith(f"train_file: {url}: a .txt file cannot be streamed")
 
 
-def test_bad_line_is_not_retried(hub, tmp_path):
+def test_bad_line_is_named_by_its_url(hub, tmp_path):
     url = put(hub, "bad.jsonl", 0)
     with open(hub.folder / "files/bad.jsonl", "a") as file:
         file.write('{"input_ids": [1, 2\n')
     message = open_served(hub, tmp_path, url)
-    assert "retrying" not in (tmp_path / "out/rank0.txt").read_text()
     assert message.startswith(f"train_file: {url} could not be read: JSON parse error")
     assert "encoding" not in message  # the second error, of datasets' explanation

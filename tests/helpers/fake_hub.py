@@ -373,6 +373,7 @@ class _Handler(BaseHTTPRequestHandler):
         fault, self.record.status = self.fault, status
         if not isinstance(body, bytes):
             body, headers = json.dumps(body).encode(), {"Content-Type": "application/json"} | (headers or {})
+        body = b"" if status == 204 else body  # No Content
         self.send_response(status)
         for name, value in (headers | fault.headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)

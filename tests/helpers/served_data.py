@@ -1,7 +1,7 @@
 """Data served by the local Hub, opened in a process of its own as train.py opens it."""
 
 from src.config.errors import UsageError
-from src.download import remote_version
+from src.download import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import adopt
 
@@ -12,7 +12,7 @@ def stats_of(split) -> dict:
 
 def _open(environment, fields, before, then):
     adopt(environment)
-    remote_version.TRIES = 2
+    http_files.TRIES = 2
     before()
     try:
         _, splits = kit.open_data(**fields)
