@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
         if getattr(cfg, name):
             raise UsageError(f"{name}: find_lr.py has no {name}: give --{name} to train.py")
     check_environment()
-    cfg.report_to = []  # no tracker
+    cfg = replace(cfg, report_to=[])  # no tracker
     task = make_task(cfg, task_options)
     datasets = dataset.prepare_datasets(cfg, task, wanted=("train",))
     accelerator = init_accelerator(cfg)

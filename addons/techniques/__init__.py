@@ -26,7 +26,7 @@ from src.training.train_state import StepLosses, Window
 ComputeGradient = Callable[[Window, float], StepLosses]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Fields:
     """The field of the run file that names techniques."""
 

@@ -61,7 +61,7 @@ def _extended(addons: tuple[ModuleType, ...]) -> type[RunConfig]:
         return RunConfig
     bases = (RunConfig, *(each.Fields for each in addons))
     namespace = {"addons": addons, "__reduce__": _pickled}
-    return dataclasses.make_dataclass("RunConfig", [], bases=bases, namespace=namespace)
+    return dataclasses.make_dataclass("RunConfig", [], bases=bases, namespace=namespace, frozen=True)
 
 
 def _pickled(cfg: RunConfig) -> tuple:

@@ -9,7 +9,7 @@ from src.config.fields import ASK, option
 from src.config.untrusted_values import plain_data, plain_name
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelAndDataFields:
     """The groups run, model and data of --help."""
 

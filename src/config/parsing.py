@@ -114,9 +114,8 @@ def parse(
             errors.append(f"{source}{error}")
     if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
         raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
+    values["output_dir"] = values.get("output_dir") or f"runs/{Path(path).stem if path and not base else task}"
     cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
-    run_name = Path(path).stem if path and not base else cfg.task
-    cfg.output_dir = cfg.output_dir or f"runs/{run_name}"
     for complete in functions_of_addons(cfg, "complete"):
         cfg = dataclasses.replace(cfg, **complete(cfg))
     return cfg, options

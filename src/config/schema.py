@@ -19,9 +19,9 @@ SCHEDULES += (*OWN_SCHEDULES, "reduce_lr_on_plateau")
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 
-@dataclass
+@dataclass(frozen=True)
 class RunConfig(ModelAndDataFields):
-    """All fields that say what is trained. The accelerate file says where: processes, devices, mixed precision."""
+    """All fields that say what is trained; parsed once, and nothing writes to it. The accelerate file says where: processes, devices, mixed precision."""
 
     # The add-ons with fields that the run file names; src/config/addons.py adds their fields to this class.
     addons: ClassVar[tuple[ModuleType, ...]] = ()

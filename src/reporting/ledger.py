@@ -7,6 +7,7 @@ Tests: tests/reporting/test_ledger.py.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +82,7 @@ def planned_config(folder: Path, settings: dict) -> PlanConfig:
         from src.tasks import OPTIONS, make_task
 
         cfg, options = parsing.parse(["--config", str(folder / "config.yaml")], OPTIONS)
-        cfg.per_device_batch_size = batch
+        cfg = replace(cfg, per_device_batch_size=batch)
         task = make_task(cfg, options)
         return plan_config(cfg, task, prepare_datasets(cfg, task, wanted=("train",))["train"])
     warmup = Ramp(settings[WARMUP[0]], batch, settings[WARMUP[1]]) if WARMUP[1] in settings else None
