@@ -22,14 +22,6 @@ def require_text(values: list, column: str, locations) -> None:
             raise UsageError(f"{locations[i]}: `{column}` holds {kind}, not text")
 
 
-def pad_rows(rows: list, width: int, fill: int) -> np.ndarray:
-    """Return rows of token ids as one array (rows, width), filled up on the right."""
-    padded = np.full((len(rows), width), fill, np.int64)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded
-
-
 def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
     """Yield lists of texts with at most CHARACTERS characters in total. A longer text gets its own list."""
     batch, size = [], 0

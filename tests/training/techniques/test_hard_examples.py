@@ -15,7 +15,7 @@ from src.data.data_loader import seed_everything
 from src.models import losses, token_losses
 from src.tasks import OPTIONS, causal_lm, make_task
 from src.training.techniques import hard_examples
-from tests.conformance import recipes
+from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 SHARE = 0.3  # 5 of 16 rows

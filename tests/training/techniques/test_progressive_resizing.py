@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from src.training.techniques.progressive_resizing import ProgressiveResizing
-from tests.helpers import images, kit, technique_runs
+from tests.addons.tasks import images
+from tests.helpers import kit, technique_runs
 from tests.training.techniques.test_channels_last import fields
 
 OPTIONS = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2, "multiple": 4}
