@@ -1,4 +1,4 @@
-# Needs addons/tasks/distillation.
+# Needs addons/tasks/distillation/.
 """Preference optimization (DPO): a language model learns to prefer one completion of a prompt to another.
 
 A row is one of

@@ -1,4 +1,4 @@
-# Needs addons/tasks/image_classification.
+# Needs addons/tasks/image_classification/.
 """Semantic segmentation: a class for every pixel; cross-entropy over the labeled pixels, mean IoU, pixel accuracy.
 
 A row is {"image": …, "label": …}: an image, and an image of the same size with class ids as pixels. Without a model

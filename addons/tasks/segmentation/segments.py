@@ -1,4 +1,4 @@
-# Needs addons/tasks/image_classification.
+# Needs addons/tasks/image_classification/.
 """Labels of pixels: read, crop with their image, pad, and count for the intersection over union (IoU).
 
 Tests: tests/addons/tasks/test_segmentation.py.
