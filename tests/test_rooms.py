@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import kit
 
 SOURCE = kit.REPOSITORY / "src"
-ORDER = ["config", "storage", "runtime", "download", "text", "distributed", "models", "images", "tasks"]
+ORDER = ["config", "storage", "runtime", "download", "text", "distributed", "models", "tasks"]
 ORDER += ["data", "training", "checkpointing", "reporting"]  # each may import the ones before it
 
 
@@ -50,9 +50,7 @@ def test_mutant_import_of_a_higher_room_is_caught(tmp_path):
 
 def headers() -> dict[str, str]:
     """Return the first line of the docstring of each file, by its path below src/."""
-    files = [
-        path for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py" and "metrics" not in path.parts
-    ]
+    files = [path for path in sorted(SOURCE.rglob("*.py")) if path.name != "__init__.py"]
     return {
         str(path.relative_to(SOURCE)): (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0]
         for path in files
@@ -81,10 +79,12 @@ def linked_tests(text: str) -> list[tuple[str, str]]:
 
 
 def missing_tests(text: str) -> list[str]:
-    """Return the linked tests that do not exist."""
+    """Return the linked tests that do not exist; those of add-ons may have been deleted with addons/."""
     missing = []
     for file, name in linked_tests(text):
         path = kit.REPOSITORY / file
+        if file.startswith("tests/addons/") and not (kit.REPOSITORY / "tests" / "addons").exists():
+            continue
         source = path.read_text() if path.exists() else None
         if source is None or (name and f"\ndef {name}(" not in source):
             missing.append(f"{file}::{name}" if name else file)

@@ -24,7 +24,7 @@ from src.training.train_state import StepLosses, Window
 
 
 def read_techniques(
-    cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES
+    cfg: Any, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES
 ) -> tuple[dict[str, Technique], list[str]]:
     """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
     found: dict[str, Technique] = {}

@@ -3,7 +3,6 @@
 Tests: tests/addons/techniques/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
 """
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -68,7 +67,7 @@ def with_defaults(given: dict | None) -> dict[str, dict]:
     found = {}
     for name, options in (given or {}).items():
         kind = TECHNIQUES[name]() if name in TECHNIQUES else None
-        known = dataclasses.asdict(kind()) if kind else {}
+        known = options_of(kind()) if kind else {}
         removed = {key: value for key, (value, _) in kind.removed_options.items()} if kind else {}
         options = options if isinstance(options, dict) else {}
         found[name] = known | {key: value for key, value in options.items() if (key, value) not in removed.items()}

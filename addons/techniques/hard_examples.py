@@ -22,6 +22,8 @@ from src.training.train_state import StepLosses, Window
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 
+ROWS = ("row_losses", "loss")
+
 
 @dataclass(eq=False)
 class HardExamples(Technique):
@@ -85,18 +87,16 @@ class HardestRows:
 
     def __init__(self, task: Task, share: float):
         """Raise UsageError if the task does not define `row_losses`, or defines another `loss` than its base class."""
-        self.task, self.share = task, share
-        owner = {
-            name: next((k for k in type(task).__mro__ if name in vars(k)), None) for name in ("loss", "row_losses")
-        }
-        if owner["row_losses"] is None or not issubclass(owner["row_losses"], owner["loss"]):
+        self.share, self.row_losses = share, getattr(task, "row_losses", None)
+        defines = {name: next((k for k in type(task).__mro__ if name in vars(k)), object) for name in ROWS}
+        if self.row_losses is None or not issubclass(defines["row_losses"], defines["loss"]):
             raise UsageError(
                 f"techniques: hard_examples needs the losses of single rows, which task {task.cfg.task} does not have: remove "
                 "it, or define `row_losses` in the task"
             )
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
-        return self.task.row_losses(model, inputs)
+        return self.row_losses(model, inputs)
 
     def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         """Return the mean loss of the chosen rows times `weight`; the mean loss of all rows and the chosen weight, too.

@@ -34,7 +34,7 @@ class ScheduleFree(Technique):
             raise UsageError(
                 f"techniques: schedule_free replaces momentum, but adam_beta1 is {cfg.adam_beta1:g}: give --adam_beta1 0"
             )
-        if "cycle_momentum" in (cfg.techniques or {}):
+        if "cycle_momentum" in (vars(cfg)["techniques"] or {}):
             raise UsageError("techniques: schedule_free replaces momentum, which cycle_momentum sets: keep one of them")
         if not cfg.lr_scheduler_type.startswith("constant"):
             warn(f"techniques: schedule_free needs no schedule, but lr_scheduler_type is {cfg.lr_scheduler_type}")

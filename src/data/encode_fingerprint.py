@@ -18,7 +18,7 @@ LATER = vars(base.Task).keys() - {*ROOTS}
 
 
 def encode_fingerprint(task) -> str:
-    """Return the code in src/ that a task's `inspect_columns` and `encode` can reach, without comments and docstrings.
+    """Return the code in src/ and addons/ that a task's `inspect_columns` and `encode` can reach, without comments and docstrings.
 
     The search follows names: functions, classes and constants of a module, attributes of modules, methods and attributes
     of the task. It does not find code called in other ways, such as through a dict of functions: add that to the task's
@@ -67,11 +67,11 @@ def _constant(name: str, value) -> str | None:
 
 
 def _ours(module: str | None) -> bool:
-    return (module or "").startswith("src.")
+    return (module or "").startswith(("src.", "addons."))
 
 
 def _functions(item) -> list[FunctionType]:
-    """Return [item] for a function; for a class, the methods of it and of its base classes in src/."""
+    """Return [item] for a function; for a class, the methods of it and of its base classes in src/ and addons/."""
     if isinstance(item, FunctionType):
         return [item]
     if not isinstance(item, type):
@@ -94,7 +94,7 @@ def _names(code: CodeType) -> set[str]:
 
 
 def _globals(function: FunctionType) -> Iterator[tuple[str, object]]:
-    """Yield (name, value) of the global variables, and of the attributes of src/ modules, that a function uses."""
+    """Yield (name, value) of the global variables, and of the attributes of our modules, that a function uses."""
     names = _names(function.__code__)
     for name in sorted(names & function.__globals__.keys()):
         value = function.__globals__[name]

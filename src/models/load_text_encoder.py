@@ -1,6 +1,6 @@
 """Loading of the tokenizer and the configuration of a text encoder; checks that they fit each other and the task.
 
-Tests: tests/tasks/test_text_classification.py and tests/tasks/test_masked_lm.py.
+Tests: tests/tasks/test_text_classification.py and tests/addons/tasks/test_masked_lm.py.
 """
 
 from typing import Any, NamedTuple

@@ -152,7 +152,7 @@ def layer_class_names(model: torch.nn.Module) -> set[str]:
 def set_layer_class_names(wrapper: torch.nn.Module, names: set[str]) -> None:
     """Give a wrapper the layer class names by which accelerate shards.
 
-    Tests: tests/distributed/test_fsdp2.py and tests/distributed/test_frozen_teacher.py."""
+    Tests: tests/distributed/test_fsdp2.py and tests/addons/tasks/test_frozen_teacher.py."""
     wrapper._no_split_modules = sorted(names) or None
 
 

@@ -1,4 +1,4 @@
-"""Text classification or regression with any encoder, and `evaluate` metrics such as F1 or the Pearson correlation.
+"""Text classification or regression with any encoder, and metrics such as F1 or the Pearson correlation.
 
 A row is {"text": "…", "label": "spam"}. The label is a name, an integer or a bool; with --regression true a number.
 With --text_pair_column a row has a second text. Tests: tests/tasks/test_text_classification.py.
@@ -15,9 +15,9 @@ from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
-from src.models.load_metric import all_shipped, compute_metrics, load_metric
 from src.models.load_text_encoder import load_text_encoder
 from src.models.losses import at_least_float32, sums_from_logits
+from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.models.r_drop import r_drop_option, r_drop_sums, twice
 from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
@@ -53,11 +53,11 @@ class Options(ClassCrossEntropy):
     label_column: str = option("column of the label", "label", from_checkpoint=True)
     regression: bool = option("predict a number: squared error, mse, mae", False, from_checkpoint=True)
     metrics: list[str] = option(
-        "further metrics: files of src/metrics/, such as f1; Hub names or script paths (code: needs "
+        "further metrics: f1, pearson, spearman; files of addons/metrics/evaluate/; Hub names or script paths (code: needs "
         "trust_remote_code); or none (default: f1, or pearson and spearman with regression)",
         [],
         may_change_on_resume=True,
-        from_checkpoint=all_shipped,
+        from_checkpoint=all_of_this_repository,
     )
     r_drop_alpha: float = r_drop_option()
 
@@ -81,8 +81,8 @@ class Task(base.Task):
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
             self.cfg, self.options.max_length, AutoModelForSequenceClassification
         )
-        for name in self._metric_names():
-            load_metric(name, self.cfg.trust_remote_code)  # fail here, not at the first evaluation
+        default = ["pearson", "spearman"] if self.options.regression else ["f1"]
+        self.metric_names = check_metrics(self.options.metrics or default, self.cfg.trust_remote_code)
         self.text_columns = [name for name in (self.options.text_column, self.options.text_pair_column) if name]
         self.token_columns = ["input_ids"]
         has_types = (
@@ -94,10 +94,6 @@ class Task(base.Task):
             self.labels = ["value"]  # the name of the only output
         elif self.cfg.model_name_or_path:
             self.labels = labels_of_model(self.config)
-
-    def _metric_names(self) -> list[str]:
-        default = ["pearson", "spearman"] if self.options.regression else ["f1"]
-        return [name for name in self.options.metrics or default if name != "none"]
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -197,7 +193,7 @@ class Task(base.Task):
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
-        return compute_metrics(self._metric_names(), predictions, labels, self.cfg.trust_remote_code)
+        return compute_metrics(self.metric_names, predictions, labels, self.cfg.trust_remote_code)
 
 
 def _squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:

@@ -13,22 +13,19 @@ import numpy as np
 
 from src.config.errors import UsageError, warn
 from src.text.chat import render_chat, tokenize_marked_chat
-from src.text.long_text import encode_long
 from src.text.pretokenized_rows import OPTIONAL_COLUMNS, check_ids
-from src.text.tokenization import CHARACTERS, IGNORED, batches_by_size, require_text, token_bytes
+from src.text.tokenization import IGNORED, batches_by_size, require_text, token_bytes
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
 MEANINGFUL += " token_type_ids seq_lengths cu_seqlens weight weights sample_weight tools"
-
-Ids = list[int] | np.ndarray  # an array if the text is long
 
 
 @dataclass
 class Document:
     """The tokens of one raw row, before they are truncated or packed."""
 
-    ids: Ids
+    ids: list[int]
     labels: list[int] | None = None  # None: every token is a target
     token_bytes: np.ndarray | None = None  # UTF-8 bytes of text per token, None if unknown
 
@@ -85,7 +82,7 @@ class Encoder:
 
     def _row(self, document: Document, start: int, stop: int) -> dict:
         """Return the row of tokens start to stop - 1. Its first token is not a target, because no token precedes it."""
-        ids = _as_list(document.ids[start:stop])
+        ids = document.ids[start:stop]
         labels = ids if document.labels is None else document.labels[start:stop]
         is_target = np.array(labels)[1:] != IGNORED
         target_bytes = 0
@@ -100,28 +97,20 @@ class Encoder:
             "cut": 0 if self.packing else len(document.ids) - len(ids),
         }
 
-    def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[Ids, np.ndarray | None]]:
+    def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray | None]]:
         """Yield (token ids, bytes per token) for each text. The bytes are None without a fast tokenizer."""
         fast = getattr(self.tokenizer, "is_fast", False)
         for batch in batches_by_size(texts):
-            if fast and len(batch) == 1 and len(batch[0]) > CHARACTERS:
-                long = encode_long(self.tokenizer, batch[0], **options)
-                if long is not None:
-                    yield long
-                    continue
             encoded = self.tokenizer(batch, return_offsets_mapping=fast, verbose=False, **options)
             for i, text in enumerate(batch):
                 sizes = token_bytes(text, encoded["offset_mapping"][i]) if fast else None
                 yield list(encoded["input_ids"][i]), sizes
 
-    def _with_eos(self, ids: Ids, sizes: np.ndarray | None) -> tuple[Ids, np.ndarray | None]:
+    def _with_eos(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
         eos = self.tokenizer.eos_token_id
-        if not self.append_eos or eos is None or (len(ids) and ids[-1] == eos):
+        if not self.append_eos or eos is None or ids[-1:] == [eos]:
             return ids, sizes
-        sizes = None if sizes is None else np.append(sizes, 0)
-        if isinstance(ids, np.ndarray):
-            return np.append(ids, np.int32(eos)), sizes
-        return [*ids, eos], sizes
+        return [*ids, eos], None if sizes is None else np.append(sizes, 0)
 
     # ---- one generator for each kind of row --------------------------------------------------------------------------
 
@@ -144,12 +133,10 @@ class Encoder:
         # Tokenized separately, because at generation the prompt is tokenized alone.
         prompts = self._tokenize(batch["prompt"])
         completions = self._tokenize(batch["completion"], add_special_tokens=False)
-        for (prompt, _), (completion, sizes) in zip(prompts, completions, strict=True):
-            head = _as_list(prompt)
+        for (head, _), (completion, sizes) in zip(prompts, completions, strict=True):
             if head and head[-1] == self.tokenizer.eos_token_id:
                 head = head[:-1]
-            ended, sizes = self._with_eos(completion, sizes)
-            tail = _as_list(ended)
+            tail, sizes = self._with_eos(completion, sizes)
             if sizes is not None:
                 sizes = np.concatenate([np.zeros(len(head), np.int64), sizes])
             yield Document(head + tail, [IGNORED] * len(head) + tail, sizes)
@@ -180,7 +167,3 @@ class Encoder:
 @functools.cache
 def _warn_once(text: str) -> None:
     warn(text)
-
-
-def _as_list(ids: Ids) -> list[int]:
-    return ids.tolist() if isinstance(ids, np.ndarray) else ids

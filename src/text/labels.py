@@ -1,10 +1,8 @@
 """Class labels: names from the model or the data, and their ids.
 
-Tests: tests/tasks/test_text_classification.py and tests/tasks/test_token_classification.py.
+Tests: tests/tasks/test_text_classification.py.
 """
 
-import bisect
-import itertools
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -92,17 +90,3 @@ def set_labels(config: "PreTrainedConfig", labels: list[str]) -> None:
     config.num_labels = len(labels)
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: i for i, label in enumerate(labels)}
-
-
-def word_of_each_token(spans: list[tuple[int, int]], words: list[str]) -> list[int | None]:
-    """Return the index of the word that each token begins, None for further tokens of a word and special tokens.
-
-    `spans` are the (begin, end) characters of the tokens in the words joined by single spaces."""
-    starts = [0, *itertools.accumulate(len(word) + 1 for word in words)]
-    seen, found = -1, []
-    for begin, end in spans:
-        # A token may begin with the space before its word, so its last character decides.
-        word = bisect.bisect_right(starts, end - 1) - 1 if end > begin else -1
-        found.append(word if word > seen else None)
-        seen = max(seen, word)
-    return found

@@ -22,14 +22,6 @@ def require_text(values: list, column: str, locations) -> None:
             raise UsageError(f"{locations[i]}: `{column}` holds {kind}, not text")
 
 
-def pad_rows(rows: list, width: int, fill: int) -> np.ndarray:
-    """Return rows of token ids as one array (rows, width), filled up on the right."""
-    padded = np.full((len(rows), width), fill, np.int64)
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = row
-    return padded
-
-
 def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
     """Yield lists of texts with at most CHARACTERS characters in total. A longer text gets its own list."""
     batch, size = [], 0
@@ -60,14 +52,9 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return the number of UTF-8 bytes of `text` per token, from the character spans of the tokens."""
-    return np.diff(cumulative_bytes(text, [end for _, end in spans]), prepend=0)
-
-
-def cumulative_bytes(text: str, ends: list[int]) -> np.ndarray:
-    """Return the number of UTF-8 bytes of `text` up to the end of each token. `ends` are end characters."""
-    if not ends:
+    if not spans:
         return np.zeros(0, np.int64)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
     bytes_before = np.concatenate([[0], np.cumsum(sizes)])
-    return np.maximum.accumulate(bytes_before[ends])
+    return np.diff(np.maximum.accumulate(bytes_before[[end for _, end in spans]]), prepend=0)

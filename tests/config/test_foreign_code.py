@@ -13,7 +13,6 @@ from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
 from src.config.schema import RunConfig
-from src.models.load_metric import load_metric
 from src.storage import atomic_folder
 from src.tasks import OPTIONS, base, make_task
 from src.training.step import ModelWithLoss
@@ -197,26 +196,18 @@ def test_link_in_a_run_folder_is_not_written_through(run, tmp_path, name):
 # ---- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def test_only_shipped_metrics_run_without_opt_in(run, tmp_path, marker, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("f1", "accuracy"):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / f"{folder}.py").write_text(code(marker))
-    names = [str(tmp_path / "f1"), str(tmp_path / "f1" / "f1.py"), "./f1", "accuracy", "../metrics/f1", "f1.py", ""]
-    for name in names:
-        with pytest.raises(UsageError, match=r"metrics.*trust_remote_code"):
-            load_metric(name, False)
-    with pytest.raises(UsageError, match=r"metrics: accuracy.*\./accuracy"):  # the Hub's is meant, or this one?
-        load_metric("accuracy", True)
-    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=names)
+@pytest.mark.parametrize(
+    "metrics", [["/evil/f1"], ["./f1"], ["accuracy"], ["../metrics/f1"], ["f1.py"], [""], ["f1", "x"]]
+)
+def test_only_metrics_of_this_repository_are_taken_from_a_checkpoint(run, metrics):
+    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=metrics)
     assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == []
     assert parse_evaluation("--checkpoint", checkpoint, "--trust_remote_code", "true")[1].metrics == []
 
 
-def test_metric_script_runs_with_opt_in(tmp_path):
-    shutil.copy(kit.REPOSITORY / "src" / "metrics" / "f1.py", tmp_path / "mine.py")
-    for metric in (load_metric("f1", False), load_metric(str(tmp_path / "mine.py"), True)):
-        assert metric.compute(predictions=[0, 1], references=[0, 1]) == {"f1": 1.0}
+def test_known_metrics_are_taken_from_a_checkpoint(run):
+    checkpoint = claim(run / CHECKPOINT, task="text_classification", metrics=["f1", "none"])
+    assert parse_evaluation("--checkpoint", checkpoint)[1].metrics == ["f1", "none"]
 
 
 # ---- models and data -------------------------------------------------------------------------------------------------

@@ -53,9 +53,9 @@ def run_batch(task, model, rows: list[dict], training: bool, seed: int = 0) -> t
         assert not torch.is_tensor(getattr(batch, name)), f"`collate` returns {name} as a tensor: return a number"
     seed_everything(seed)
     with torch.no_grad(), _generation_may_wait(model), NoWaiting():
-        out = (task.represent if task.has_batch_loss else task.loss)(model, batch.inputs)
+        out = task.loss(model, batch.inputs)
     sums = {name: float(value) for name, value in out.items() if value.dim() == 0}
-    assert task.has_batch_loss or "loss" in sums, "`loss` returns no scalar named loss"
+    assert hasattr(task, "compute_gradient") or "loss" in sums, "`loss` returns no scalar named loss"
     values = {name: value.double().numpy() for name, value in out.items() if value.dim()}
     return {"weight": float(batch.weight), **batch.sums, **sums}, values
 

@@ -357,22 +357,22 @@ EDITS = {  # file, old text, new text -> does it make other rows?
 }  # fmt: skip
 
 
-def fingerprints(folder: Path) -> dict[str, bool]:
-    """Return which of EDITS change the fingerprint of a copy of the code."""
+def fingerprints(folder: Path, module: str, edits: dict) -> dict[str, bool]:
+    """Return which of `edits` change the fingerprint of the task in `module` of a copy of the code."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     sys.dont_write_bytecode = True
 
     def fingerprint() -> str:
-        for name in [name for name in sys.modules if name.split(".")[0] == "src"]:
+        for name in [name for name in sys.modules if name.split(".")[0] in ("src", "addons")]:
             del sys.modules[name]
         importlib.invalidate_caches()
         linecache.clearcache()
-        task = importlib.import_module("src.tasks.causal_lm").Task(None, None)
+        task = importlib.import_module(module).Task(None, None)
         return importlib.import_module("src.data.encode_fingerprint").encode_fingerprint(task)
 
     first, found = fingerprint(), {}
-    for name, (path, old, new, _) in EDITS.items():
+    for name, (path, old, new, _) in edits.items():
         text = Path(path).read_text()
         assert old in text, name
         Path(path).write_text(text.replace(old, new))
@@ -384,7 +384,7 @@ def fingerprints(folder: Path) -> dict[str, bool]:
 
 def test_only_edits_of_encode_code_prepare_again(tmp_path):
     shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    [found] = kit.spawn(1, fingerprints, tmp_path, out=tmp_path / "out")
+    [found] = kit.spawn(1, fingerprints, tmp_path, "src.tasks.causal_lm", EDITS, out=tmp_path / "out")
     assert found == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
 
 

@@ -17,7 +17,7 @@ from src.data.step_sizes import Ramp, StepSizes, step_sizes
 from src.reporting import ledger
 from src.tasks.causal_lm import Options
 from src.text.padding import shorten_row
-from tests.helpers import kit, technique_runs
+from tests.helpers import kit, plain_task, technique_runs
 
 ROWS, BATCH, STEPS = 23, 8, 8  # batches of 2, 2, 4, 4, 6, then 5 (the rest of the epoch), 8, 8
 WARMUPS = {
@@ -249,8 +249,6 @@ def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):
     names = ("model_config", "train_file", "max_length", "sequence_length_warmup_steps")
     with pytest.raises(UsageError, match="sequence_length_warmup_start is 11, not less than max_length, which is 11"):
         kit.open_data(**({name: fields[name] for name in names} | more))
-    kit.need_task("preference")
-    with pytest.raises(UsageError, match="task preference cannot shorten its rows"):
-        rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-        more |= {"task": "preference", "train_file": kit.write_jsonl(tmp_path / "pairs.jsonl", rows)}
-        kit.open_data(**({name: fields[name] for name in names} | more))
+    more |= {"task": plain_task.NAME, "train_file": plain_task.write_data(tmp_path)["train_file"]}
+    with plain_task.registered(), pytest.raises(UsageError, match="task plain cannot shorten its rows"):
+        kit.open_data(**more, sequence_length_warmup_steps=fields["sequence_length_warmup_steps"])

@@ -9,7 +9,7 @@ from src.config.errors import UsageError
 from src.models import losses
 from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of
 from tests.conformance import recipes
-from tests.helpers import kit, technique_runs
+from tests.helpers import kit, plain_task, technique_runs
 from tests.models.test_losses import CHUNK, ROWS, VOCABULARY, WIDE, bounded, make, plain, with_gradients
 
 OPTIONS = {"label_smoothing_factor": 0.2, "z_loss": 0.03, "focal_gamma": 0.5}
@@ -138,23 +138,23 @@ def test_invalid_class_weights_are_named():
         ClassCrossEntropy(class_weights=["1", "1"]).set_classes(["a", "b", "c"])
 
 
-@pytest.mark.parametrize("task", ["text_classification", "token_classification"])
-def test_balanced_weights_are_those_of_scikit_learn(tmp_path, task):
-    kit.need_task(task)
-    texts = ["a cat", "a red cat", "no fox", "a mat"]
-    rows = [{"text": text, "label": text[0]} for text in texts]
-    tags = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in texts]
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", rows if task == "text_classification" else tags)
+TEXTS = ["a cat", "a red cat", "no fox", "a mat"]
+
+
+def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
+    rows = [{"text": text, "label": text[0]} for text in TEXTS]
+    check_balanced_weights(tmp_path, "text_classification", rows, [row["label"] for row in rows])
+
+
+def check_balanced_weights(tmp_path, task: str, rows: list[dict], given: list[str]) -> None:
+    """Assert that `class_weights: balanced` counts the labels `given` of the rows."""
     opened, splits = kit.open_data(
         task=task,
-        train_file=file,
+        train_file=kit.write_jsonl(tmp_path / "rows.jsonl", rows),
         model_config=kit.write_yaml(tmp_path / "bert.yaml", recipes.BERT),
         tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", [recipes.SENTENCE]),
         class_weights="balanced",
     )
-    given = [row["label"] for row in rows]
-    if task == "token_classification":
-        given = [tag for row in tags for tag in row["tags"]]
     counts = np.array([given.count(label) for label in opened.labels])
     assert counts.sum() == len(given)
     found = [float(value) for value in opened.options.class_weights]
@@ -197,13 +197,15 @@ def test_evaluation_is_the_plain_cross_entropy(tmp_path):
     assert one.losses() != other.losses()
 
 
-def test_a_task_without_cross_entropy_refuses_the_options(tmp_path):
+def test_a_task_without_cross_entropy_refuses_the_options():
     from src.config import parsing, validation
     from src.tasks import OPTIONS as TASKS
 
-    kit.need_task("embeddings")
-    with pytest.raises(UsageError, match="label_smoothing_factor: it belongs to task causal_lm"):
-        parsing.parse(kit.flags(task="embeddings", label_smoothing_factor=0.1), TASKS)
+    with (
+        plain_task.registered(),
+        pytest.raises(UsageError, match="label_smoothing_factor: it belongs to task causal_lm"),
+    ):
+        parsing.parse(kit.flags(task=plain_task.NAME, label_smoothing_factor=0.1), TASKS)
     fields = {"task": "text_classification", "model_name_or_path": "x", "train_file": "y", "regression": True}
     with pytest.raises(UsageError, match=r"regression is true.*class_weights"):
         validation.check(*parsing.parse(kit.flags(**fields, z_loss=0.1), TASKS))

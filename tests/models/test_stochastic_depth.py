@@ -8,7 +8,8 @@ from src.config.errors import UsageError
 from src.models.load_config import load_config
 from src.models.plain_model import build_plain_model
 from src.tasks import OPTIONS
-from tests.helpers import images, kit
+from tests.addons.tasks import images
+from tests.helpers import kit
 
 CONVNEXT = {"model_type": "convnext", "image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [2, 2]}
 CONVNEXT |= {"num_stages": 2}

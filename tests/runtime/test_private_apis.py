@@ -1,4 +1,4 @@
-"""No file of src/ but private_apis.py uses a private name of a library."""
+"""No file of src/ and addons/ but private_apis.py uses a private name of a library."""
 
 import ast
 
@@ -6,7 +6,8 @@ import pytest
 
 from tests.helpers import kit
 
-FILES = sorted((kit.REPOSITORY / "src").rglob("*.py")) + [kit.REPOSITORY / name for name in ("train.py", "eval.py")]
+FILES = sorted(path for folder in ("src", "addons") for path in (kit.REPOSITORY / folder).rglob("*.py"))
+FILES += [kit.REPOSITORY / name for name in ("train.py", "eval.py")]
 NOT_PRIVATE = ("os._exit", "._replace")  # documented, in spite of their names
 
 
@@ -20,7 +21,7 @@ def private_names(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and ast.unparse(node.value) not in ("self", "cls"):
             found.append(ast.unparse(node))
-        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("src"):
+        elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("src", "addons")):
             names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             found += [name for name in names if is_private(name)]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):

@@ -5,15 +5,14 @@ from collections import Counter
 from fractions import Fraction
 
 import datasets
-import evaluate  # takes seconds to import: done here once, inherited by the processes that are forked
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
 
+from src.config import addons
 from src.config.errors import UsageError
-from src.config.paths import REPOSITORY
-from src.metrics.spearman import ranks
+from src.models.metrics import f1, ranks
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -175,10 +174,9 @@ def test_class_labels_keep_the_order_of_their_names(folder):
         ),
         ({}, ["red", "blue", None], r"line 3: validation data: `label` holds nothing"),
         ({"label_column": "color"}, ["red"], r"no column `color` among text, .*--label_column"),
-        ({"metrics": ["no_such_metric"]}, ["red"], r"no_such_metric.*--trust_remote_code"),
     ],
 )
-def test_unusable_labels_and_metrics_are_refused(folder, fields, values, message):
+def test_unusable_labels_are_refused(folder, fields, values, message):
     with pytest.raises(UsageError, match=message):
         open_data(folder, validation_file=labelled(folder, "bad.jsonl", values), **fields)
 
@@ -198,16 +196,22 @@ def macro_f1(predictions, references):
 
 
 def test_f1_metric():
-    metric = evaluate.load(str(REPOSITORY / "src" / "metrics" / "f1.py"))
     generator = np.random.default_rng(0)
     for classes in (2, 3, 7):
         predictions, references = generator.integers(0, classes, (2, 50)).tolist()
-        got = metric.compute(predictions=predictions, references=references, average="macro")
-        assert got == {"f1": pytest.approx(macro_f1(predictions, references), abs=1e-15)}
-    assert metric.compute(predictions=[0, 0, 0, 1], references=[0, 0, 1, 1])["f1"] == pytest.approx((4 / 5 + 2 / 3) / 2)
-    assert metric.compute(predictions=[2, 2], references=[1, 1])["f1"] == 0
-    with pytest.raises(ValueError, match="average is"):
-        metric.compute(predictions=[0], references=[0], average="micro")
+        got = f1(predictions, references)
+        assert got == pytest.approx(macro_f1(predictions, references), abs=1e-15)
+    assert f1([0, 0, 0, 1], [0, 0, 1, 1]) == pytest.approx((4 / 5 + 2 / 3) / 2)
+    assert f1([2, 2], [1, 1]) == 0
+
+
+def test_other_metrics_need_their_addon(folder, tmp_path, monkeypatch):
+    """Without addons/, F1 is there, and one sentence names what another metric needs."""
+    monkeypatch.setattr(addons, "ADDONS", tmp_path)
+    for fields in ({}, {"metrics": ["f1", "pearson", "none"]}):
+        open_data(folder, **fields)
+    with pytest.raises(UsageError, match="addons/metrics/evaluate"):
+        open_data(folder, metrics=["exact_match"])
 
 
 @pytest.fixture(scope="module")

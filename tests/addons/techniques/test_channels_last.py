@@ -3,7 +3,8 @@ import json
 import pytest
 import torch
 
-from tests.helpers import images, kit, technique_runs
+from tests.addons.tasks import images
+from tests.helpers import kit, technique_runs
 
 CONVNEXT = {
     "model_type": "convnext",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.conformance import recipes
+from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 pytestmark = pytest.mark.cluster

@@ -15,9 +15,9 @@ from src.config.errors import UsageError
 from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
 from src.training.train_state import TrainState
+from tests.addons.tasks import recipes
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
-from tests.conformance import recipes
 from tests.helpers import kit
 
 EMA = {"ema": {"decay": 0.9, "final": True}}

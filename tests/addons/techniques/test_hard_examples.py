@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from addons.tasks.distillation import token_terms
 from addons.techniques import hard_examples
 from src.config import parsing
 from src.config.errors import UsageError
@@ -15,7 +16,7 @@ from src.data import dataset
 from src.data.data_loader import seed_everything
 from src.models import losses, token_losses
 from src.tasks import OPTIONS, causal_lm, make_task
-from tests.conformance import recipes
+from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 SHARE = 0.3  # 5 of 16 rows
@@ -109,8 +110,8 @@ CROSS_ENTROPY = {"z_loss": 0.1, "label_smoothing_factor": 0.1}
 def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     """In float64, with the options of the cross-entropy, and in several chunks of logits."""
     kit.need_task(name)
-    monkeypatch.setattr(losses, "chunk_rows", lambda *args: 7)
-    monkeypatch.setattr(token_losses, "chunk_rows", lambda *args: 7)
+    for module in (losses, token_losses, token_terms):
+        monkeypatch.setattr(module, "chunk_rows", lambda *args: 7)
     flags = getattr(recipes, name)(tmp_path)
     more = {"dtype": "float64"} | more
     more |= {} if "--train_file" in flags else {"train_file": tmp_path / "train.jsonl"}

@@ -10,7 +10,7 @@ from addons.techniques.neftune import NEFTune
 from src.config.errors import UsageError
 from src.data.batch_plan import PlanConfig, plan
 from src.training.step import ModelWithLoss
-from tests.conformance import recipes
+from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 ALPHA = 5.0

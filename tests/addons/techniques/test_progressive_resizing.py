@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 
 from addons.techniques.progressive_resizing import ProgressiveResizing
+from tests.addons.tasks import images
 from tests.addons.techniques.test_channels_last import fields
-from tests.helpers import images, kit, technique_runs
+from tests.helpers import kit, technique_runs
 
 OPTIONS = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2, "multiple": 4}
 SIZES = [12, 12, 16, 20, 24]  # scale 1/2, then 1/2 + k/6 for k = 0, 1, 2, then 1, of 24 pixels, to multiples of 4

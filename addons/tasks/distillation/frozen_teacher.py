@@ -1,0 +1,164 @@
+"""A frozen second model beside the trained one: its folder, the version of its weights, the module that holds both.
+
+Used by the tasks distillation (the teacher) and preference (the reference). Tests: tests/addons/tasks/test_frozen_teacher.py and test_preference.py.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from src.config.errors import UsageError
+from src.config.paths import locate
+from src.config.schema import RunConfig
+from src.download import fetch_records, hub
+from src.download.cache_folder import cache_root
+from src.models.build_model import build_model
+from src.models.load_config import check_fit, pretrained_config, vocabulary_size
+from src.models.load_tokenizer import load_tokenizer
+from src.runtime import private_apis
+from src.storage.atomic_folder import hash_file
+from src.storage.shared_work import SharedWork
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+RANDOM = "(random weights of the seed)"  # instead of a folder or Hub id; no folder and no Hub id has such a name
+HASH = "xxh3:"  # begins the version of a local folder: the hash of its files
+
+
+class StudentAndTeacher(torch.nn.Module):
+    """A trained and a frozen model in one module, so that every strategy shards and places both alike.
+
+    The teacher has no gradients, no optimizer state and no dropout, also in training mode. Where src/ asks a model for
+    its layers or embeddings, the student answers."""
+
+    def __init__(self, student: torch.nn.Module, teacher: torch.nn.Module):
+        super().__init__()
+        self.student, self.teacher = student, teacher.requires_grad_(False).eval()
+        private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
+
+    def train(self, mode: bool = True) -> "StudentAndTeacher":
+        """Set the mode of the student; the teacher stays in evaluation mode."""
+        super().train(mode)
+        self.teacher.eval()
+        return self
+
+    def tie_weights(self) -> None:
+        """Tie the weights of both models again."""
+        for model in (self.student, self.teacher):
+            if hasattr(model, "tie_weights"):
+                model.tie_weights()
+
+    @property
+    def config(self) -> Any:
+        return self.student.config
+
+    @property
+    def base_model(self) -> Any:
+        return self.student.base_model
+
+    @property
+    def supports_gradient_checkpointing(self) -> bool:
+        return getattr(self.student, "supports_gradient_checkpointing", False)
+
+    def activation_checkpointing_enable(self, arguments: dict) -> None:
+        """Recompute activations of the student; the teacher keeps none."""
+        self.student.activation_checkpointing_enable(arguments)
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.student.get_output_embeddings()
+
+
+class FrozenModel:
+    """A frozen language model: a folder, the version of its weights, and its configuration.
+
+    The result of training depends on its weights in every step. So their version is an option of the task: config.yaml
+    records it, a resumed run with other weights is refused, and eval.py compares it. It is the commit of a Hub model
+    or the hash of a local folder."""
+
+    def __init__(self, cfg: RunConfig, kind: str, name: str, version: str | None):
+        """Find the model `name` for the options KIND_name_or_path and KIND_revision.
+
+        Raise UsageError if it does not exist, or if a local folder does not hold the weights of `version`."""
+        self.cfg, self.kind, self.name, self.version = cfg, kind, name, version
+        self.folder: str | None = None
+        if name == RANDOM:
+            return
+        if Path(locate(name)).is_dir() or (version or "").startswith(HASH):
+            self.folder = str(self._local_folder(Path(locate(name))))
+            self._check_version(_hash_of_weights(cfg, Path(self.folder)))
+            return
+        revision = version or (cfg.model_revision if name == cfg.model_name_or_path else "main")
+        self.folder = hub.model_folder(
+            name, revision, f"{kind}_name_or_path", cache_root(cfg), True, cfg.trust_remote_code
+        )
+        self.version = fetch_records.records[f"model {name}@{revision}"].get("commit") or revision
+
+    def _local_folder(self, folder: Path) -> Path:
+        """Return `folder` or its final/, the one that holds a model."""
+        for found in (folder, folder / "final"):
+            if (found / "config.json").exists():
+                return found
+        raise UsageError(
+            f"{self.kind}_name_or_path: {folder} holds no model, and no final/ with one: give "
+            f"--{self.kind}_name_or_path FOLDER, the folder of a model or of a finished run"
+        )
+
+    def _check_version(self, found: str) -> None:
+        if self.version not in (None, found):
+            raise UsageError(
+                f"{self.kind}_revision is {self.version}, but the weights in {self.folder} are {found}: give "
+                f"--{self.kind}_name_or_path FOLDER with the weights that this run was trained with"
+            )
+        self.version = found
+
+    def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
+        """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
+        from transformers import AutoModelForCausalLM
+
+        self.config = config
+        if self.folder is None:
+            return
+        field = f"{self.kind}_name_or_path"
+        cfg = replace(self.cfg, tokenizer_name=None, model_name_or_path=self.folder)
+        self.config = pretrained_config(cfg, self.folder, field)
+        if getattr(self.config, "is_decoder", None) is False:
+            self.config.is_decoder = True
+        if (size := vocabulary_size(cfg, self.config)) != vocab_size:
+            raise UsageError(
+                f"{field}: {self.name} has a vocabulary of {size} tokens, but the trained model has {vocab_size}: "
+                "give a model with the same vocabulary"
+            )
+        check_fit(cfg, self.config, tokenizer, max_length, AutoModelForCausalLM)
+        other = load_tokenizer(cfg) if tokenizer is not None else None
+        if other is not None and other.get_vocab() != tokenizer.get_vocab():
+            raise UsageError(
+                f"{field}: the tokenizer of {self.name} gives other ids than that of the trained model: give a model "
+                "with the same tokenizer"
+            )
+
+    def build(self, empty: bool) -> torch.nn.Module:
+        """Return the model with its own weights, or those that the seed gives, on the CPU in `cfg.dtype`."""
+        from transformers import AutoModelForCausalLM
+
+        # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
+        cfg = replace(self.cfg, model_name_or_path=None, peft=None)
+        return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
+
+
+def _hash_of_weights(cfg: RunConfig, folder: Path) -> str:
+    """Return a hash of the configuration and weights in `folder`; one process of the launch reads them."""
+    import xxhash
+
+    names = ("config.json", "model*.safetensors", "pytorch_model*.bin")
+    files = sorted({path for name in names for path in folder.glob(name)})
+
+    def compute() -> dict:
+        hashes = json.dumps({path.name: hash_file(path)["xxh3_128"] for path in files}, sort_keys=True)
+        return {"hash": HASH + xxhash.xxh3_128_hexdigest(hashes.encode())}
+
+    key = repr([(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files])
+    return SharedWork(cache_root(cfg)).compute_once(key, compute, f"reading the weights in {folder}")["hash"]

@@ -1,0 +1,135 @@
+# Needs addons/techniques/_batch_loss.py.
+"""Text embeddings: a contrastive loss (InfoNCE) over pairs of texts; negatives are the other texts of the global batch.
+
+A row is {"anchor": "…", "positive": "…"}; with --negative_column it has a hard negative as well. The loss does not
+change with the micro-batch or the number of processes. Tests: tests/addons/tasks/test_embeddings.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from addons.tasks.embeddings.added_parameter import add_parameter
+from addons.tasks.embeddings.contrastive import info_nce, retrieval_metrics
+from addons.techniques._batch_loss import BatchLossTask
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.models.build_model import build_model
+from src.models.load_text_encoder import load_text_encoder
+from src.runtime.private_apis import known_masks
+from src.tasks.base import Batch, padded_length
+from src.text.labels import require_columns
+from src.text.padding import pad_columns
+from src.text.tokenization import require_text, tokenize_truncated
+
+
+@dataclass
+class Options:
+    needs_model = True  # model_name_or_path or model_config
+
+    max_length: int | None = option(
+        "tokens per text; longer texts are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
+    anchor_column: str = option("column of the first text of a pair", "anchor", from_checkpoint=True)
+    positive_column: str = option("column of the text that belongs to it", "positive", from_checkpoint=True)
+    negative_column: str | None = option("column of a similar text that does not", from_checkpoint=True)
+    pooling: str = option(
+        "vector of a text: the mean over its tokens, or its first token",
+        "mean",
+        choices=("mean", "cls"),
+        from_checkpoint=True,
+    )
+    temperature: float = option("the loss divides cosine similarities by this", 0.05, above=0, from_checkpoint=True)
+    learn_temperature: bool = option("train the temperature, from that value", False, from_checkpoint=True)
+
+
+class Task(BatchLossTask):
+    new_head = ("logit_scale",)
+
+    def load(self) -> None:
+        from transformers import AutoModel
+
+        o = self.options
+        encoder = load_text_encoder(self.cfg, o.max_length, AutoModel)
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
+        if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
+            raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
+        if self.config.is_encoder_decoder:
+            raise UsageError(f"embeddings needs an encoder, but {self.config.model_type} has a decoder as well")
+        self.config.use_cache = False
+        self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        return repr((self.tokenizer_text, self.max_length, self.columns))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import Features, List, Value
+
+        require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")
+        features = {f"ids_{i}": List(Value("int32")) for i in range(len(self.columns))}
+        features |= {name: Value("int64") for name in ("length", "targets", "cut")}
+        return list(dict.fromkeys(self.columns)), Features(features)
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        columns, lengths = {}, np.zeros((len(self.columns), len(batch[self.columns[0]])), np.int64)
+        truncated = np.zeros(lengths.shape[1], np.int64)
+        for i, column in enumerate(self.columns):
+            require_text(batch[column], column, locations)
+            encoded, counts = tokenize_truncated(self.tokenizer, [batch[column]], self.max_length)
+            columns[f"ids_{i}"], lengths[i] = encoded["input_ids"], counts["length"]
+            truncated += counts["cut"]
+            if (lengths[i] == 0).any():
+                raise UsageError(f"{locations[int(lengths[i].argmin())]}: `{column}` has no tokens")
+        # All texts of a row are padded to the longest one, and the length is what a forward pass computes.
+        length = lengths.max(0) * len(self.columns)
+        counts = {"length": length.tolist(), "targets": [1] * len(length), "cut": truncated.tolist()}
+        return columns | counts
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        texts = [row[f"ids_{i}"] for row in rows for i in range(len(self.columns))]
+        lengths = [len(text) for text in texts]
+        width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
+        padded = pad_columns([{"input_ids": text} for text in texts], {"input_ids": self.tokenizer.pad_token_id}, width)
+        inputs = {name: torch.from_numpy(ids).unflatten(0, (len(rows), -1)) for name, ids in padded.items()}
+        return Batch(inputs, weight=len(rows), tokens=sum(lengths), padded_tokens=len(texts) * width)
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModel
+
+        model: Any = build_model(self.cfg, self.config, AutoModel, weights, ("pooler",), empty)
+        if (pooler := getattr(model, "pooler", None)) is not None:
+            pooler.requires_grad_(False)  # the loss does not use it
+        if self.options.learn_temperature:
+            add_parameter(self.cfg, model, "logit_scale", -math.log(self.options.temperature), weights)
+        return model
+
+    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return `vectors`, (rows, texts, features): unit vectors, but anchors are divided by the temperature."""
+        ids, mask = (inputs[name].flatten(0, 1) if name in inputs else None for name in ("input_ids", "attention_mask"))
+        with known_masks(packed=False):
+            hidden = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        hidden = hidden.float() if hidden.dtype in (torch.bfloat16, torch.float16) else hidden
+        real = torch.ones_like(ids) if mask is None else mask
+        mean = (hidden * real[..., None]).sum(1) / real.sum(1, keepdim=True)
+        pooled = hidden[:, 0] if self.options.pooling == "cls" else mean
+        texts = F.normalize(pooled, dim=-1).unflatten(0, (-1, len(self.columns)))
+        scale = model.logit_scale.exp() if self.options.learn_temperature else 1 / self.options.temperature
+        return {"vectors": torch.cat([texts[:, :1] * scale, texts[:, 1:]], 1)}
+
+    def batch_loss(self, vectors: dict[str, torch.Tensor], weight: float) -> dict[str, torch.Tensor]:
+        texts = vectors["vectors"]
+        return {"loss": info_nce(texts[:, 0], texts[:, 1:])}
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        texts = torch.from_numpy(rows["vectors"])
+        return retrieval_metrics(texts[:, 0], texts[:, 1:])

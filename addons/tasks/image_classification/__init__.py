@@ -1,0 +1,197 @@
+"""Image classification with any vision model: cross-entropy, augmentation, mixup, accuracy, and `evaluate` metrics.
+
+A row is {"image": …, "label": "cat"}; the image is an Image column of `datasets`, the label a name or an integer.
+Tests: tests/addons/tasks/test_image_classification.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from addons.tasks.image_classification import augmentation
+from addons.tasks.image_classification.decoding import open_image, read_image
+from addons.tasks.image_classification.image_processor import normalize, read_image_processor, stack
+from src.config.errors import UsageError, warn
+from src.config.fields import option
+from src.config.schema import RunConfig
+from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
+from src.models.load_config import check_fit, load_config
+from src.models.losses import at_least_float32, sums_from_logits
+from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
+from src.models.r_drop import r_drop_option, r_drop_sums, twice
+from src.models.token_losses import row_losses
+from src.tasks import base
+from src.tasks.base import Batch
+from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
+
+HEAD = "ImageClassification"
+NEW_HEAD = ("classifier", "head.")  # modules that may be new in a pretrained model
+TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
+TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
+
+
+@dataclass
+class Options(ClassCrossEntropy):
+    needs_model = True  # model_name_or_path or model_config
+
+    image_size: int | None = option(
+        "height and width of the model's input, in pixels (default: the model's)", min=1, from_checkpoint=True
+    )
+    image_mean: list[float] = option(
+        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
+    )
+    image_std: list[float] = option(
+        "standard deviation of each channel (default: the model's)", [], from_checkpoint=True
+    )
+    image_column: str = option("column of the image", "image", from_checkpoint=True)
+    label_column: str = option("column of the label", "label", from_checkpoint=True)
+    random_crop: float = option("crops of at least this share of the image; 1: none", 0.3, above=0, max=1, **TRAINING)
+    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    rand_augment: int = option("RandAugment: operations per image; 0: none", 0, min=0, **TRAINING)
+    rand_augment_strength: float = option(
+        "strength of each RandAugment operation, 0 to 1; the paper's 9 of 30 is 0.3", 0.3, min=0, max=1, **TRAINING
+    )
+    cutout: float = option(
+        "CutOut: side of an erased square, as a share of the image's; 0: none", 0.0, min=0, max=1, **TRAINING
+    )
+    mixup: float = option("mix images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING)
+    cutmix: float = option(
+        "paste parts of other images; parameter of the Beta distribution; 0: never", 0.0, min=0, **TRAINING
+    )
+    r_drop_alpha: float = r_drop_option()
+    metrics: list[str] = option(
+        "metrics besides accuracy: f1; files of addons/metrics/evaluate/; Hub names or script paths (code: needs "
+        "trust_remote_code); or none",
+        ["f1"],
+        may_change_on_resume=True,
+        from_checkpoint=all_of_this_repository,
+    )
+
+
+class Task(base.Task):
+    new_head = NEW_HEAD
+    unit = "images"
+
+    decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
+
+    def __init__(self, cfg: RunConfig, options: Options):
+        super().__init__(cfg, options)
+        self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+        self.are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
+
+    def load(self) -> None:
+        from transformers import AutoModelForImageClassification
+
+        self.config = load_config(self.cfg, None)
+        check_fit(self.cfg, self.config, None, None, AutoModelForImageClassification)
+        self.image_processor = read_image_processor(self.cfg, self.config, self.options)
+        self.metric_names = check_metrics(self.options.metrics, self.cfg.trust_remote_code)
+        if self.cfg.model_name_or_path:
+            self.labels = labels_of_model(self.config, HEAD)
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        return repr((self.options.image_column, self.options.label_column, self.image_processor.channels, self.labels))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import ClassLabel, Features, Value
+
+        columns = [self.options.image_column, self.options.label_column]
+        needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
+        if self.labels is None or (split == "train" and not self.are_of_data):
+            known = self.labels is not None and not whole and self.class_names is None
+            found = self.labels if known else labels_of_data(examples, needed[1], split, self.class_names, whole)
+            if not set(found) <= set(self.labels or ()):  # other classes than those of the pretrained model
+                self.labels = found
+        features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}
+        return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        column, label_column = self.options.image_column, self.options.label_column
+        channels = self.image_processor.channels
+        images = [read_image(v, column, channels, locations[i])[0] for i, v in enumerate(batch[column])]
+        ids = label_ids(batch[label_column], self.labels, self.class_names, label_column, locations)
+        ones = [1] * len(ids)  # all inputs have one size, so the length of a row is one image
+        return {"image": images, "label": ids, "length": ones, "targets": ones, "cut": [0] * len(ids)}
+
+    def on_prepared(self, features) -> None:
+        self.labels, self.are_of_data = features["label"].names, True
+
+    def on_train_data(self, train_set) -> None:
+        self.options.set_classes(self.labels, train_set, "label")
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModelForImageClassification
+
+        of_model = labels_of_model(self.config, HEAD) if self.cfg.model_name_or_path else None
+        if of_model and of_model != self.labels:
+            warn(f"the {len(of_model)} classes of the model are replaced by the {len(self.labels)} classes of the data")
+        set_labels(self.config, self.labels)
+        return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        from addons.tasks.image_classification.rand_augment import cutout, rand_augment
+
+        o, processor, images = self.options, self.image_processor, []
+        for row in rows:
+            image = open_image(row["image"], processor.channels, 2 * processor.size if training else None)
+            if training and o.random_crop < 1:
+                image = augmentation.random_resized_crop(image, processor.size, o.random_crop, processor.resample)
+            else:
+                image = processor.center(image)
+            if training:
+                image = augmentation.random_flip(image, o.horizontal_flip)
+                image = rand_augment(image, o.rand_augment, o.rand_augment_strength, processor.mean)
+                image = cutout(image, o.cutout, processor.mean)
+            images.append(image)
+        pixels, labels = stack(images), np.array([int(row["label"]) for row in rows])
+        inputs, others, shares = {"labels": labels}, labels, np.ones(len(rows), np.float32)
+        if training:
+            pixels, other, shares = augmentation.mix(pixels, o.mixup, o.cutmix)
+            others, shares = labels[other], shares.astype(np.float32)
+            inputs |= {"other_labels": others, "shares": shares}
+        weight, more = o.weigh(training, labels, others, shares)
+        tensors = {name: torch.from_numpy(value) for name, value in (inputs | {"pixels": pixels}).items()}
+        tensors |= processor.scale(getattr(torch, self.cfg.dtype)) | more
+        return Batch(tensors, weight, tokens=len(rows), padded_tokens=len(rows))
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        alpha, pixels = self.options.r_drop_alpha, normalize(model, inputs)
+        if model.training:
+            rows = {name: inputs[name] for name in ("labels", "other_labels", "shares")} | {"pixels": pixels}
+            labels, others, shares, pixels = (twice(rows) if alpha else rows).values()
+            logits, weights = model(pixel_values=pixels).logits, class_weights_of(inputs)
+            # Rows are a mixture (mixup): `shares` of `labels`, the rest of `others`.
+            own, other = (self.options.per_target(at_least_float32(logits), x, weights) for x in (labels, others))
+            sums = {name: (shares * own[name] + (1 - shares) * other[name]).sum() for name in own}
+            return r_drop_sums(sums, logits, alpha) if alpha else sums
+        labels, logits = inputs["labels"], model(pixel_values=pixels).logits
+        sums = sums_from_logits(logits, labels, False) | {"prediction": logits.argmax(-1), "label": labels}
+        if len(self.labels) >= TOP_FIVE:
+            sums["correct_in_five"] = (logits.topk(5).indices == labels[:, None]).double().sum()
+        return sums
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if self.options.r_drop_alpha:
+            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
+        logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
+        targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
+        own, other = (row_losses(logits, None, labels, self.options, weights) for labels in targets)
+        return {name: shares * own[name] + (1 - shares) * other[name] for name in own}
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        found = {"accuracy": sums["correct"] / weight}
+        return found | ({"top5_accuracy": sums["correct_in_five"] / weight} if "correct_in_five" in sums else {})
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
+        return compute_metrics(self.metric_names, predictions, labels, self.cfg.trust_remote_code)

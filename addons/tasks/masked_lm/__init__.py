@@ -1,0 +1,149 @@
+"""Masked language models: an encoder predicts the tokens that are masked in a text (BERT).
+
+A row is {"text": "…"} or {"input_ids": [5, 6, …]}. A text longer than max_length becomes several rows.
+Shows: randomness in `collate` that evaluation does not have. Tests: tests/addons/tasks/test_masked_lm.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from addons.tasks.masked_lm.masked_head import has_positionwise_head, hidden_states_at
+from addons.tasks.masked_lm.masking import mask_tokens, masked_count
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.models.build_model import build_model
+from src.models.cross_entropy import CrossEntropy
+from src.models.load_config import vocabulary_size
+from src.models.load_text_encoder import load_text_encoder
+from src.models.losses import sums_from_logits
+from src.models.token_losses import row_losses
+from src.runtime.private_apis import known_masks
+from src.tasks import base
+from src.tasks.base import Batch, padded_length
+from src.text.encode_rows import Encoder
+from src.text.padding import pad_columns, shorten_row
+
+
+@dataclass
+class Options(CrossEntropy):
+    max_length: int | None = option(
+        "tokens per row; a longer text becomes several rows (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
+    text_column: str = option("column of the text", "text", from_checkpoint=True)
+    mlm_probability: float = option(
+        "share of a row's tokens to predict; of these 80% are masked, 10% replaced by random tokens, 10% kept",
+        0.15,
+        above=0,
+        max=1,
+        from_checkpoint=True,
+    )
+
+
+class Task(base.Task):
+    attributes_from_weights = ("positionwise_head",)
+
+    def load(self) -> None:
+        from transformers import AutoModelForMaskedLM
+
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
+            self.cfg, self.options.max_length, AutoModelForMaskedLM, needs_mask_token=True
+        )
+        self.vocab_size = vocabulary_size(self.cfg, self.config)
+        self.may_be_masked = np.ones(self.vocab_size, bool)
+        self.may_be_masked[self.tokenizer.all_special_ids] = False
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        o = self.options
+        return repr((self.tokenizer_text, self.max_length, o.text_column, o.mlm_probability))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import Features, List, Value
+
+        # With packing the encoder splits a long document, and append_eos would add a token that many models lack.
+        text_column = self.options.text_column
+        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, True, text_column, append_eos=False)
+        needed, made = self.encoder.choose(
+            examples.column_names, split, (self.cfg.sample_weight_column, self.cfg.curriculum_column)
+        )
+        if "labels" in made:
+            raise UsageError(
+                f"{split} data: masked_lm chooses its labels itself, so {', '.join(needed)} cannot all be used: give "
+                f"rows of `{text_column}` or `input_ids`"
+            )
+        features = {"input_ids": List(Value("int32"))}
+        return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        rows = self.encoder.encode_batch(batch, locations)
+        candidates = [int(self.may_be_masked[ids].sum()) for ids in rows["input_ids"]]
+        rows["targets"] = [masked_count(count, self.options.mlm_probability) for count in candidates]
+        return {name: rows[name] for name in ("input_ids", "length", "targets", "cut")}
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModelForMaskedLM
+
+        model = build_model(self.cfg, self.config, AutoModelForMaskedLM, weights, empty=empty)
+        if not empty:
+            self.positionwise_head = has_positionwise_head(model, self.vocab_size)
+        return model
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        return shorten_row(row, length)
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
+        masked, positions, targets = [], [], []
+        for i, row in enumerate(rows):
+            ids = row["input_ids"]
+            # In training the masks come from the seed of the micro-batch: each epoch has others. In evaluation
+            # they belong to the row, so the result does not depend on the batch size or the number of processes.
+            seed = np.random.randint(1 << 62) if training else xxhash.xxh3_64_intdigest(ids.astype(np.int32).tobytes())
+            changed, chosen = mask_tokens(
+                ids,
+                self.may_be_masked,
+                self.options.mlm_probability,
+                self.tokenizer.mask_token_id,
+                len(self.tokenizer),
+                np.random.default_rng(seed),
+            )
+            masked.append({"input_ids": changed})
+            positions.append(i * width + chosen)
+            targets.append(ids[chosen])
+        inputs = pad_columns(masked, {"input_ids": self.tokenizer.pad_token_id}, width)
+        inputs |= {"positions": np.concatenate(positions), "targets": np.concatenate(targets).astype(np.int64)}
+        tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
+        return Batch(tensors, len(tensors["targets"]), sum(lengths), len(rows) * width)
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return sums_from_logits(self._logits(model, inputs), inputs["targets"], model.training, self.options)
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        rows, width = inputs["input_ids"].shape
+        found = row_losses(self._logits(model, inputs), None, inputs["targets"], self.options)  # each target as a row
+        is_of_row = inputs["positions"] // width == torch.arange(rows, device=inputs["positions"].device)[:, None]
+        return {name: (is_of_row * values).sum(1) for name, values in found.items()}
+
+    def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the logits of the masked tokens, (targets, vocabulary)."""
+        arguments = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        positions = inputs["positions"]
+        with known_masks(packed=False):
+            if self.positionwise_head:  # one token in seven needs logits
+                with hidden_states_at(model, positions):
+                    return model(**arguments).logits[0]
+            return model(**arguments).logits.flatten(0, 1)[positions]
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        return {"perplexity": math.exp(min(sums["loss"] / weight, 700.0)), "accuracy": sums["correct"] / weight}

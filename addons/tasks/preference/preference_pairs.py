@@ -1,0 +1,67 @@
+"""Encoding of preference pairs: a prompt with a chosen and a rejected completion, as text or as chats.
+
+Tests: tests/addons/tasks/test_preference.py.
+"""
+
+from typing import Any
+
+from src.config.errors import UsageError
+from src.text.encode_rows import Encoder
+from src.text.tokenization import IGNORED, require_text
+
+SIDES = ("chosen", "rejected")
+
+
+class PairEncoder:
+    """Encodes the pairs of a split, all text or all chats, with the Encoder of language models."""
+
+    def __init__(self, encoder: Encoder, examples, split: str):
+        """Choose the kind of rows from the columns of `examples`; `needed` are those that encode_batch reads."""
+        from datasets import Value
+
+        columns = examples.column_names
+        self.encoder = encoder
+        self.chat = "chosen" in columns and not isinstance(examples.features["chosen"], Value)
+        self.needed = [name for name in ("prompt", *SIDES) if name in columns or not (self.chat and name == "prompt")]
+        if missing := [name for name in self.needed if name not in columns]:
+            raise UsageError(
+                f"{split} data: {' and '.join(missing)} not among the columns {', '.join(columns)}: a row needs "
+                "`prompt`, `chosen` and `rejected` (chats: `chosen` and `rejected`)"
+            )
+        encoder.choose(["messages"] if self.chat else ["prompt", "completion"], split)
+
+    def encode_batch(self, batch: dict[str, list], locations) -> dict[str, list]:
+        """Return SIDE_ids and SIDE_labels of both sides, and `length`, `targets` and `cut` of each pair.
+
+        The tokens that both sides begin with (the prompt, at least) are not targets. A pair without targets, equal or
+        truncated in the prompt, has `targets` 0, all others 1."""
+        pairs = [self.encoder.encode_batch(self._sequences(batch, side, locations), locations) for side in SIDES]
+        rows: dict[str, list] = {f"{side}_ids": made["input_ids"] for side, made in zip(SIDES, pairs, strict=True)}
+        rows |= {name: [] for name in ("chosen_labels", "rejected_labels", "length", "targets", "cut")}
+        for i, ids in enumerate(zip(rows["chosen_ids"], rows["rejected_ids"], strict=True)):
+            differs = (k for k, (one, other) in enumerate(zip(*ids, strict=False)) if one != other)
+            shared = next(differs, min(map(len, ids)))
+            for side, made in zip(SIDES, pairs, strict=True):
+                rows[f"{side}_labels"].append([IGNORED] * shared + made["labels"][i][shared:])
+            # Without label 0: no token precedes the first one.
+            labels = rows["chosen_labels"][i][1:] + rows["rejected_labels"][i][1:]
+            rows["targets"].append(int(any(label != IGNORED for label in labels)))
+            rows["length"].append(sum(map(len, ids)))
+            rows["cut"].append(sum(made["cut"][i] for made in pairs))
+        return rows
+
+    def _sequences(self, batch: dict[str, list], side: str, locations) -> dict[str, list]:
+        """Return the prompts with the completions of one side, in the columns that the encoder reads."""
+        if self.chat:
+            prompts = batch.get("prompt") or [None] * len(batch[side])
+            return {"messages": [_chat(prompt, turns) for prompt, turns in zip(prompts, batch[side], strict=True)]}
+        require_text(batch[side], side, locations)
+        return {"prompt": batch["prompt"], "completion": batch[side]}
+
+
+def _chat(prompt: Any, turns: list[dict] | None) -> list[dict]:
+    """Return a whole chat. A prompt of text is its first turn, unless the turns begin with one of their own."""
+    turns = turns or []
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}] if turns and turns[0]["role"] == "assistant" else []
+    return [*(prompt or []), *turns]

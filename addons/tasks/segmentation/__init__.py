@@ -1,0 +1,174 @@
+# Needs addons/tasks/image_classification/.
+"""Semantic segmentation: a class for every pixel; cross-entropy over the labeled pixels, mean IoU, pixel accuracy.
+
+A row is {"image": …, "label": …}: an image, and an image of the same size with class ids as pixels. Without a model
+in the run file, a small U-Net takes images of their own sizes; padding has no effect on it. Models of transformers
+have no mask for padding, so they need --image_size: all images are resized. Tests: tests/addons/tasks/test_segmentation.py.
+"""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from addons.tasks.image_classification.decoding import open_image, read_image
+from addons.tasks.image_classification.image_processor import normalize, read_image_processor
+from addons.tasks.segmentation import segments
+from addons.tasks.segmentation.masked_unet import MaskedUNet
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
+from src.models.load_config import check_fit, load_config
+from src.models.losses import at_least_float32, sums_from_logits
+from src.models.plain_model import build_plain_model, saved_config
+from src.tasks import base
+from src.tasks.base import Batch
+from src.text.labels import labels_of_model, require_columns, set_labels
+
+HEAD = "SemanticSegmentation"
+TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
+NEW_HEAD = ("decode_head", "classifier", "auxiliary_head")  # modules that may be new in a pretrained model
+
+
+@dataclass
+class Options(ClassCrossEntropy):
+    class_names: list[str] = option("names of the classes, by their pixel value", [], from_checkpoint=True)
+    num_classes: int | None = option("number of classes, if they have no names", min=2, from_checkpoint=True)
+    ignored_value: int = option("pixel value of the label without a class", 255, min=0, max=255, from_checkpoint=True)
+    image_column: str = option("column of the image", "image", from_checkpoint=True)
+    label_column: str = option("column of the image of class ids", "label", from_checkpoint=True)
+    image_size: int | None = option(
+        "resize images to this height and width, in pixels (default: their own)", min=1, from_checkpoint=True
+    )
+    image_mean: list[float] = option(
+        "mean of each channel, from 0 to 1 (default: the model's)", [], from_checkpoint=True
+    )
+    image_std: list[float] = option("standard deviation of each channel", [], from_checkpoint=True)
+    unet_widths: list[int] = option("channels of each level of the U-Net", [16, 32, 64], from_checkpoint=True)
+    random_crop: float = option("crops of at least this share of the image; 1: none", 0.5, above=0, max=1, **TRAINING)
+    horizontal_flip: float = option("probability of mirroring an image", 0.5, min=0, max=1, **TRAINING)
+    dice_loss: float = option(
+        "weight of 1 − the soft Dice coefficient of each image, averaged by labeled pixels, in the training loss",
+        0.0,
+        min=0,
+        **TRAINING,
+    )
+
+
+class Task(base.Task):
+    new_head = NEW_HEAD
+
+    decode_media = False
+    unit = "pixels"
+
+    def load(self) -> None:
+        o, saved = self.options, saved_config(self.cfg)
+        names = o.class_names or [str(i) for i in range(o.num_classes or 0)]
+        self.is_plain = not self.cfg.model_config and ("widths" in saved or not self.cfg.model_name_or_path)
+        if self.is_plain:
+            self.config: Any = SimpleNamespace(num_channels=3)
+            self.widths, self.classes = saved.get("widths", o.unet_widths), names or saved.get("classes", [])
+            self.multiple = 2 ** (len(self.widths) - 1)  # what height and width of a micro-batch must divide by
+        else:
+            from transformers import AutoModelForSemanticSegmentation
+
+            self.config, self.multiple = load_config(self.cfg, None), 1
+            check_fit(self.cfg, self.config, None, None, AutoModelForSemanticSegmentation)
+            self.classes = names or labels_of_model(self.config, HEAD) or []
+            if not o.image_size:
+                raise UsageError(
+                    f"image_size is not set: {self.config.model_type} has no mask for padding, so the loss of an image "
+                    "would depend on those beside it: give --image_size, or no model for the U-Net"
+                )
+        if len(self.classes) < 2:
+            raise UsageError("the classes are unknown: give class_names or num_classes")
+        o.set_classes(self.classes)
+        self.processor = read_image_processor(self.cfg, self.config, o)
+        self.processor.is_square = True
+        self.image_processor = None if self.is_plain else self.processor  # final/ holds it for `pipeline`
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        o = self.options
+        return repr((o.image_column, o.label_column, o.image_size, o.ignored_value, len(self.classes)))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import Features, Value
+
+        columns = [self.options.image_column, self.options.label_column]
+        needed = require_columns(examples, columns, split, "--image_column or --label_column")
+        features = {name: Value("binary") for name in ("image", "label")}
+        return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        o, made = self.options, {name: [] for name in ("image", "label", "length", "targets", "cut")}
+        for i, (value, mask) in enumerate(zip(batch[o.image_column], batch[o.label_column], strict=True)):
+            image, size = read_image(value, o.image_column, self.processor.channels, locations[i])
+            label, ids = segments.read_label(
+                mask, o.label_column, size, len(self.classes), o.ignored_value, locations[i]
+            )
+            width, height = (o.image_size, o.image_size) if o.image_size else size
+            row = (image, label, width * height, int((ids != o.ignored_value).sum()), 0)
+            for column, item in zip(made.values(), row, strict=True):
+                column.append(item)
+        return made
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        if self.is_plain:
+            make = lambda: MaskedUNet(self.processor.channels, len(self.classes), self.widths)  # noqa: E731
+            return build_plain_model(self.cfg, make, weights, empty)
+        from transformers import AutoModelForSemanticSegmentation
+
+        set_labels(self.config, self.classes)
+        return build_model(self.cfg, self.config, AutoModelForSemanticSegmentation, weights, NEW_HEAD, empty)
+
+    def model_config(self) -> dict[str, Any]:
+        return {"widths": self.widths, "classes": self.classes}
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        o, pairs = self.options, []
+        for row in rows:
+            pair = open_image(row["image"], self.processor.channels), segments.open_label(row["label"])
+            if training:
+                pair = segments.random_view(*pair, o.random_crop, o.horizontal_flip)
+            pairs.append(segments.resize(*pair, o.image_size, self.processor.resample) if o.image_size else pair)
+        inputs = segments.pad(pairs, self.multiple, o.ignored_value)
+        weight, more = o.weigh(training, inputs["labels"].numpy())
+        scale = self.processor.scale(getattr(torch, self.cfg.dtype))
+        return Batch(scale | inputs | more, weight, int(inputs["mask"].sum()), padded_tokens=inputs["mask"].numel())
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        pixels, labels = normalize(model, inputs), inputs["labels"]
+        if self.is_plain:
+            logits = at_least_float32(model(pixels, inputs["mask"]))
+        else:
+            logits = at_least_float32(model(pixel_values=pixels).logits)  # some models give a lower resolution
+            logits = F.interpolate(logits, labels.shape[-2:], mode="bilinear", align_corners=False)
+        if model.training:
+            return self._training_sums(logits, labels, class_weights_of(inputs))
+        loss = F.cross_entropy(logits, labels, reduction="none", ignore_index=segments.IGNORED)
+        return {"loss": loss.double().sum()} | segments.overlaps(logits.argmax(1), labels, len(self.classes))
+
+    def _training_sums(
+        self, logits: torch.Tensor, labels: torch.Tensor, class_weights: torch.Tensor | None
+    ) -> dict[str, torch.Tensor]:
+        o = self.options
+        if o.is_plain_loss:
+            sums = {"loss": F.cross_entropy(logits, labels, reduction="sum", ignore_index=segments.IGNORED)}
+        else:
+            by_pixel = logits.movedim(1, -1).flatten(0, -2)
+            sums = sums_from_logits(by_pixel, labels.flatten(), True, o, class_weights)
+        if not o.dice_loss:
+            return sums
+        dice = (segments.dice_losses(logits, labels) * (labels != segments.IGNORED).sum((1, 2))).sum()
+        return sums | {"loss": sums["loss"] + o.dice_loss * dice, "dice_loss": dice.detach()}
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        return segments.scores(sums, weight, self.classes)

@@ -1,0 +1,172 @@
+"""Text to text with an encoder-decoder model (T5, BART, …): summaries, translations, docstrings.
+
+A row is {"source": "…", "target": "…"}. Evaluation also generates a text for every row and compares it with the target
+(ROUGE, exact match); `metrics: [none]` omits that. Tests: tests/addons/tasks/test_seq2seq.py.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from addons.tasks.seq2seq.encoder_decoder import (
+    complete_config,
+    generate_tokens,
+    has_plain_decoder_head,
+    score_labels,
+    seq2seq_sums,
+)
+from addons.tasks.seq2seq.text_pairs import PairEncoder, decode_rows, pad_rows
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.models.build_model import build_model
+from src.models.cross_entropy import CrossEntropy
+from src.models.load_config import check_fit, load_config
+from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
+from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
+from src.models.token_losses import row_losses
+from src.runtime.private_apis import known_masks
+from src.tasks import base
+from src.tasks.base import Batch, padded_length
+from src.text.tokenization import IGNORED
+
+
+@dataclass
+class Options(CrossEntropy):
+    max_source_length: int | None = option(
+        "tokens per source; longer ones are truncated (default: 1024, or the model's limit)",
+        min=1,
+        from_checkpoint=True,
+    )
+    max_target_length: int = option("tokens per target; longer ones are truncated", 128, min=2, from_checkpoint=True)
+    source_column: str = option("column of the source text", "source", from_checkpoint=True)
+    target_column: str = option("column of the target text", "target", from_checkpoint=True)
+    source_prefix: str = option(
+        'text before every source, such as "summarize: " for T5', "", may_be_empty=True, from_checkpoint=True
+    )
+    metrics: list[str] = option(
+        "metrics of the generated texts: files of addons/metrics/evaluate/ (exact_match, rouge); Hub names or script paths (code: "
+        "needs trust_remote_code); or none, which generates nothing",
+        ["exact_match"],
+        may_change_on_resume=True,
+        from_checkpoint=all_of_this_repository,
+    )
+    max_new_tokens: int | None = option(
+        "tokens to generate at most (default: max_target_length)",
+        min=1,
+        may_change_on_resume=True,
+        from_checkpoint=True,
+    )
+    num_beams: int = option("beams of the search", 1, min=1, may_change_on_resume=True, from_checkpoint=True)
+    do_sample: bool = option(
+        "draw tokens at random, seeded by the micro-batch", False, may_change_on_resume=True, from_checkpoint=True
+    )
+    sample_prompt: str | None = option(
+        "after training, generate a text from this source and print it (default: no sample)",
+        may_be_empty=True,
+        may_change_on_resume=True,
+        from_checkpoint=False,
+    )
+
+
+class Task(base.Task):
+    # A rank that builds without weights has no generation_config.json either, and would generate by other rules.
+    attributes_from_weights = ("plain_head", "generation_config")
+
+    def load(self) -> None:
+        from transformers import AutoModelForSeq2SeqLM
+
+        o = self.options
+        self.tokenizer: Any = load_tokenizer(self.cfg)
+        if self.tokenizer is None:
+            raise UsageError("seq2seq needs --tokenizer_name, or a model folder with a tokenizer")
+        self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
+        self.config = load_config(self.cfg, self.tokenizer)
+        fit = (self.cfg, self.config, self.tokenizer)
+        self.max_length = check_fit(*fit, o.max_source_length, AutoModelForSeq2SeqLM, "max_source_length")
+        for name in ("max_target_length", "max_new_tokens"):
+            check_fit(*fit, getattr(o, name), AutoModelForSeq2SeqLM, name)
+        complete_config(self.config, self.tokenizer)
+        self.metric_names = check_metrics(o.metrics, self.cfg.trust_remote_code)
+        self.columns = (o.source_column, o.target_column, o.source_prefix)
+        self.encoder = PairEncoder(self.tokenizer, *self.columns, self.max_length, o.max_target_length)
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        return repr((self.tokenizer_text, self.max_length, self.options.max_target_length, *self.columns))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        return self.encoder.choose(examples.column_names, split)
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        return self.encoder.encode_batch(batch, locations)
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModelForSeq2SeqLM
+
+        model = build_model(self.cfg, self.config, AutoModelForSeq2SeqLM, weights, empty=empty)
+        if not empty:
+            self.plain_head = has_plain_decoder_head(model, len(self.tokenizer))
+            self.generation_config = model.generation_config
+        return model
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        sources, labels = [row["input_ids"] for row in rows], [row["labels"] for row in rows]
+        source_lengths, lengths = [len(ids) for ids in sources], [len(ids) for ids in labels]
+        multiple = self.cfg.pad_to_multiple_of
+        width = padded_length(source_lengths, multiple, self.max_length)
+        inputs = {
+            "input_ids": pad_rows(sources, width, self.tokenizer.pad_token_id),
+            "attention_mask": pad_rows([np.ones(n) for n in source_lengths], width, 0),
+            "labels": pad_rows(labels, padded_length(lengths, multiple, self.options.max_target_length), IGNORED),
+        }
+        tokens, padded = sum(source_lengths) + sum(lengths), inputs["input_ids"].size + inputs["labels"].size
+        return Batch({name: torch.from_numpy(ids) for name, ids in inputs.items()}, sum(lengths), tokens, padded)
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = inputs["labels"]
+        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with known_masks(packed=False):
+            sums = seq2seq_sums(model, source, labels, self.plain_head, self.options)
+        if model.training or not self.metric_names:
+            return sums
+        missing = self.options.max_target_length - labels.shape[1]
+        reference = F.pad(labels, (0, missing), value=IGNORED)
+        return sums | {"generated": self._generate(model, source), "reference": reference}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        labels = inputs["labels"]
+        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        with known_masks(packed=False):
+            scored = score_labels(model, source, labels, self.plain_head)
+        return row_losses(*scored, labels, self.options)
+
+    def _generate(self, model, source: dict[str, torch.Tensor]) -> torch.Tensor:
+        o = self.options
+        settings = {"max_new_tokens": o.max_new_tokens or o.max_target_length, "num_beams": o.num_beams}
+        return generate_tokens(model, source, self.generation_config, do_sample=o.do_sample, **settings)
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        return {"perplexity": math.exp(min(sums["loss"] / weight, 700.0)), "accuracy": sums["correct"] / weight}
+
+    def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
+        generated, references = (decode_rows(self.tokenizer, rows[name]) for name in ("generated", "reference"))
+        return compute_metrics(self.metric_names, generated, references, self.cfg.trust_remote_code)
+
+    def sample(self, model: torch.nn.Module) -> str | None:
+        o = self.options
+        if not o.sample_prompt:
+            return None
+        ids = torch.tensor([self.encoder.source_ids(o.sample_prompt)], device=model.device)
+        model.eval()  # without dropout
+        torch.manual_seed(self.cfg.seed)
+        tokens = self._generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+        return f"{o.sample_prompt}\n=> {decode_rows(self.tokenizer, tokens.cpu().numpy())[0]}"

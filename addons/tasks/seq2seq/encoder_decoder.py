@@ -1,0 +1,103 @@
+"""Encoder-decoder language models: hidden states for a loss in bounded memory, and generation in evaluation.
+
+Tests: tests/addons/tasks/test_seq2seq.py.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+from src.distributed.sharded_tensors import is_partial
+from src.models.cross_entropy import CrossEntropy
+from src.models.losses import sums_from_hidden, sums_from_logits
+from src.models.model_checks import is_plain_head
+from src.models.token_losses import Scored
+from src.text.tokenization import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+def complete_config(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Set the decoder's start token, if there is none, to the padding token."""
+    if getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = tokenizer.pad_token_id
+
+
+def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], decoder_ids: torch.Tensor):
+    """Return what the output embedding is applied to, (rows, target tokens, features)."""
+    encoded = model.get_encoder()(**inputs).last_hidden_state
+    hidden = model.get_decoder()(
+        input_ids=decoder_ids,
+        encoder_hidden_states=encoded,
+        encoder_attention_mask=inputs["attention_mask"],
+        use_cache=False,
+    ).last_hidden_state
+    if getattr(model.config, "scale_decoder_outputs", False):  # T5
+        hidden = hidden * model.config.d_model**-0.5
+    return hidden
+
+
+def score_labels(
+    model: "PreTrainedModel", inputs: dict[str, torch.Tensor], labels: torch.Tensor, plain_head: bool
+) -> Scored:
+    """Return what the model computes for each label; the head runs only if it is not linear.
+
+    The decoder reads the labels one place later. Their padding is on the right, where causal attention never looks."""
+    decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    if plain_head:
+        return Scored(decoder_states(model, inputs, decoder_ids).flatten(0, 1), model.get_output_embeddings())
+    return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1), None)
+
+
+def seq2seq_sums(
+    model: "PreTrainedModel",
+    inputs: dict[str, torch.Tensor],
+    labels: torch.Tensor,
+    plain_head: bool,
+    options: CrossEntropy,
+) -> dict[str, torch.Tensor]:
+    """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored."""
+    hidden, head = score_labels(model, inputs, labels, plain_head)
+    if head is not None:
+        return sums_from_hidden(hidden, head, labels.flatten(), model.training, options)
+    return sums_from_logits(hidden, labels.flatten(), model.training, options)
+
+
+def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:
+    """Return True if the logits are exactly the output embedding applied to `decoder_states`."""
+    if model.get_decoder().get_output_embeddings() is not None:
+        return False  # an encoder and a whole language model, joined by EncoderDecoderModel
+    ids = torch.arange(8).remainder(vocab_size)[None]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return is_plain_head(
+        model,
+        lambda: model(**inputs, decoder_input_ids=ids, use_cache=False).logits,
+        lambda: decoder_states(model, inputs, ids),
+    )
+
+
+def generate_tokens(
+    model: "PreTrainedModel",
+    inputs: dict[str, torch.Tensor],
+    generation_config: "GenerationConfig",
+    max_new_tokens: int,
+    **settings: Any,
+) -> torch.Tensor:
+    """Return the generated tokens, (rows, max_new_tokens), filled up with IGNORED.
+
+    `settings` win over `generation_config`. If the model is sharded, each forward pass is a collective, so all ranks
+    run as many passes as the longest generation among them needs."""
+    model.generation_config = generation_config
+    sharded = any(is_partial(p) or hasattr(p, "ds_id") for p in model.parameters())
+    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
+    tokens = model.generate(
+        **inputs,
+        max_new_tokens=max_new_tokens,
+        num_return_sequences=1,
+        return_dict_in_generate=False,
+        synced_gpus=sharded and several,
+        **settings,
+    )[:, 1:]  # without the decoder's start token
+    return F.pad(tokens, (0, max_new_tokens - tokens.shape[1]), value=IGNORED)

@@ -1,0 +1,182 @@
+"""Token classification with any encoder: one tag per word, such as named entities or parts of speech.
+
+A row is {"tokens": ["EU", "rejects", …], "tags": ["B-ORG", "O", …]}; tags are names or ids (ClassLabel). The first
+token of a word carries its tag, and the weight is the number of tagged words. Shows: a weight that is not the number of
+rows, and an F1 made of sums. Tests: tests/addons/tasks/test_token_classification.py.
+"""
+
+import bisect
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.config.schema import RunConfig
+from src.models.build_model import build_model
+from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
+from src.models.load_text_encoder import load_text_encoder
+from src.models.losses import sums_from_logits
+from src.models.token_losses import row_losses
+from src.runtime.private_apis import known_masks
+from src.tasks import base
+from src.tasks.base import Batch, padded_length
+from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, set_labels
+from src.text.padding import pad_columns, shorten_row
+from src.text.tokenization import IGNORED, require_text, tokenize_truncated
+
+OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
+
+
+@dataclass
+class Options(ClassCrossEntropy):
+    max_length: int | None = option(
+        "tokens per row; longer rows are truncated (default: the model's limit, at most 1024)",
+        min=2,
+        from_checkpoint=True,
+    )
+    tokens_column: str = option("column of the list of words", "tokens", from_checkpoint=True)
+    tags_column: str = option("column of the list of their tags", "tags", from_checkpoint=True)
+
+
+class Task(base.Task):
+    new_head = ("classifier", "score")  # modules that may be new in a pretrained model
+
+    def __init__(self, cfg: RunConfig, options: Options):
+        super().__init__(cfg, options)
+        self.labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
+
+    def load(self) -> None:
+        from transformers import AutoModelForTokenClassification
+
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
+            self.cfg, self.options.max_length, AutoModelForTokenClassification
+        )
+        if not self.tokenizer.is_fast:
+            raise UsageError("token_classification needs a fast tokenizer, which reports the characters of each token")
+        if self.cfg.model_name_or_path:
+            self.labels = labels_of_model(self.config, "TokenClassification")
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def fingerprint(self) -> str:
+        columns = (self.options.tokens_column, self.options.tags_column)
+        return repr((self.tokenizer_text, self.max_length, *columns, self.labels))
+
+    def inspect_columns(self, examples, split: str, whole: bool = True):
+        from datasets import ClassLabel, Features, List, Value
+
+        needed = [self.options.tokens_column, self.options.tags_column]
+        for column in needed:
+            if not isinstance(examples.features.get(column), List):
+                raise UsageError(
+                    f"{split} data: there is no column `{column}` of lists among {', '.join(examples.column_names)}: "
+                    "set --tokens_column or --tags_column"
+                )
+        tags = needed[1]
+        self.class_names: Any = class_names(examples.features[tags].feature, tags, split)
+        if self.labels is None:
+            if self.class_names is None and not whole:
+                raise UsageError(
+                    f"{split} data: the tags of a stream are not known before its end: give data with ClassLabels in `{tags}`, "
+                    "or a model with the tags in its config"
+                )
+            self.labels = self.class_names or labels_of_rows(tag for row in examples[tags] for tag in row or ())
+        tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
+        counts = {name: Value("int64") for name in ("length", "targets", "cut")}
+        return needed, Features({"input_ids": List(Value("int32")), "labels": List(tag)} | counts)
+
+    def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
+        words, tags = (
+            [row or [] for row in batch[name]] for name in (self.options.tokens_column, self.options.tags_column)
+        )
+        for i, (row, names) in enumerate(zip(words, tags, strict=True)):
+            sizes = [len(values or ()) for values in (row, names)]
+            if sizes[0] != sizes[1]:
+                raise UsageError(f"{locations[i]}: {sizes[0]} tokens with {sizes[1]} tags: give one tag per token")
+            require_text(row, self.options.tokens_column, [locations[i]] * len(row))
+        # Joined by spaces, the words look like the text that a pretrained model has seen: "EU rejects" and not "EUrejects".
+        texts = [" ".join(row) for row in words]
+        encoded, columns = tokenize_truncated(self.tokenizer, [texts], self.max_length, return_offsets_mapping=True)
+        labels = []
+        for i, (row, names) in enumerate(zip(words, tags, strict=True)):
+            column = self.options.tags_column
+            ids = label_ids(names, self.labels, self.class_names, column, [locations[i]] * len(names))
+            begins = word_of_each_token(encoded["offset_mapping"][i], row)
+            labels.append([IGNORED if word is None else ids[word] for word in begins])
+        targets = [sum(label != IGNORED for label in row) for row in labels]
+        return columns | {"input_ids": encoded["input_ids"], "labels": labels, "targets": targets}
+
+    def on_prepared(self, features) -> None:
+        """Store the tags of the prepared data, unless they are known already."""
+        self.labels = self.labels or features["labels"].feature.names
+
+    def on_train_data(self, train_set) -> None:
+        self.options.set_classes(self.labels, train_set, "labels")
+
+    # ---- model and loss ----------------------------------------------------------------------------------------------
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        from transformers import AutoModelForTokenClassification
+
+        set_labels(self.config, self.labels)
+        return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, self.new_head, empty)
+
+    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
+        return shorten_row(row, length)
+
+    def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
+        lengths = [len(row["input_ids"]) for row in rows]
+        width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
+        inputs = pad_columns(rows, {"input_ids": self.tokenizer.pad_token_id, "labels": IGNORED}, width)
+        tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
+        weight, more = self.options.weigh(training, inputs["labels"])
+        return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
+
+    def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        labels = inputs["labels"].flatten()
+        with known_masks(packed=False):
+            logits = model(**own).logits.flatten(0, 1)
+        sums = sums_from_logits(logits, labels, model.training, self.options, class_weights_of(inputs))
+        if model.training:
+            return sums
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        true = labels[:, None] == classes
+        predicted = (logits.argmax(-1)[:, None] == classes) & (labels != IGNORED)[:, None]
+        counts = {"true": true, "predicted": predicted, "both": true & predicted}
+        return sums | {f"{name}_{i}": n for name, hits in counts.items() for i, n in enumerate(hits.sum(0).unbind())}
+
+    def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        with known_masks(packed=False):
+            logits = model(**own).logits.flatten(0, 1)
+        return row_losses(logits, None, inputs["labels"], self.options, class_weights_of(inputs))
+
+    def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
+        tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]
+        counts = np.array([[sums[f"{name}_{i}"] for i in tags] for name in ("both", "true", "predicted")])
+        both, given = counts[0], counts[1] + counts[2]
+        present = given > 0  # macro F1 is over the tags that occur in the data or in the predictions
+        numbers = {"accuracy": sums["correct"] / weight}
+        if present.any():
+            numbers["f1"] = float((2 * both[present] / given[present]).mean())
+            numbers["micro_f1"] = float(2 * both.sum() / given.sum())
+        return numbers
+
+
+def word_of_each_token(spans: list[tuple[int, int]], words: list[str]) -> list[int | None]:
+    """Return the index of the word that each token begins, None for further tokens of a word and special tokens.
+
+    `spans` are the (begin, end) characters of the tokens in the words joined by single spaces."""
+    starts = [0, *itertools.accumulate(len(word) + 1 for word in words)]
+    seen, found = -1, []
+    for begin, end in spans:
+        # A token may begin with the space before its word, so its last character decides.
+        word = bisect.bisect_right(starts, end - 1) - 1 if end > begin else -1
+        found.append(word if word > seen else None)
+        seen = max(seen, word)
+    return found

@@ -1,0 +1,75 @@
+"""Metrics of the rows of an evaluation: F1, Pearson and Spearman correlation; addons/metrics/evaluate loads all others.
+
+Tests: tests/tasks/test_text_classification.py and tests/addons/metrics/test_evaluate.py.
+"""
+
+import numpy as np
+
+from src.config.addons import addon_names, load_addon
+
+ADDON = ("metrics", "evaluate")  # room and name
+
+
+def f1(predictions, references) -> float:
+    """Return the harmonic mean of precision and recall, averaged over the labels that occur (macro), in float64."""
+    predictions, references = np.asarray(predictions), np.asarray(references)
+    scores = []
+    for label in np.union1d(predictions, references):
+        predicted, true = predictions == label, references == label
+        scores.append(2 * np.sum(predicted & true) / (predicted.sum() + true.sum()))
+    return float(np.mean(scores))
+
+
+def pearson(predictions, references) -> float:
+    """Return the linear correlation of two vectors, in float64; NaN if one of them is constant."""
+    x, y = (np.asarray(values, np.float64) for values in (predictions, references))
+    if (x == x[0]).all() or (y == y[0]).all():  # their mean may differ from them by rounding
+        return float("nan")
+    x, y = x - x.mean(), y - y.mean()
+    scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
+    return float(np.sum(x * y) / scale) if scale else float("nan")
+
+
+def spearman(predictions, references) -> float:
+    """Return the correlation of the ranks of two vectors, in float64; NaN if one of them is constant."""
+    return pearson(ranks(predictions), ranks(references))
+
+
+def ranks(values) -> np.ndarray:
+    """Return the rank of each value; equal values share the mean of their ranks."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(counts)
+    return ((2 * last - counts + 1) / 2)[inverse]
+
+
+BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
+
+
+def metrics_of_this_repository() -> list[str]:
+    """Return the names of the metrics that run no foreign code."""
+    return [*BUILT_IN, *addon_names("/".join(ADDON))]
+
+
+def all_of_this_repository(names) -> bool:
+    """Return True for a list of metrics that run no foreign code, so that a checkpoint may name them."""
+    return isinstance(names, list) and set(names) <= {"none", *metrics_of_this_repository()}
+
+
+def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:
+    """Return the names without `none`, after loading each metric: it should fail before the first evaluation."""
+    names = [name for name in names if name != "none"]
+    for name in names:
+        if name not in BUILT_IN:
+            load_addon(*ADDON).load_metric(name, trust_remote_code)
+    return names
+
+
+def compute_metrics(names: list[str], predictions: list, references: list, trust_remote_code: bool) -> dict[str, float]:
+    """Return the numbers of the named metrics of class ids, numbers or texts."""
+    values: dict[str, float] = {}
+    for name in names:
+        if name in BUILT_IN:
+            values[name] = BUILT_IN[name](predictions, references)
+        else:
+            values |= load_addon(*ADDON).compute_metric(name, predictions, references, trust_remote_code)
+    return values

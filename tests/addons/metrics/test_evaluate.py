@@ -1,0 +1,66 @@
+"""Metrics of the `evaluate` library: shipped ones, scripts only with opt-in, no code of a file with a known name."""
+
+import shutil
+import sys
+
+import pytest
+
+from addons.metrics.evaluate import load_metric
+from addons.metrics.evaluate.exact_match import ExactMatch
+from src.config.errors import UsageError
+from src.models.metrics import check_metrics, compute_metrics
+from tests.helpers import kit
+
+SHIPPED = kit.REPOSITORY / "addons" / "metrics" / "evaluate"
+
+
+def test_only_shipped_metrics_run_without_opt_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    marker = tmp_path / "executed"
+    for folder in ("rouge", "accuracy"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"{folder}.py").write_text(f"open({str(marker)!r}, 'w').close()\n")
+    script = tmp_path / "rouge"
+    names = [
+        str(script),
+        str(script / "rouge.py"),
+        "./rouge",
+        "accuracy",
+        "../evaluate/rouge",
+        "rouge.py",
+        "",
+        "__init__",
+    ]
+    for name in names:
+        with pytest.raises(UsageError, match=r"metrics.*trust_remote_code"):
+            check_metrics([name], False)
+    with pytest.raises(UsageError, match=r"metrics: accuracy.*\./accuracy"):  # the Hub's is meant, or this one?
+        load_metric("accuracy", True)
+    assert not marker.exists()
+
+
+def test_metric_script_runs_with_opt_in(tmp_path):
+    shutil.copy(SHIPPED / "exact_match.py", tmp_path / "mine.py")
+    for name, trusted in (("exact_match", False), (str(tmp_path / "mine.py"), True)):
+        assert compute_metrics([name, "f1"], ["a", "b"], ["a", "b"], trusted) == {"exact_match": 1.0, "f1": 1.0}
+
+
+def test_exact_match_of_texts():
+    assert ExactMatch().compute(predictions=["a b", "c"], references=["a b", "d"]) == {"exact_match": 0.5}
+
+
+def test_rouge_without_its_package_names_the_file_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score", None)
+    with pytest.raises(UsageError, match=r"requirements-extra\.txt"):
+        load_metric("rouge", False)
+
+
+@pytest.mark.cluster  # needs an extra package
+def test_rouge_is_the_mean_of_f_measures():
+    pytest.importorskip("rouge_score")
+    texts, references = ["the cat sat", "nothing"], ["the cats sat down", "something else"]
+    once = compute_metrics(["rouge", "exact_match"], texts, references, False)
+    assert once == compute_metrics(["rouge", "exact_match"], texts, references, False)
+    assert once["rouge1"] == pytest.approx(2 * 3 / (3 + 4) / 2)
+    assert once["rouge2"] == pytest.approx(2 * 2 / (2 + 3) / 2)
+    assert once["rougeL"] == once["rougeLsum"] == once["rouge1"]

@@ -1,0 +1,32 @@
+"""What every task must keep, checked for each task of addons/tasks/ as tests/conformance/test_task.py does for src/."""
+
+import pytest
+
+from src.config.addons import addon_names
+from tests.addons.tasks import recipes
+from tests.conformance.test_task import (  # noqa: F401 (pytest runs them here, too, with the recipes below)
+    make_flags,
+    opened,
+    test_evaluation_is_a_function_of_the_rows,
+    test_evaluation_on_three_processes_equals_that_of_training,
+    test_interrupted_run_resumes_bitwise,
+    test_loss_is_a_sum_over_independent_rows,
+    test_mutant_another_run_is_another,
+    test_numbers_do_not_depend_on_the_split,
+    test_shortened_rows_have_fewer_tokens,
+    whole,
+)
+
+pytestmark = pytest.mark.conformance
+
+
+@pytest.fixture(scope="module", params=recipes.RECIPES, ids=lambda recipe: recipe.__name__)
+def flags(request, tmp_path_factory):
+    return make_flags(request.param, tmp_path_factory.mktemp(request.param.__name__))
+
+
+def test_every_task_has_a_recipe():
+    missing = set(addon_names("tasks")) - {recipe.__name__ for recipe in recipes.RECIPES}
+    assert not missing, (
+        f"tests/addons/tasks/recipes.py has no recipe for {missing}: add a function, and its name to RECIPES"
+    )

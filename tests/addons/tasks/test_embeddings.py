@@ -1,0 +1,170 @@
+"""Text embeddings: vectors of each text alone, the loss and the ranks by hand, a temperature that is trained and kept."""
+
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer, BertTokenizerFast
+
+from addons.tasks.embeddings import contrastive
+from src.config.errors import UsageError
+from tests.conformance.recipes import BERT
+from tests.helpers import kit
+
+WORDS = [*"bcdefghij", "dog", "cat"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Rows of three texts, a BERT tokenizer and a tiny BERT."""
+    folder, generator = tmp_path_factory.mktemp("embeddings"), np.random.default_rng(0)
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]))
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder / "tokenizer")
+    for name, count in (("train", 43), ("validation", 21)):
+        lengths = generator.integers(1, 12, (count, 3))
+        texts = [[" ".join(generator.choice(WORDS, length)) for length in row] for row in lengths]
+        kit.write_jsonl(folder / f"{name}.jsonl", [{"query": a, "found": b, "other": c} for a, b, c in texts])
+    kit.write_yaml(folder / "bert.yaml", BERT)
+    return folder
+
+
+def recipe(folder, **fields):
+    return {
+        "task": "embeddings",
+        "model_config": folder / "bert.yaml",
+        "tokenizer_name": folder / "tokenizer",
+        "train_file": folder / "train.jsonl",
+        "validation_file": folder / "validation.jsonl",
+        "cache_dir": folder / "cache",
+        "dtype": "float64",
+        "anchor_column": "query",
+        "positive_column": "found",
+        "negative_column": "other",
+    } | fields
+
+
+def texts_of(folder, file) -> list[list[str]]:
+    return [list(json.loads(line).values()) for line in (folder / file).read_text().splitlines()]
+
+
+def vectors_by_hand(folder, model, rows, pooling="mean") -> torch.Tensor:
+    """Return (rows, texts, features) unit vectors, each text alone."""
+    tokenizer, found = AutoTokenizer.from_pretrained(folder / "tokenizer"), []
+    for row in rows:
+        for text in row:
+            with torch.no_grad():
+                hidden = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+            vector = hidden[0] if pooling == "cls" else hidden.mean(0)
+            found.append(vector / vector.norm())
+    return torch.stack(found).unflatten(0, (len(rows), -1))
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_vectors_are_those_of_each_text_alone(folder, pooling):
+    task, splits = kit.open_data(**recipe(folder, pooling=pooling, temperature=0.1))
+    model = task.build().eval()
+    batch = task.collate(splits["train"].rows(np.arange(43)), False)
+    assert batch.inputs["input_ids"].shape[:2] == (43, 3)
+    assert (batch.weight, batch.tokens) == (43, int(batch.inputs["attention_mask"].sum()))
+    with torch.no_grad():
+        found = task.represent(model, batch.inputs)["vectors"]
+    expected = vectors_by_hand(folder, model, texts_of(folder, "train.jsonl"), pooling)
+    expected[:, 0] /= 0.1
+    assert torch.allclose(found, expected, rtol=0, atol=1e-9)
+
+
+def loss_by_hand(anchors, others) -> float:
+    total = 0.0
+    for i in range(len(anchors)):
+        row = [math.exp(anchors[i] @ other) for others_of_row in others for other in others_of_row]
+        column = [math.exp(anchor @ others[i][0]) for anchor in anchors]
+        own = anchors[i] @ others[i][0]
+        total += math.log(sum(row)) / 2 + math.log(sum(column)) / 2 - own
+    return total
+
+
+@pytest.mark.parametrize("texts", [2, 3])
+def test_loss_by_hand(texts):
+    vectors = torch.randn(7, texts, 4, dtype=torch.float64)
+    loss = contrastive.info_nce(vectors[:, 0], vectors[:, 1:])
+    assert loss.item() == pytest.approx(loss_by_hand(vectors[:, 0].numpy(), vectors[:, 1:].numpy()), rel=1e-12)
+    assert contrastive.info_nce(vectors[:1, 0], vectors[:1, 1:2]).item() == 0  # a tail of one row has no negatives
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 24])
+def test_ranks_by_hand_and_equal_texts_are_ties(monkeypatch, chunk):
+    monkeypatch.setattr(contrastive, "CHUNK_ELEMENTS", chunk)
+    vectors = torch.nn.functional.normalize(torch.randn(31, 3, 5, dtype=torch.float64), dim=-1)
+    vectors[7, 1] = vectors[3, 1] + 1e-9  # the same text in another row, up to rounding
+    ranks = []
+    for i in range(31):
+        own = vectors[i, 0] @ vectors[i, 1]
+        better = [(vectors[i, 0] @ other).item() > own + 1e-6 for row in vectors for other in row[1:]]
+        ranks.append(1 + sum(better))
+    found = contrastive.retrieval_metrics(vectors[:, 0] * 20, vectors[:, 1:])
+    assert found["mrr"] == pytest.approx(np.mean(1 / np.array(ranks)), rel=1e-12)
+    assert found["recall_at_1"] == np.mean(np.array(ranks) <= 1)
+    assert found["recall_at_10"] == np.mean(np.array(ranks) <= 10)
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    fields = {"global_batch_size": 10, "per_device_batch_size": 3, "per_device_eval_batch_size": 4, "max_steps": 6}
+    fields |= {"learning_rate": 1e-2, "save_steps": 3, "learn_temperature": True, "logging_steps": 1}
+    flags = kit.flags(**recipe(folder, **fields))
+    return flags, kit.run_training(2, tmp_path_factory.mktemp("trained") / "run", *flags)
+
+
+def test_evaluation_by_hand(folder, trained):
+    _, run = trained
+    scale = math.exp(run.weights["logit_scale"].item())
+    assert abs(scale - 20) > 0.1  # trained, from a temperature of 0.05
+    model = AutoModel.from_pretrained(run.folder / "final").eval()
+    vectors = vectors_by_hand(folder, model, texts_of(folder, "validation.jsonl"))
+    blocks = [(vectors[a : a + 10, 0] * scale, vectors[a : a + 10, 1:]) for a in (0, 10, 20)]
+    line = run.kind("eval")[-1]
+    assert line["loss"] == pytest.approx(sum(loss_by_hand(*(v.numpy() for v in b)) for b in blocks) / 21, rel=1e-9)
+    by_hand = contrastive.retrieval_metrics(vectors[:, 0], vectors[:, 1:])
+    assert {name: line[name] for name in by_hand} == pytest.approx(by_hand)
+    assert 0 < line["mrr"] < 1
+
+
+def test_temperature_is_resumed(trained, tmp_path):
+    flags, run = trained
+    shutil.copytree(run.folder, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "final")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    resumed = kit.run_training(2, tmp_path / "run", *flags)
+    assert kit.same(resumed.weights, run.weights)
+    assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", run.folder) == run.kind("eval")[-1]
+
+
+@pytest.mark.cluster
+def test_sharded_model_trains_the_same(trained, tmp_path):
+    flags, run = trained
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    sharded = kit.run_training(2, tmp_path / "run", *flags, env=env)
+    assert kit.distance(sharded.weights, run.weights) <= 1e-10
+    assert sharded.losses() == pytest.approx(run.losses(), rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"anchor_column": "text"}, ["`text`", "query, found, other", "anchor_column"]),
+        ({"tokenizer_name": None}, ["tokenizer_name"]),
+        ({"pooling": "max"}, ["pooling", "mean"]),
+        ({"temperature": 0}, ["temperature"]),
+        ({"train_file": [{"query": "a", "found": 3, "other": "b"}]}, ["train.jsonl", "found"]),
+    ],
+)
+def test_refused_in_one_sentence(folder, tmp_path, fields, words):
+    if isinstance(fields.get("train_file"), list):
+        fields = {"train_file": kit.write_jsonl(tmp_path / "train.jsonl", fields["train_file"])}
+    values = {name: value for name, value in recipe(folder, **fields).items() if value is not None}
+    with pytest.raises(UsageError) as caught:
+        kit.open_data(**values)
+    assert all(word in str(caught.value) for word in words), caught.value

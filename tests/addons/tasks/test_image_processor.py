@@ -1,0 +1,69 @@
+"""Size and normalization: from the options, the model's file or its configuration, and as transformers does them."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor
+
+from addons.tasks.image_classification.image_processor import (
+    FILE,
+    ImageProcessor,
+    normalize,
+    read_image_processor,
+    stack,
+)
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+
+NONE = {"image_size": None, "image_mean": [], "image_std": []}
+
+
+@pytest.mark.parametrize("size, shorter_side", [(16, 16), (16, 19)])
+@pytest.mark.parametrize("shape", [(40, 60), (61, 33), (16, 16), (9, 12)])
+def test_transformers_does_the_same_with_the_file(tmp_path, shape, size, shorter_side):
+    processor = ImageProcessor(size, shorter_side, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
+    processor.save_pretrained(tmp_path)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
+    theirs = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(image, return_tensors="pt")["pixel_values"]
+    inputs = {"pixels": torch.from_numpy(stack([processor.center(image)]))} | processor.scale(torch.float32)
+    ours = normalize(torch.nn.Linear(1, 1), inputs)
+    assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+def test_models_of_timm_say_it_in_their_configuration():
+    own = {"input_size": [1, 32, 48], "crop_pct": 0.8, "mean": [0.1], "std": [0.2], "interpolation": "bilinear"}
+    found = read_image_processor(RunConfig(), SimpleNamespace(pretrained_cfg=own), SimpleNamespace(**NONE))
+    assert found == ImageProcessor(32, 40, [0.1], [0.2], resample=2)
+
+
+@pytest.mark.parametrize(
+    "values, options, expected",
+    [
+        ({}, {}, (32, 32)),  # of the model
+        ({"size": {"height": 64, "width": 64}}, {}, (64, 64)),
+        ({"size": {"shortest_edge": 256}, "crop_size": 224}, {}, (224, 256)),
+        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 224}}, {"image_size": 96}, (96, 96)),
+        ({"size": 48}, {}, (48, 48)),
+    ],
+)
+def test_sizes(tmp_path, values, options, expected):
+    (tmp_path / FILE).write_text(json.dumps(values | {"image_mean": [0.1, 0.2, 0.3]}))
+    config = SimpleNamespace(num_channels=3, image_size=32)
+    found = read_image_processor(RunConfig(model_name_or_path=str(tmp_path)), config, SimpleNamespace(**NONE | options))
+    assert (found.size, found.shorter_side) == expected
+    assert (found.mean, found.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
+    assert config.image_size == found.size
+
+
+def test_channels_must_fit():
+    config = SimpleNamespace(num_channels=3)
+    for options, field in (({"image_mean": [0.5]}, "image_mean"), ({"image_std": [0.0, 1, 1]}, "image_std")):
+        with pytest.raises(UsageError, match=f"{field} is .*give 3 numbers"):
+            read_image_processor(RunConfig(), config, SimpleNamespace(**NONE | options))
+    with pytest.raises(UsageError, match="num_channels of the model is 4"):
+        read_image_processor(RunConfig(), SimpleNamespace(num_channels=4), SimpleNamespace(**NONE))
+    assert read_image_processor(RunConfig(), config, SimpleNamespace(**NONE)).size == 224

@@ -1,0 +1,42 @@
+"""An add-on imports no other add-on, unless its first line names it: `# Needs addons/tasks/distillation/.`"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from src.config.addons import ADDONS, addon_names
+from src.config.paths import REPOSITORY
+
+
+def undeclared(path: Path, text: str) -> set[str]:
+    """Return the add-ons (ROOM/NAME) that a file of addons/ imports and its first line does not name."""
+    own = "/".join(path.relative_to(ADDONS).with_suffix("").parts[:2])
+    names = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+    parts = [name.split(".") for name in names if name.startswith("addons.")]
+    used = {"/".join(part[1:3]) for part in parts if len(part) > 2 and part[2] in addon_names(part[1])}
+    declared = re.findall(r"addons/(\w+/\w+)", text.split("\n")[0]) if text.startswith("# Needs ") else []
+    return used - {own, *declared}
+
+
+@pytest.mark.parametrize("path", sorted(ADDONS.rglob("*.py")), ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_first_line_names_the_addons_that_a_file_imports(path):
+    assert undeclared(path, path.read_text(encoding="utf-8")) == set()
+
+
+def test_mutant_import_of_another_addon_is_caught():
+    path, text = (
+        ADDONS / "tasks" / "preference" / "pairs.py",
+        "from addons.tasks.distillation.frozen_teacher import A\n",
+    )
+    assert undeclared(path, text) == {"tasks/distillation"}
+    assert undeclared(path, "def f():\n    from addons.tasks import distillation, preference\n") == {
+        "tasks/distillation"
+    }
+    assert undeclared(path, "# Needs addons/tasks/distillation/.\n" + text) == set()
