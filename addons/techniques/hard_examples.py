@@ -8,6 +8,7 @@ a pass without gradient for the losses of all rows, one choice on all ranks, a s
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -87,7 +88,8 @@ class HardestRows:
 
     def __init__(self, task: Task, share: float):
         """Raise UsageError if the task does not define `row_losses`, or defines another `loss` than its base class."""
-        self.share, self.row_losses = share, getattr(task, "row_losses", None)
+        self.share = share
+        self.row_losses: Any = getattr(task, "row_losses", None)
         defines = {name: next((k for k in type(task).__mro__ if name in vars(k)), object) for name in ROWS}
         if self.row_losses is None or not issubclass(defines["row_losses"], defines["loss"]):
             raise UsageError(

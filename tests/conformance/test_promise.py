@@ -95,8 +95,8 @@ def test_another_seed_differs(dropped, tmp_path):
 
 
 def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path, monkeypatch):
-    from src.training import step
+    from src.data import data_loader
 
     flags, one = dropped
-    monkeypatch.setattr(step, "seed_everything", lambda seed: None)
+    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)
     assert kit.distance(one.weights, kit.run_training(2, tmp_path / "run", *flags).weights) > 1e-3

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.data import data_loader
 from src.distributed import strategy_checks
 from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
@@ -110,7 +111,7 @@ def test_dropout_masks_and_tied_weights_are_those_of_one_process(dropped, tmp_pa
 
 def test_mutant_without_the_seed_of_the_micro_batch_is_caught(dropped, tmp_path, monkeypatch):
     flags, alone = dropped
-    monkeypatch.setattr(step, "seed_everything", lambda seed: None)
+    monkeypatch.setattr(data_loader, "seed_everything", lambda seed: None)
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("fsdp2", 2))
     with pytest.raises(AssertionError):
         check_same_numbers(alone, run)
