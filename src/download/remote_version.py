@@ -1,7 +1,7 @@
 """Versions of remote files: look up size, ETag and time; reject responses of another version.
 
 Downloads and streams use the same checks.
-Tests: tests/download/test_http_files.py, tests/download/test_remote_files.py.
+Tests: tests/download/test_http_files.py, tests/addons/streaming/test_remote_files.py.
 """
 
 import re

@@ -15,7 +15,6 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
 from src.data.dataset import Split
-from src.data.streaming import Stream
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import CompileCounter
@@ -47,7 +46,7 @@ class RunLogger:
         strategy: Strategy,
         hosts: HostGroup,
         task: Task,
-        train_set: Split | Stream,
+        train_set: Split,
         num_steps: int,
     ):
         self.cfg, self.strategy, self.hosts = cfg, strategy, hosts

@@ -104,7 +104,12 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
 
 
 def test_essential_fields_are_declared_as_fixed():
-    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {"seed", "learning_rate", "global_batch_size", "max_length"}
+    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {
+        "seed",
+        "learning_rate",
+        "global_batch_size",
+        "max_length",
+    }
 
 
 def test_removed_options_of_spike_watch(tmp_path):
@@ -428,6 +433,7 @@ def test_tokenizer_and_labels_are_recorded(tmp_path):
 @pytest.mark.parametrize("repeat", [1, 400], ids=["small", "sampled"])
 def test_stream_is_known_by_a_sample_of_its_files(tiny, tmp_path, repeat):
     """The files keep name and size; of a large one, some places are read."""
+    kit.need_addon("streaming")
     path = tmp_path / "train.jsonl"
     text = Path(tiny["train_file"]).read_text() * repeat
     assert (repeat > 1) == (len(text) > 1 << 20)

@@ -341,7 +341,6 @@ def test_errors_of_the_run_file(here, content, parts):
         ({"train_file": None}, ["no data: give --train_file"]),
         ({"dataset_config_name": "en"}, ["dataset_config_name is given without dataset_name"]),
         ({"hub_model_id": "me/mine"}, ["hub_model_id is given without push_to_hub"]),
-        ({"stream_lanes": 4}, ["stream_lanes is given without streaming"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
         ({"cache_dir": "file/x"}, ["cache_dir: file/x cannot be created", "is not a folder"]),
         ({"output_dir": "s3://bucket/run"}, ["output_dir: s3", "is a URL"]),
