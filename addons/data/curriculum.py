@@ -28,7 +28,7 @@ class Fields:
 
     curriculum_column: str | None = option(
         "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
-        group="order of rows",
+        group="data",
     )
     curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
 

@@ -30,7 +30,7 @@ class Fields:
 
     validation_split: float | None = option(
         "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
-        group="held-out rows",
+        group="data",
         above=0,
         below=1,
         from_checkpoint=True,

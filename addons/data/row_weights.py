@@ -25,7 +25,7 @@ class Fields:
 
     sample_weight_column: str | None = option(
         "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
-        group="order of rows",
+        group="data",
     )
 
 

@@ -24,7 +24,7 @@ class Fields:
 
     batch_size_warmup_steps: int | None = option(
         "the global batch grows linearly to global_batch_size in this many steps (default: off)",
-        group="warmups of sizes",
+        group="batch",
         min=1,
         max=10**6,
     )

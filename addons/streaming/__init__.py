@@ -25,7 +25,7 @@ class Fields:
     streaming: bool = option(
         "read training data during training instead of preparing it first; needs max_steps",
         False,
-        group="streaming",
+        group="data",
         from_checkpoint=True,
     )
     stream_lanes: int | None = option(

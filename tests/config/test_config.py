@@ -1,6 +1,7 @@
 """The run file: precedence, types, bounds, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
+import json
 import math
 import re
 from typing import get_args, get_origin
@@ -9,9 +10,11 @@ import pytest
 import yaml
 
 from src.config import fields, other_trainers_names, parsing, paths, validation
+from src.config.addons import addons_with_fields
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
+from src.config.paths import SCHEMA_FILE
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from tests.helpers import kit
@@ -275,6 +278,7 @@ def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
     hint = other_trainers_names.hint(name) or ""  # empty in a fork without that technique
     assert f"{name}: unknown field{'; ' * bool(hint)}{hint}" in errors(f"--{name}", "1", **MODEL)
     known = {field for kind in KINDS for field in declared_options(kind)}
+    known |= json.loads(SCHEMA_FILE.read_text())["properties"].keys()  # those of an add-on that a fork has deleted, too
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
     for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
         registry = (kit.REPOSITORY / "src/training/techniques/__init__.py").read_text()
@@ -400,7 +404,11 @@ def test_help_shows_every_field_once_with_one_default(capsys, task):
     assert len(shown[shown.index("usage") :].split("\n\n")[0].splitlines()) == 1
     flags = dict(re.findall(r"^  --(\w+) (.*?)(?=^  --|^\S|\Z)", shown, re.M | re.S))
     declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
-    assert re.findall(r"^  --(\w+)", shown, re.M) == ["help", "schema", "config", "checkpoint", *declared]
+    for addon in addons_with_fields():
+        declared |= declared_options(addon.Fields)
+    assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(
+        ["help", "schema", "config", "checkpoint", *declared]
+    )
     for name, rules in declared.items():
         text = " ".join(flags[name].split())
         assert rules.help[:20] in text

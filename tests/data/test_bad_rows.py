@@ -482,7 +482,8 @@ def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, pac
         kit.need_addon("streaming")
     file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
     os.symlink(file, tmp_path / "link.jsonl")
-    fields = {"packing": packing, "streaming": streaming, "max_steps": 4, "global_batch_size": 8}
+    fields = {"packing": packing, "max_steps": 4, "global_batch_size": 8}
+    fields |= {"streaming": True} if streaming else {}
     code, text = outcome(tools, tmp_path, capfd, train_file=file, validation_file=tmp_path / "link.jsonl", **fields)
     assert code == 0, text
     assert text.count("warning: validation_file: rows.jsonl is also training data") == 1

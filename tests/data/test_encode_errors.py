@@ -46,7 +46,8 @@ def test_row_that_encode_cannot_read_is_named(tmp_path, monkeypatch, bad, value,
         kit.need_addon("streaming")
     monkeypatch.setattr(preprocessing, "BLOCK", 1000)
     rows = [*GOOD[:41], GOOD[0] | bad, *GOOD[41:]]
-    codes, text = outcome(tmp_path, rows, world=1 if streaming else 2, streaming=streaming)
+    more = {"world": 1, "streaming": True} if streaming else {"world": 2}
+    codes, text = outcome(tmp_path, rows, **more)
     assert set(codes) == {2}
     where = "row 41" if streaming else "line 42"
     message = f"rows.jsonl, {where}: train data: `encode` of task fork fails for `x` = {value}"

@@ -315,7 +315,7 @@ def test_new_column_in_a_later_shard_is_refused(tmp_path):
 @pytest.mark.parametrize("masked", [True, False])
 def test_stream_without_targets_is_refused(tmp_path, monkeypatch, masked):
     """Also if the only target is in a later block, which gives the dummy row."""
-    monkeypatch.setattr("src.data.stream_shards.BLOCK", 8)
+    monkeypatch.setattr("addons.streaming.shards.BLOCK", 8)
     rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 20
     files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", rows) for i in range(2)]
     if masked:
