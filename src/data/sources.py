@@ -53,25 +53,6 @@ class Source:
         given = [self.dataset_split] if self.dataset_split else []
         return None if self.builder else (self.config_name, self.revision, self.rows_of, *given)
 
-    # ---- what a class of an add-on may replace -----------------------------------------------------------------------
-
-    @property
-    def rows_of(self) -> str:
-        """The split that is read."""
-        return self.split
-
-    def choose_rows(self, raw: "RawRows", ids: range) -> "np.ndarray | None":
-        """Return for each of these raw rows whether it belongs to this source; None: all do."""
-
-    def explain_no_rows(self, count: int) -> str:
-        """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
-        raise NotImplementedError
-
-    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
-        """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
-        builder.download_and_prepare(download_mode=mode)
-        return builder.as_dataset(split=split)
-
     def choose_split(self, names: Iterable[str]) -> str | None:
         """Return the one of `names` to read, or None. For validation use "test" if "validation" is missing.
 
@@ -94,6 +75,25 @@ class Source:
         """Whether this is a folder that `save_to_disk` wrote."""
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
+
+    # ---- what a class of an add-on may replace -----------------------------------------------------------------------
+
+    @property
+    def rows_of(self) -> str:
+        """The split that is read."""
+        return self.split
+
+    def choose_rows(self, raw: "RawRows", ids: range) -> "np.ndarray | None":
+        """Return for each of these raw rows whether it belongs to this source; None: all do."""
+
+    def explain_no_rows(self, count: int) -> str:
+        """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
+        raise NotImplementedError
+
+    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
+        """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
+        builder.download_and_prepare(download_mode=mode)
+        return builder.as_dataset(split=split)
 
     # ---- identity of the data ----------------------------------------------------------------------------------------
 

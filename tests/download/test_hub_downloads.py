@@ -1,4 +1,4 @@
-"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks, streamed in parts, and pushed."""
+"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks, and pushed."""
 
 import json
 from contextlib import contextmanager

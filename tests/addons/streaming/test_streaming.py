@@ -378,3 +378,9 @@ def test_dataset_split_of_a_stream(tmp_path):
     assert sum(len(table) for table in streams["extra"].shards.blocks(0)) == 88
     with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
         kit.open_data(**more, dataset_split="extras")
+
+
+def test_streaming_false_is_no_stream(tmp_path):
+    """config.yaml of a run names all fields of the add-ons that it had."""
+    split = opened(tmp_path, shards(tmp_path / "data", [5]), streaming=False)
+    assert len(split) == split.stats["examples"] == 5
