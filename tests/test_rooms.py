@@ -79,12 +79,12 @@ def linked_tests(text: str) -> list[tuple[str, str]]:
 
 
 def missing_tests(text: str) -> list[str]:
-    """Return the linked tests that do not exist; those of add-ons may have been deleted with addons/."""
-    missing = []
+    """Return the linked tests that do not exist."""
+    missing, has_addons = [], (kit.REPOSITORY / "tests" / "addons").exists()
     for file, name in linked_tests(text):
-        path = kit.REPOSITORY / file
-        if file.startswith("tests/addons/") and not (kit.REPOSITORY / "tests" / "addons").exists():
+        if file.startswith("tests/addons/") and not has_addons:
             continue
+        path = kit.REPOSITORY / file
         source = path.read_text() if path.exists() else None
         if source is None or (name and f"\ndef {name}(" not in source):
             missing.append(f"{file}::{name}" if name else file)

@@ -76,7 +76,8 @@ class Checkpointer:
             self.state.finish_update(self.cfg.max_skipped_steps)
             replica_check.check_replicas(self.strategy, self.model, self.state.step)
             self.due.last_save = (self.state.step, self.state.evaluated)
-            self.state.stream = self.datasets["train"].position(self.state.step, self.hosts)
+            if position := getattr(self.datasets["train"], "position", None):  # the step alone does not determine it
+                self.state.stream = position(self.state.step, self.hosts)
             if self.due.finished() or self.due.best():
                 self._wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
             meter = self.meter.state(self.hosts)

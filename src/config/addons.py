@@ -93,5 +93,27 @@ def _fields_in_schema() -> dict[str, dict]:
 
 
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
-    """Return the function `name` of each add-on with fields that the run file names and that has this function."""
-    return [getattr(each, name) for each in cfg.addons if hasattr(each, name)]
+    """Return the function `name` of each add-on that has it and of which the run file changes a field's default."""
+    return [getattr(each, name) for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each)]
+
+
+def function_of_addon(cfg: RunConfig, name: str, core: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function `name` of the add-on that has it, else the function `core` that it would replace."""
+    return next(iter(functions_of_addons(cfg, name)), core)
+
+
+def columns_of_addons(cfg: RunConfig) -> tuple[str, ...]:
+    """Return the columns of the raw rows that add-ons read, so that no task warns that they are not used."""
+    return tuple(name for columns in functions_of_addons(cfg, "columns") for name in columns(cfg))
+
+
+def fields_of_addons_with(cfg: RunConfig, name: str) -> dict[str, Any]:
+    """Return the fields, with their values unless these are None, of the add-ons that have a function `name`."""
+    used = (each for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each))
+    fields = (field for each in used for field in declared_options(each.Fields))
+    return {field: value for field in fields if (value := getattr(cfg, field)) is not None}
+
+
+def _is_used(cfg: RunConfig, addon: ModuleType) -> bool:
+    """Return whether a field differs from its default: config.yaml of a run names all fields, also those not given."""
+    return any(getattr(cfg, name) != default for name, default in vars(addon.Fields()).items())

@@ -44,11 +44,11 @@ def format_help(task: str, own: dict[str, dict], options: dict[str, dict], also:
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
     for name, text in also.items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
+    groups = {}  # the fields of an add-on stand in a group of the core's
     for fields, heading in ((own, "run"), (options, f"task {task}")):
-        group = None
         for name, field in fields.items():
-            if "x-group" in field or group is None:
-                group = parser.add_argument_group(field.get("x-group", heading))
+            heading = field.get("x-group", heading)
+            group = groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             text = f"{field['description']}{_choices(field)}{_default(field)}".replace("%", "%%")
             group.add_argument(f"--{name}", metavar=_placeholder(field), help=text)
     return parser.format_help().rstrip()

@@ -100,30 +100,11 @@ class ModelAndDataFields:
     validation_file: list[str] = option(
         "evaluation data, in the same formats", [], is_path=True, may_change_on_resume=True, from_checkpoint=plain_data
     )
-    validation_split: float | None = option(
-        "share of the training rows that is held out for evaluation, such as 0.05: chosen by a hash of their content",
-        above=0,
-        below=1,
-        from_checkpoint=True,
-    )
     mixture: dict | None = option(
         "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
         "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
         may_change_on_resume=True,
         from_checkpoint=plain_data,
-    )
-    streaming: bool = option(
-        "read training data during training instead of preparing it first; needs max_steps", False, from_checkpoint=True
-    )
-    stream_lanes: int | None = option(
-        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
-    )
-    curriculum_column: str | None = option(
-        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order"
-    )
-    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
-    sample_weight_column: str | None = option(
-        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)"
     )
     cache_dir: str | None = option(
         "folder for downloads and prepared data (default: HF_DATASETS_CACHE)",

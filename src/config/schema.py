@@ -46,18 +46,6 @@ class RunConfig(ModelAndDataFields):
     per_device_eval_batch_size: int = option(
         "examples per forward pass in evaluation", 8, min=1, may_change_on_resume=True, from_checkpoint=True
     )
-    batch_size_warmup_steps: int | None = option(
-        "the global batch grows linearly to global_batch_size in this many steps (default: off)", min=1, max=10**6
-    )
-    batch_size_warmup_start: int | None = option(
-        "first global batch of the warmup; the following ones are multiples of it", min=1
-    )
-    sequence_length_warmup_steps: int | None = option(
-        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)", min=1
-    )
-    sequence_length_warmup_start: int | None = option(
-        "first length in tokens of the warmup; the following ones are multiples of it", min=2
-    )
     pad_to_multiple_of: int | None = option(
         "pad rows to a multiple of this many tokens, for compile; changes dropout masks (default: 1)",
         min=1,

@@ -12,14 +12,12 @@ from typing import Any
 
 from src.config.addons import functions_of_addons
 from src.config.best_metric import metric_warnings
-from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
 from src.config.mixture_fields import mixture_errors
 from src.config.optimizer_class import optimizer_errors
 from src.config.redact import was_redacted
 from src.config.schema import RunConfig
-from src.config.split_fields import evaluated_split, held_out_rows, named_subset
 from src.config.untrusted_values import plain_name
 
 TRY = "(try --config configs/stdlib_lm.yaml)"
@@ -83,7 +81,7 @@ def training_data(cfg: RunConfig) -> Iterator[str]:
 
 
 def evaluation_data(cfg: RunConfig) -> Iterator[str]:
-    held_out = cfg.train_file and cfg.validation_split
+    held_out = cfg.train_file and functions_of_addons(cfg, "find_sources")  # training rows are evaluated
     if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not held_out:
         yield f"no data: give --validation_file or --dataset_name {TRY}"
 
@@ -95,20 +93,19 @@ def one_source(cfg: RunConfig) -> Iterator[str]:
         )
 
 
-def stream(cfg: RunConfig) -> Iterator[str]:
-    """Yield the errors of fields that only a stream has, or cannot have."""
-    if not cfg.streaming:
-        if cfg.stream_lanes:
-            yield "stream_lanes is given without streaming: give both, or neither"
-        return
-    if not cfg.max_steps:
-        yield "streaming is true: a stream has no length, so give --max_steps"
-    if cfg.per_device_batch_size == "auto":
-        yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
-    if cfg.mixture:
-        yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
-    if (cfg.stream_lanes or 0) > cfg.global_batch_size > 0:
-        yield f"stream_lanes is {cfg.stream_lanes}: more than global_batch_size, which is {cfg.global_batch_size}"
+def named_subset(cfg: RunConfig) -> Iterator[str]:
+    for name in ("dataset_config_name", "dataset_split"):
+        if getattr(cfg, name) and not cfg.dataset_name:
+            fix = "give it to a source of the mixture" if cfg.mixture else "give both, or neither"
+            yield f"{name} is given without dataset_name: {fix}"
+
+
+def evaluated_split(cfg: RunConfig) -> Iterator[str]:
+    if cfg.dataset_split and not functions_of_addons(cfg, "find_sources"):
+        yield (
+            f"dataset_split is {cfg.dataset_split}, the split to train on: an evaluation reads the split validation, or "
+            "test if there is none: remove dataset_split"
+        )
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -200,7 +197,6 @@ RULES = [
     one_source,
     named_subset,
     mixture_errors,
-    held_out_rows,
     whole_warmup_steps,
     writable_folders,
 ]
@@ -210,9 +206,7 @@ TRAINING_RULES = [
     plateau_needs_evaluations,
     one_model,
     training_data,
-    stream,
     micro_batch_within_global_batch,
-    data_order_errors,
     hub_upload,
 ]
 EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]

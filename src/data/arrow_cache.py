@@ -157,7 +157,7 @@ def _convert(source: Source, cfg: RunConfig, group: Sequence[str], path: Path) -
         if source.builder:
             rows, found = _convert_files(source, group, mode, options), {}
         else:
-            rows, found = _convert_named(source, cfg, mode, options)
+            rows, found = _convert_named(source, mode, options)
     except UsageError:
         raise
     except Exception as error:
@@ -190,7 +190,7 @@ def _convert_files(source: Source, group: Sequence[str], mode: str | None, optio
     return rows
 
 
-def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: dict) -> tuple["Dataset | None", dict]:
+def _convert_named(source: Source, mode: str | None, options: dict) -> tuple["Dataset | None", dict]:
     """Return (rows, lists of files for the record) of a folder or Hub dataset; (None, {}) if the split is missing."""
     import datasets
 
@@ -203,17 +203,7 @@ def _convert_named(source: Source, cfg: RunConfig, mode: str | None, options: di
     found = {"unread": unread_files(source, data_files), "splits": names}
     if source.files:
         found["parts"] = [str(file) for file in (data_files or {}).get(split, [])]
-    if cfg.streaming and not source.files:  # evaluation data of a Hub dataset: stream it, to not download other splits
-        if data_files:  # otherwise `datasets` would open the files of other splits too
-            builder.config.data_files = {split: data_files[split]}
-        rows = builder.as_streaming_dataset(split=split)
-        rows = rows.take(source.first_rows) if source.first_rows else rows
-        generator = datasets.Dataset.from_generator(
-            rows.__iter__, features=rows.features, cache_dir=options["cache_dir"]
-        )
-        return generator, found
-    builder.download_and_prepare(download_mode=mode)
-    return builder.as_dataset(split=split), found
+    return source.load_split(builder, split, mode, options["cache_dir"]), found
 
 
 def _concatenate(source: Source, parts: list[tuple[Sequence[str], "Dataset"]]) -> "Dataset":

@@ -4,22 +4,36 @@ Pure functions of the plan and the step: no torch, no processes, no files.
 Tests: tests/data/test_batch_plan.py and tests/conformance/.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from src.data.row_order import Curriculum, Quotas, derive_seed, example_ids, splitmix64, weighted_ids
-from src.data.step_sizes import Ramp, StepSizes, step_sizes
+from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
+from src.data.step_sizes import StepSizes
 
 OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
 
 
+def draw_ids(config: "PlanConfig", epoch: int, start: int, stop: int) -> np.ndarray:
+    """Return the ids that are drawn at positions start … stop−1 of an epoch: each row once, or by the quotas."""
+    return example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
+
+
+def as_drawn(config: "PlanConfig", epoch: int, start: int, stop: int) -> np.ndarray:
+    """Return the ids of the step that takes positions start … stop−1 of an epoch: those drawn there."""
+    return config.draw(config, epoch, start, stop)
+
+
+Ids = Callable[["PlanConfig", int, int, int], np.ndarray]
+
+
 @dataclass(frozen=True, eq=False)
 class PlanConfig:
-    """All inputs, besides the step number, that determine the examples of a step and their micro-batches."""
+    """All inputs, besides the step number, that determine the examples of a step and their micro-batches.
+
+    The last four are what an add-on may replace by its own (`change_plan` in addons/README.md)."""
 
     num_examples: int  # draws per epoch
     global_batch: int
@@ -28,14 +42,14 @@ class PlanConfig:
     lengths: Sequence[int] | np.ndarray | None = None  # by id; read for the ids of one step only
     max_tokens: int | None = None  # per micro-batch, padding included; replaces micro_batch
     quotas: Quotas | None = None  # for a mixture
-    batch_warmup: Ramp | None = None  # examples per step
-    length_warmup: Ramp | None = None  # tokens per row
-    curriculum: Curriculum | None = None
-    cumulative_weights: np.ndarray | None = None  # of the rows, by id; they are drawn in proportion to their weights
+    step_sizes: StepSizes | None = None  # None: global_batch examples per step
+    draw: Ids = draw_ids  # the rows at given positions of an epoch
+    ids: Ids = as_drawn  # the rows of a step
+    max_length: Callable[[int], int] | None = None  # step, counted from 0 -> tokens that are left of a longer row
 
-    @cached_property
+    @property
     def sizes(self) -> StepSizes:
-        return step_sizes(self.num_examples, self.global_batch, self.batch_warmup)
+        return self.step_sizes or StepSizes(self.num_examples, self.global_batch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,39 +72,14 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     together. The sum over the global batch, and so the gradient, does not depend on the split.
     """
     start, stop = config.sizes.positions(epoch, step)
-    ids = ids_at(config, epoch, start, stop)
+    ids = config.ids(config, epoch, start, stop)
     of_run = config.sizes.first_step(epoch) + step
-    max_length = config.length_warmup.at(of_run) if config.length_warmup else None
+    max_length = config.max_length(of_run) if config.max_length else None
     parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)
     return [
         MicroBatch(part, derive_seed("micro-batch", config.seed, epoch, step, j), of_run, j, cost)
         for j, (part, cost) in enumerate(parts)
     ]
-
-
-def ids_at(config: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
-    """Return the ids at positions start … stop−1 of an epoch, all of them in one step."""
-    if config.curriculum and start < _curriculum_end(config, epoch):
-        return _easy_to_hard(config, epoch)[start:stop]
-    return _drawn_ids(config, epoch, start, stop)
-
-
-def _curriculum_end(config: PlanConfig, epoch: int) -> int:
-    """Return the number of positions of an epoch that are in steps of the curriculum."""
-    last, within = config.sizes.locate(config.curriculum.steps if config.curriculum else 0)
-    return config.num_examples if epoch < last else config.sizes.positions(last, within)[0] if epoch == last else 0
-
-
-@lru_cache(maxsize=1)
-def _easy_to_hard(config: PlanConfig, epoch: int) -> np.ndarray:
-    ids = _drawn_ids(config, epoch, 0, _curriculum_end(config, epoch))
-    return config.curriculum.sort(ids) if config.curriculum else ids
-
-
-def _drawn_ids(config: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
-    if config.cumulative_weights is not None:
-        return weighted_ids(start, stop, config.cumulative_weights, config.seed, epoch)
-    return example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
 
 
 def split_into_micro_batches(

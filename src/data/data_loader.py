@@ -1,4 +1,4 @@
-"""Batches of the batch plan or a stream, read ahead by dataloader workers.
+"""Batches of the batch plan, read ahead by dataloader workers.
 
 Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
 """
@@ -17,12 +17,12 @@ from contextlib import suppress
 import numpy as np
 import torch
 
+from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, training_order
 from src.data.encode_rows import describe_failing_row
-from src.data.row_numbers import cumulative_weights, curriculum
 from src.data.row_order import derive_seed
-from src.data.step_sizes import batch_warmup, length_warmup
+from src.data.step_sizes import sizes_of_run
 from src.distributed.stop_signals import ignore_signals
 from src.distributed.strategies import Strategy
 from src.runtime import private_apis
@@ -37,11 +37,12 @@ def train_batches(
 ) -> Iterator[tuple[Window, float]]:
     """Yield (this rank's window, seconds waited for it) of each optimizer step from `state.step` to `num_steps`.
 
-    The examples of a step depend only on seed and step, so starting at any step is O(1). A stream never ends: if a
-    window has no rows on any rank, it is not a step; call `train_set.next_pass()`."""
+    The examples of a step depend only on seed and step, so starting at any step is O(1). Training data of an add-on with
+    a method `windows` has no plan, and never ends: if a window has no rows on any rank, it is not a step; call
+    `train_set.next_pass()`."""
     pin_memory = strategy.accelerator.device.type == "cuda"
-    if cfg.streaming:
-        return train_set.windows(strategy.data_rank, strategy.data_world_size, state, pin_memory)
+    if windows := getattr(train_set, "windows", None):
+        return windows(strategy.data_rank, strategy.data_world_size, state, pin_memory)
     plan = plan_config(cfg, task, train_set)
     order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
     return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
@@ -49,7 +50,7 @@ def train_batches(
 
 def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
     """Return the inputs of the batch plan of a run."""
-    return PlanConfig(
+    config = PlanConfig(
         num_examples=len(train_set),
         global_batch=cfg.global_batch_size,
         micro_batch=int(cfg.per_device_batch_size),  # `auto` is resolved by now
@@ -57,11 +58,16 @@ def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
         lengths=train_set.lengths,
         max_tokens=cfg.per_device_batch_tokens,
         quotas=train_set.quotas,
-        batch_warmup=batch_warmup(cfg),
-        length_warmup=length_warmup(cfg, task),
-        curriculum=curriculum(cfg, train_set),
-        cumulative_weights=cumulative_weights(cfg, train_set),
+        step_sizes=sizes_of_run(cfg, len(train_set)),
     )
+    return changed_plan(config, cfg, task, train_set)
+
+
+def changed_plan(config: PlanConfig, cfg: RunConfig, task: Task, train_set) -> PlanConfig:
+    """Return the inputs of the batch plan with those that add-ons replace."""
+    for change_plan in functions_of_addons(cfg, "change_plan"):
+        config = change_plan(config, cfg, task, train_set)
+    return config
 
 
 def group_into_windows(batches: Iterator[Item]) -> Iterator[tuple[Window, float]]:
@@ -94,8 +100,8 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
     """Seed all generators, collate, and return (micro-batch, its batch). If `collate` fails, log the row ids."""
     seed_everything(derive_seed("collate", micro.seed))
     try:
-        if training and (warmup := length_warmup(task.cfg, task)):  # before `task.collate`, which counts the weight
-            rows = [task.shorten(row, warmup.at(micro.step)) for row in rows]
+        for change_rows in functions_of_addons(task.cfg, "change_rows") if training else ():
+            rows = change_rows(task, rows, micro.step)  # before `task.collate`, which counts the weight
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")
@@ -141,23 +147,12 @@ def read_batches(
         sampler=_RecordedOrder(order, in_flight),
         batch_size=None,
         pin_memory=pin_memory,
-        **_worker_options(cfg, workers),
+        **worker_options(cfg, workers),
     )
-    return _explain_worker_failures(iter(loader), now_reading, in_flight, cfg.dataloader_timeout)
+    return explain_worker_failures(iter(loader), now_reading, in_flight, cfg.dataloader_timeout)
 
 
-def read_ahead(windows: torch.utils.data.IterableDataset, cfg: RunConfig, pin_memory: bool) -> Iterator:
-    """Yield the items of `windows`, read ahead by one dataloader worker if dataloader_num_workers is not 0."""
-    workers = min(1, cfg.dataloader_num_workers)
-    if not workers and not pin_memory:
-        return iter(windows)
-    loader = torch.utils.data.DataLoader(
-        windows, batch_size=None, pin_memory=pin_memory, **_worker_options(cfg, workers)
-    )
-    return _explain_worker_failures(iter(loader), None, {}, cfg.dataloader_timeout)
-
-
-def _worker_options(cfg: RunConfig, workers: int) -> dict:
+def worker_options(cfg: RunConfig, workers: int) -> dict:
     if not workers:
         return {}
     return {
@@ -184,7 +179,7 @@ def _init_worker(*_) -> None:
         sys.modules["cv2"].setNumThreads(0)
 
 
-def _explain_worker_failures(
+def explain_worker_failures(
     items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int
 ) -> Iterator:
     """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with the rows that it was reading."""

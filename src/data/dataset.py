@@ -12,25 +12,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
+from src.config.addons import function_of_addon, functions_of_addons
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats, task_stats
 from src.data.dataset_folder import warn_of_unread
-from src.data.dataset_spec import dataset_specs
 from src.data.mixture import Mixture
 from src.data.prepared_pieces import STATS
 from src.data.prepared_split import Split
 from src.data.preprocessing import prepare_rows
-from src.data.row_numbers import add_numbers
-from src.data.sources import Source, fetch_source, look_up_stream, resolve_source
-from src.data.step_sizes import length_warmup
-from src.data.streaming import Stream
+from src.data.sources import Source, fetch_source, find_sources
 from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.runtime.exit_codes import run_main
 from src.storage.disk_errors import is_unwritable
 from src.storage.shared_work import SharedWork
-from src.tasks import OPTIONS, Task, base, make_task
+from src.tasks import OPTIONS, Task, make_task
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,7 +45,8 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
     with _explain_unwritable_cache(work), work.peers.joined(), _explain_unwritable_cache(work):
         task.load()
         if "train" in wanted:
-            _check_length_warmup(cfg, task)
+            for check_task in functions_of_addons(cfg, "check_task"):
+                check_task(cfg, task)
         return load_splits(cfg, task, work, wanted)
 
 
@@ -60,22 +58,17 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
     datasets.disable_progress_bars()  # several processes prepare data, and their bars would mix in a terminal
 
     # Resolve all names before any download or preparation, so that errors come within seconds.
-    cache = cache_root(cfg)
-    specs = {split: dataset_specs(cfg, split) for split in wanted}
-    found = {
-        split: {name: resolve_source(spec, cache) for name, spec in named.items()} for split, named in specs.items()
-    }
+    find = function_of_addon(cfg, "find_sources", find_sources)
+    fetch = function_of_addon(cfg, "fetch_source", fetch_source)
+    open_ = function_of_addon(cfg, "open_source", open_source)
+    found: dict[str, Sources] = {split: find(cfg, split) for split in wanted}
     _warn_of_overlap(found)
     for split, sources in found.items():
-        fetch = look_up_stream if cfg.streaming and split == "train" else fetch_source
         found[split] = {name: fetch(source, cfg, work) for name, source in sources.items()}
 
     splits = {}
     for split, sources in found.items():
-        if cfg.streaming and split == "train":
-            parts = {name: Stream(cfg, task, source) for name, source in sources.items()}
-        else:
-            parts = {name: _prepare_split(cfg, task, source, work) for name, source in sources.items()}
+        parts = {name: open_(cfg, task, source, work) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:
             splits[split] = _join(cfg, split, parts)
@@ -86,23 +79,21 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
     return splits
 
 
-def _prepare_split(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Split | None:
+def open_source(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Split | None:
     """Return the prepared rows of a source, or None if a dataset given by name has no such split."""
     folder = prepare_rows(cfg, task, source, work)
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
         return None
     warn_of_unread(source.field, stats.get("unread", []))
-    if unused := stats.get("unused_split"):
-        warn(f"{source.field}: the split {unused} of {source.name} is not used: validation_split takes its place")
     split = Split(folder, stats)
-    if source.split == "train":
-        add_numbers(cfg, task, source, split, work)
+    for after_preparation in functions_of_addons(cfg, "after_preparation"):
+        after_preparation(cfg, task, source, split, work)
     task.on_prepared(split.features())
     return split
 
 
-def _join(cfg: RunConfig, split: str, parts: dict[str, Split | Stream]) -> Split | Stream | Mixture:
+def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixture:
     """Return the split itself without a mixture, else a Mixture of the sources."""
     if list(parts) == [""]:
         return parts[""]
@@ -137,7 +128,7 @@ def _warn_of_overlap(found: dict[str, Sources]) -> None:
         {
             os.path.realpath(file)
             for source in sources.values()
-            if source.builder and not source.held_out  # held-out rows are no training data
+            if source.builder and source.rows_of == source.split  # held-out rows are no training data
             for file in source.files
         }
         for sources in found.values()
@@ -169,23 +160,6 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
                 f"{name} is {value}, but there is no evaluation data: give --validation_file or --validation_split (or a "
                 f"dataset with a validation split), or remove {name}"
             )
-
-
-def _check_length_warmup(cfg: RunConfig, task: Task) -> None:
-    """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step."""
-    ramp = length_warmup(cfg, task)
-    if ramp is None:
-        return
-    if type(task).shorten is base.Task.shorten:
-        raise UsageError(
-            f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
-            "remove it, or define `shorten` in the task"
-        )
-    if ramp.start >= ramp.end:
-        raise UsageError(
-            f"sequence_length_warmup_start is {ramp.start}, not less than max_length, which is {ramp.end}: lower it, or "
-            "remove sequence_length_warmup_steps"
-        )
 
 
 def check_same_data(accelerator: "Accelerator", splits: dict) -> None:

@@ -20,7 +20,6 @@ class DatasetSpec:
     config_name: str | None = None
     revision: str | None = None
     dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
-    held_out: float | None = None  # validation_split: this share of the training rows is evaluation data
 
 
 def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
@@ -29,16 +28,15 @@ def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
         sources = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
     else:
         sources = [("", vars(cfg), "")]
-    found = {name: _spec(fields, split, where, cfg.validation_split) for name, fields, where in sources}
+    found = {name: _spec(fields, split, where) for name, fields, where in sources}
     return {name: spec for name, spec in found.items() if spec}
 
 
-def _spec(fields: dict, split: str, where: str, held_out: float | None) -> DatasetSpec | None:
-    given = "train_file" if held_out else f"{split}_file"
-    if files := as_list(fields.get(given)):
-        return DatasetSpec(f"{where}{given}", split, tuple(files), held_out=held_out)
+def _spec(fields: dict, split: str, where: str) -> DatasetSpec | None:
+    if files := as_list(fields.get(f"{split}_file")):
+        return DatasetSpec(f"{where}{split}_file", split, tuple(files))
     if not fields.get("dataset_name") or as_list(fields.get("train_file")):
         return None
     name, config_name, revision, trained = (fields.get(name) for name in NAME_FIELDS)
     trained = None if trained == "train" else trained  # the default: the same data has one cache key
-    return DatasetSpec(f"{where}dataset_name", split, (), name, config_name, revision, trained, held_out)
+    return DatasetSpec(f"{where}dataset_name", split, (), name, config_name, revision, trained)

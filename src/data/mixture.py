@@ -6,7 +6,7 @@ Tests: tests/data/test_mixture.py.
 
 import hashlib
 from collections.abc import Callable
-from operator import attrgetter, methodcaller
+from operator import attrgetter
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class Mixture:
         self.parts = parts
         rows = [len(part) for part in parts.values()]
         self.starts = np.cumsum([0, *rows])
-        self.lengths = _ByRow(parts, attrgetter("lengths"), np.int64)
+        self.lengths = NumbersByRow(parts, attrgetter("lengths"), np.int64)
         self.quotas = mixture_quotas(rows, weights) if training else None
         for name, (_, draws) in zip(parts, self.quotas, strict=True) if self.quotas else ():
             if not draws:
@@ -46,12 +46,6 @@ class Mixture:
             "rows": hashlib.sha256(repr([*content, self.quotas]).encode()).hexdigest()[:32],
         }
 
-    def next_pass(self) -> None:
-        """Do nothing: only a stream has to begin its next pass."""
-
-    def position(self, step: int, host_group) -> None:
-        """Return None: the step alone determines where to resume."""
-
     def __len__(self) -> int:
         return sum(draws for _, draws in self.quotas) if self.quotas else int(self.starts[-1])
 
@@ -68,10 +62,6 @@ class Mixture:
         _, first, part = max(self.segments(), key=lambda s: s[2].stats["longest"])
         return first + part.longest(count)
 
-    def read_numbers(self, field: str) -> "_ByRow":
-        """Return the numbers that a field of the run file names, indexed by an array of row ids."""
-        return _ByRow(self.parts, methodcaller("read_numbers", field), np.float64)
-
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows with the given ids, in the order of `ids`."""
         found: list = [None] * len(ids)
@@ -82,7 +72,7 @@ class Mixture:
         return found
 
 
-class _ByRow:
+class NumbersByRow:
     """A number for each row of a mixture, indexed by an array of row ids."""
 
     def __init__(self, parts: dict, array_of: Callable, dtype: type):

@@ -18,9 +18,8 @@ import xxhash
 
 from src.config.errors import UsageError
 from src.data.arrow_cache import RawRows
-from src.data.arrow_columns import column_readers, keep_encoded
+from src.data.arrow_columns import column_readers
 from src.data.encode_rows import encode_rows
-from src.data.held_out import are_held_out
 from src.data.row_errors import RowLocations, read_rows
 from src.storage import atomic_folder
 from src.storage.shared_work import SharedWork, write_atomic
@@ -28,7 +27,7 @@ from src.tasks import Task
 
 STATS = "facts.json"
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target")
-KEPT = "kept.npy"  # for each raw row whether it belongs to the split, if validation_split divides the rows
+KEPT = "kept.npy"  # for each raw row whether it belongs to the split, if not all rows do
 
 
 def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path, work: SharedWork) -> None:
@@ -45,9 +44,9 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
         for start in starts:
             work.peers.raise_if_failed()
             ids = range(start, min(start + starts.step, starts.stop))
-            if raw.source.held_out:
-                kept.append(_choose_rows(raw, ids))
-                ids = (start + np.flatnonzero(kept[-1])).tolist()
+            if (chosen := raw.source.choose_rows(raw, ids)) is not None:
+                kept.append(chosen)
+                ids = (start + np.flatnonzero(chosen)).tolist()
             sums["source_rows"] += len(ids)
             if not ids:
                 continue
@@ -89,14 +88,6 @@ def temporary_path(final: Path, work: SharedWork) -> Path:
     return final.with_name(f"{final.name}.{work.peers.host}.{os.getpid()}.tmp")
 
 
-def _choose_rows(raw: RawRows, ids: range) -> np.ndarray:
-    """Return for each of these raw rows whether it belongs to the split: held out for evaluation, or not."""
-    rows, source = keep_encoded(raw.rows), raw.source
-    assert source.held_out
-    values = read_rows(rows, ids, RowLocations(source.split, ids, raw.describe_row))
-    return are_held_out(values, rows.features, source.held_out) == (source.split == "validation")
-
-
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:
     """Yield the bytes of each prepared row, or of each document of a packed row, to find duplicates by hash."""
     readers: dict[str, Any] = dict(sorted(column_readers(batch)))
@@ -122,10 +113,7 @@ def write_stats(raw: RawRows, targets: list[Path], work: SharedWork) -> None:
     pieces = [json.loads(target.read_text()) for target in targets]
     stats = {name: sum(piece[name] for piece in pieces) for name in SUMS}
     if not stats["source_rows"]:
-        number, fix = ("none", "raise it") if source.split == "validation" else ("all", "lower it")
-        raise UsageError(
-            f"validation_split is {source.held_out}, which holds out {number} of the {len(raw.rows)} rows of {source}: {fix}"
-        )
+        raise UsageError(source.explain_no_rows(len(raw.rows)))
     if not stats["targets"]:
         raise UsageError(
             f"{source.split} data: none of the {stats['source_rows']} rows of {source} has anything to train on: every row is too "
@@ -134,7 +122,7 @@ def write_stats(raw: RawRows, targets: list[Path], work: SharedWork) -> None:
     examples = sum(sum(piece["blocks"]) for piece in pieces)
     lengths = _join("lengths", np.int32, examples, targets, work)
     _join("hashes", np.uint64, sum(piece["hashes"] for piece in pieces), targets, work)
-    if source.held_out:
+    if stats["source_rows"] < len(raw.rows):
         _join("kept", bool, len(raw.rows), targets, work)
     arrows = [target.with_suffix(".arrow") for target in targets]
     written = [folder / "lengths.npy", folder / "hashes.npy", *arrows]
@@ -144,7 +132,7 @@ def write_stats(raw: RawRows, targets: list[Path], work: SharedWork) -> None:
         "examples": examples,
         "rows": digest,
         "unread": raw.unread[:4],
-        "unused_split": source.unused_split(raw.splits),
+        "splits": raw.splits,
         "pieces": [[arrow.name, piece["blocks"]] for arrow, piece in zip(arrows, pieces, strict=True)],
         "bytes": {path.name: path.stat().st_size for path in written},
     }

@@ -26,8 +26,6 @@ class Split:
     def __post_init__(self):
         self._pieces: dict[str, list[pa.RecordBatch]] = {}
         self._readers: dict[int, list] = {}
-        # Field of the run file -> file with a number for each row (src/data/row_numbers.py).
-        self.numbers: dict[str, Path] = {}
 
     quotas = None  # one source: every row is drawn once per epoch
 
@@ -42,12 +40,6 @@ class Split:
         """Return the number of epochs finished after `step` steps."""
         return sizes_of_run(cfg, len(self)).epochs_of(step)
 
-    def next_pass(self) -> None:
-        """Do nothing: only a stream has to begin its next pass."""
-
-    def position(self, step: int, host_group) -> None:
-        """Return None: the step alone determines where to resume."""
-
     def segments(self) -> list[tuple[str, int, "Split"]]:
         """Return (source name, id of its first row, its split) of each source."""
         return [("", 0, self)]
@@ -60,10 +52,6 @@ class Split:
     def lengths(self) -> np.ndarray:
         """Number of tokens of each row, by row id, memory-mapped."""
         return np.load(self.folder / "lengths.npy", mmap_mode="r")
-
-    def read_numbers(self, field: str) -> np.ndarray:
-        """Return the numbers that a field of the run file names, by row id, memory-mapped."""
-        return np.load(self.numbers[field], mmap_mode="r")
 
     @cached_property
     def _starts(self) -> np.ndarray:

@@ -37,7 +37,7 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 WEEK = 7 * 24 * 3600
 # Files that, besides `encode`, determine the prepared bytes
-CODE = ("preprocessing.py", "prepared_pieces.py", "file_readers.py", "arrow_columns.py", "held_out.py")
+CODE = ("preprocessing.py", "prepared_pieces.py", "file_readers.py", "arrow_columns.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:

@@ -1,13 +1,11 @@
 """Order of rows: the ids at given positions of an epoch, as functions of the seed and the epoch.
 
-Tests: tests/data/test_batch_plan.py, tests/data/test_mixture.py and tests/data/test_row_order.py.
+Tests: tests/data/test_batch_plan.py and tests/data/test_mixture.py.
 """
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -98,29 +96,3 @@ def mixture_quotas(rows: Sequence[int], weights: Sequence[float] | None) -> Quot
     for source in np.argsort(draws - exact, kind="stable")[: sum(rows) - int(draws.sum())]:
         draws[source] += 1
     return tuple(zip(rows, draws.tolist(), strict=True))
-
-
-# ---- row weights and curricula ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Curriculum:
-    """Easy to hard: each epoch takes its rows of the first `steps` steps in ascending order of their `values`."""
-
-    values: Any  # difficulty by id: an array, or an object that an array of ids indexes
-    steps: int
-
-    def sort(self, ids: np.ndarray) -> np.ndarray:
-        """Return `ids` from easy to hard; rows of equal value keep their random order."""
-        return ids[np.argsort(np.asarray(self.values[ids]), kind="stable")]
-
-
-def weighted_ids(start: int, stop: int, cumulative: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Return the ids at positions start … stop−1: independent draws in proportion to the row weights, with replacement.
-
-    `cumulative` holds the sums of the weights up to and with each row, in float64. A weight of zero is never drawn.
-    A draw is the inverse of this distribution at a 53-bit number of SplitMix64."""
-    key = np.uint64(derive_seed("weighted draw", seed, epoch))
-    bits = splitmix64(key + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # 0 ≤ share < 1
-    return np.searchsorted(cumulative, share * cumulative[-1], side="right")

@@ -8,19 +8,22 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import xxhash
+from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.data.dataset_spec import DatasetSpec
+from src.data.dataset_spec import DatasetSpec, dataset_specs
 from src.data.local_files import BUILDERS, expand, is_empty, list_folder
-from src.download import http_files, hub, remote_files, sample_datasets
+from src.download import http_files, hub, sample_datasets
 from src.download.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
 
-SAMPLE = 1 << 14  # bytes
+if TYPE_CHECKING:
+    import numpy as np
+    from datasets import Dataset, DatasetBuilder
+
+    from src.data.arrow_cache import RawRows
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,7 @@ class Source:
     config_name: str | None = None
     revision: str | None = None  # Hub revision, replaced by its commit when looked up
     dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
-    held_out: float | None = None  # share of the training rows that are evaluation data (src/data/held_out.py)
-    first_rows: int | None = None  # read only so many rows of a Hub dataset (evaluation beside a stream)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)  # downloaded file -> its URL
-    remote: Mapping[str, dict] = dataclasses.field(default_factory=dict)  # streamed URL -> its size and ETag
 
     def __str__(self) -> str:
         return self.display_names(self.files) or str(self.name)
@@ -50,13 +50,8 @@ class Source:
     @property
     def hub(self) -> tuple | None:
         """(config name, revision, split) of a dataset given by name, and what else chooses its rows; else None."""
-        given = [value for value in (self.dataset_split, self.first_rows) if value]
+        given = [self.dataset_split] if self.dataset_split else []
         return None if self.builder else (self.config_name, self.revision, self.rows_of, *given)
-
-    @property
-    def rows_of(self) -> str:
-        """The split that is read: held-out rows are rows of the training data."""
-        return "train" if self.held_out else self.split
 
     def choose_split(self, names: Iterable[str]) -> str | None:
         """Return the one of `names` to read, or None. For validation use "test" if "validation" is missing.
@@ -81,16 +76,30 @@ class Source:
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
 
-    def unused_split(self, names: Iterable[str]) -> str | None:
-        """Return the dataset's own evaluation split if held-out rows take its place."""
-        own = (name for name in ("validation", "test") if name in names and name != self.dataset_split)
-        return next(own, None) if self.held_out and self.split == "validation" else None
+    # ---- what a class of an add-on may replace -----------------------------------------------------------------------
+
+    @property
+    def rows_of(self) -> str:
+        """The split that is read."""
+        return self.split
+
+    def choose_rows(self, raw: "RawRows", ids: range) -> "np.ndarray | None":
+        """Return for each of these raw rows whether it belongs to this source; None: all do."""
+
+    def explain_no_rows(self, count: int) -> str:
+        """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
+        raise NotImplementedError
+
+    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
+        """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
+        builder.download_and_prepare(download_mode=mode)
+        return builder.as_dataset(split=split)
 
     # ---- identity of the data ----------------------------------------------------------------------------------------
 
     def key(self) -> list:
         """Return the values that identify this data on this disk, for cache keys."""
-        return [self.file_keys(self.files), self.builder, self.name, self.hub, self.held_out]
+        return [self.file_keys(self.files), self.builder, self.name, self.hub]
 
     def file_keys(self, files: Iterable[str]) -> list:
         """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
@@ -104,42 +113,17 @@ class Source:
         found = os.stat(file)
         return [file, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
-    def versions(self) -> list[tuple]:
-        """Return (path below the common folder, bytes, ETag) of each file; unknown values are None.
 
-        The result stays the same if files are moved, and on nodes with their own copies."""
-        names = [self.origins.get(file, file) for file in self.files]
-        names = [name.split("?")[0] if "://" in name else name for name in names]
-        start = len(os.path.commonprefix(names).rpartition("/")[0])  # noqa: RUF071 (URLs, too; cut at a /)
-        return [(name[start:].lstrip("/"), *self._size(file)) for name, file in zip(names, self.files, strict=True)]
-
-    def _size(self, file: str) -> tuple[int | None, str | None]:
-        if "://" not in file:
-            return os.path.getsize(file), None
-        known = self.remote.get(file, {})
-        return known.get("bytes"), known.get("etag")
-
-    def sample(self) -> str | None:
-        """Return a hash of bytes from the start, middle and end of the first 1000 files, or None without local files.
-
-        Small files are read completely. Large files are read at a few offsets, SAMPLE bytes each."""
-        files = [file for file in self.files[:1000] if "://" not in file]
-        digest = xxhash.xxh3_128()
-        count = max(2, min(16, 2000 // max(1, len(files))))
-        for name in files:
-            with open(name, "rb") as file:
-                last = max(0, os.path.getsize(name) - SAMPLE)
-                for offset in sorted({last * i // (count - 1) for i in range(count)}):
-                    file.seek(offset)
-                    digest.update(file.read(SAMPLE))
-        return digest.hexdigest() if files else None
+def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
+    """Return the source of each DatasetSpec of a split, by its name in the mixture."""
+    return {name: resolve_source(spec, cache_root(cfg)) for name, spec in dataset_specs(cfg, split).items()}
 
 
 def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
     """Return the source that a run file names, without downloading it. Raise UsageError if local files are missing."""
     if spec.files:
         files = tuple(file for pattern in spec.files for file in expand(pattern, spec.field))
-        source = drop_empty_files(Source(spec.field, spec.split, files, held_out=spec.held_out))
+        source = drop_empty_files(Source(spec.field, spec.split, files))
         kinds = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(kinds) > 1 or not kinds <= set(BUILDERS):
             raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
@@ -147,7 +131,7 @@ def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
     name = str(spec.name)  # a spec without files has a name
     folder = sample_datasets.sample_folder(name, cache) or locate(name)
     source = Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
-    source = replace(source, dataset_split=spec.dataset_split, held_out=spec.held_out)
+    source = replace(source, dataset_split=spec.dataset_split)
     if not os.path.isdir(folder):
         return source
     return replace(source, files=tuple(list_folder(folder, spec.field)), name=folder, revision=None)
@@ -164,43 +148,20 @@ def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
         return drop_empty_files(fetched) if urls else source
     if source.files:
         return source
-    return _at_commit(replace(source, first_rows=cfg.max_eval_examples if cfg.streaming else None), root, work)
+    return at_commit(source, root, work)
 
 
-def look_up_stream(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
-    """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
-    root = cache_root(cfg)
-    if source.saved_to_disk:
-        raise UsageError(
-            f"{source.field}: {source.name} was written by save_to_disk, which cannot be streamed: remove --streaming (such "
-            "data is memory-mapped without conversion)"
-        )
-    if not source.builder:
-        return source if source.files else _at_commit(source, root, work)
-    urls = [file for file in source.files if "://" in file]
-    if not urls:
-        return source
-    if source.builder == "text":  # datasets opens it with an argument that fsspec refuses
-        raise UsageError(
-            f"{source.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
-            "remove --streaming"
-        )
-    return drop_empty_files(replace(source, remote=remote_files.look_up_files(urls, source.field, work)))
-
-
-def _at_commit(source: Source, root: Path, work: SharedWork) -> Source:
+def at_commit(source: Source, root: Path, work: SharedWork) -> Source:
     return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root, work))
 
 
 def drop_empty_files(source: Source) -> Source:
-    """Return the source without files that hold no rows, with a warning for each. Shard writers leave such files.
+    """Return the source without files that hold no rows, with a warning for each. Shard writers leave such files."""
+    return drop_files(source, {file for file in source.files if "://" not in file and is_empty(file)})
 
-    A URL counts as empty if its downloaded file is empty, or if its server reports zero bytes."""
-    empty = {
-        file
-        for file in source.files
-        if (source.remote.get(file, {}).get("bytes") == 0 if "://" in file else is_empty(file))
-    }
+
+def drop_files(source: Source, empty: set[str]) -> Source:
+    """Return the source without its `empty` files, with a warning for each; raise UsageError if no file is left."""
     if empty and len(empty) == len(set(source.files)):
         raise UsageError(f"{source.field}: {source} is empty: give a file with at least one row")
     for file in sorted(empty):

@@ -1,6 +1,6 @@
 """Remote files read by a stream: version lookup before training, an error if a file changes.
 
-Tests: tests/download/test_remote_files.py and tests/download/test_hub_downloads.py.
+Tests: tests/addons/streaming/.
 """
 
 import json

@@ -12,15 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from src.config.addons import fields_of_addons_with
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import LOW, PlanConfig, hash_ids, plan
-from src.data.step_sizes import Ramp
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
-WARMUP = ("batch_size_warmup_start", "batch_size_warmup_steps")
-COLUMNS = ("curriculum_column", "curriculum_steps", "sample_weight_column")
+OF_CORE = {"examples", "global_batch_size", "seed", "quotas"}  # the core's inputs of the plan
 FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step
 
 
@@ -42,7 +41,7 @@ class Ledger:
         }
         if examples.quotas:
             self.plan["quotas"] = examples.quotas
-        self.plan |= {name: value for name in (*WARMUP, *COLUMNS) if (value := getattr(cfg, name)) is not None}
+        self.plan |= fields_of_addons_with(cfg, "change_plan")
 
     def begin(self, step: int) -> None:
         """Delete the lines after `step`; write the first line if the file is missing or empty."""
@@ -71,11 +70,11 @@ def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
 
 
 def planned_config(folder: Path, settings: dict) -> PlanConfig:
-    """Return the batch plan of a run. If its order depends on a column, prepare the data of its config.yaml."""
+    """Return the batch plan of a run. If add-ons have changed it, prepare the data of its config.yaml."""
     if settings["examples"] is None:
         raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
     batch = settings["global_batch_size"]
-    if {*COLUMNS} & {*settings}:
+    if settings.keys() - OF_CORE:
         from src.config import parsing
         from src.data.data_loader import plan_config
         from src.data.dataset import prepare_datasets
@@ -85,10 +84,7 @@ def planned_config(folder: Path, settings: dict) -> PlanConfig:
         cfg = replace(cfg, per_device_batch_size=batch)
         task = make_task(cfg, options)
         return plan_config(cfg, task, prepare_datasets(cfg, task, wanted=("train",))["train"])
-    warmup = Ramp(settings[WARMUP[0]], batch, settings[WARMUP[1]]) if WARMUP[1] in settings else None
-    return PlanConfig(
-        settings["examples"], batch, batch, settings["seed"], quotas=settings.get("quotas"), batch_warmup=warmup
-    )
+    return PlanConfig(settings["examples"], batch, batch, settings["seed"], quotas=settings.get("quotas"))
 
 
 def planned_step(config: PlanConfig, step: int) -> tuple[int, str]:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats
-from src.data.step_sizes import batch_warmup, length_warmup, sizes_of_run
+from src.data.step_sizes import sizes_of_run
 from src.models import memory_estimate
-from src.tasks import Task
 from src.training.parameter_groups import describe_groups
 from src.training.schedules import total_steps, warmup_updates
 from src.training.step import ModelWithLoss
@@ -36,11 +36,12 @@ def plan_table(
     if train.quotas:
         rows["mixture"] = _mixture(train)
     if "validation" in splits:
-        held_out = f", held out by validation_split {cfg.validation_split:g}" if cfg.validation_split else ""
-        rows["evaluation data"] = format_stats(splits["validation"].stats, module.task.unit) + held_out
+        rows["evaluation data"] = format_stats(splits["validation"].stats, module.task.unit)
     else:
         rows["evaluation data"] = "none: no evaluation"
-    rows |= _length(cfg, train, total, module.task.unit) | _data_order(cfg, module.task)
+    rows |= _length(cfg, train, total, module.task.unit)
+    for plan_rows in functions_of_addons(cfg, "plan_rows"):
+        rows |= plan_rows(cfg, module.task, train, total, rows)
     rows["learning rate"] = _learning_rates(cfg, schedule, total)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     if groups := describe_groups(model, cfg):
@@ -65,33 +66,15 @@ def _length(cfg: RunConfig, train, total: int, unit: str) -> dict[str, str]:
     """Return the length of the run in steps, epochs and tokens (or what `unit` names)."""
     batch = cfg.global_batch_size
     steps = f"{total:,} of {batch} examples"
-    if cfg.streaming:
-        return {"steps": f"{steps} from a stream of {len(train.shards):,} shards in {train.shard_groups} shard groups"}
+    if train.stats["examples"] is None:  # a stream
+        return {"steps": steps}
     sizes = sizes_of_run(cfg, len(train))
+    epochs = sizes.epochs_of(total)
+    steps += f" = {epochs:.2f} epochs of {sizes.per_epoch:,} steps"
     last_batch = len(train) - (sizes.per_epoch - 1) * batch
-    if sizes.warmup:
-        steps = (
-            f"{total:,} = {sizes.epochs_of(total):.2f} epochs, of {sizes.per_epoch:,} steps after the batch-size warmup"
-        )
-        epochs = sizes.passes(total)
-    else:
-        steps += f" = {total / sizes.per_epoch:.2f} epochs of {sizes.per_epoch:,} steps"
-        epochs = total / sizes.per_epoch
     if last_batch != batch:
         steps += f"; the last step of an epoch has {last_batch} examples"
-    shorter = ", fewer because rows are shortened at first" if cfg.sequence_length_warmup_steps else ""
-    return {"steps": steps, unit: f"{train.stats['tokens'] * epochs:,.0f} in the whole run{shorter}"}
-
-
-def _data_order(cfg: RunConfig, task: Task) -> dict[str, str]:
-    """Format the warmups of the global batch and of the length of rows, the curriculum and row weights, if any."""
-    ramps = {"global batch": batch_warmup(cfg), "tokens per row": length_warmup(cfg, task)}
-    rows = {name: str(ramp) for name, ramp in ramps.items() if ramp}
-    if cfg.curriculum_steps:
-        rows["curriculum"] = f"ascending {cfg.curriculum_column} in the first {cfg.curriculum_steps:,} steps"
-    if cfg.sample_weight_column:
-        rows["draws"] = f"in proportion to {cfg.sample_weight_column}, with replacement"
-    return rows
+    return {"steps": steps, unit: f"{train.stats['tokens'] * epochs:,.0f} in the whole run"}
 
 
 def _learning_rates(cfg: RunConfig, schedule: Callable[[int], float], total: int) -> str:

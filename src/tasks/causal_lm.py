@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from src.config.addons import columns_of_addons
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
@@ -104,9 +105,7 @@ class Task(base.Task):
 
         o = self.options
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
-        needed, made = self.encoder.choose(
-            examples.column_names, split, (self.cfg.sample_weight_column, self.cfg.curriculum_column)
-        )
+        needed, made = self.encoder.choose(examples.column_names, split, columns_of_addons(self.cfg))
         features = {name: Value("int64") for name in made}
         for name in ("input_ids", "labels"):
             if name in made:

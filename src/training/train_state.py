@@ -90,7 +90,7 @@ class TrainState:
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
     plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
-    stream: dict | None = None  # position in each shard group of a streamed dataset
+    stream: dict | None = None  # position in training data that is read during training; None: the step tells it
 
     def __post_init__(self):
         self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved

@@ -433,6 +433,7 @@ def test_tokenizer_and_labels_are_recorded(tmp_path):
 @pytest.mark.parametrize("repeat", [1, 400], ids=["small", "sampled"])
 def test_stream_is_known_by_a_sample_of_its_files(tiny, tmp_path, repeat):
     """The files keep name and size; of a large one, some places are read."""
+    kit.need_addon("streaming")
     path = tmp_path / "train.jsonl"
     text = Path(tiny["train_file"]).read_text() * repeat
     assert (repeat > 1) == (len(text) > 1 << 20)

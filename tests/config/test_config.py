@@ -1,6 +1,7 @@
 """The run file: precedence, types, bounds, all errors at once, suggestions, --help, and back to YAML without loss."""
 
 import dataclasses
+import json
 import math
 import re
 from typing import get_args, get_origin
@@ -13,6 +14,7 @@ from src.config.addons import addon_names, addons_with_fields
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
+from src.config.paths import SCHEMA_FILE
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from tests.helpers import kit
@@ -278,8 +280,8 @@ def test_errors_of_the_command_line(here, argv, parts):
 def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
     hint = other_trainers_names.hint(name) or ""  # empty in a fork without that technique
     assert f"{name}: unknown field{'; ' * bool(hint)}{hint}" in errors(f"--{name}", "1", **MODEL)
-    kinds = [*KINDS, *(addon.Fields for addon in addons_with_fields())]
-    known = {field for kind in kinds for field in declared_options(kind)}
+    known = {field for kind in KINDS for field in declared_options(kind)}
+    known |= json.loads(SCHEMA_FILE.read_text())["properties"].keys()  # those of an add-on that a fork has deleted, too
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
     for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
         assert technique in addon_names("techniques")
@@ -345,7 +347,6 @@ def test_errors_of_the_run_file(here, content, parts):
         ({"train_file": None}, ["no data: give --train_file"]),
         ({"dataset_config_name": "en"}, ["dataset_config_name is given without dataset_name"]),
         ({"hub_model_id": "me/mine"}, ["hub_model_id is given without push_to_hub"]),
-        ({"stream_lanes": 4}, ["stream_lanes is given without streaming"]),
         ({"output_dir": "file"}, ["output_dir: file cannot be created", "is not a folder"]),
         ({"cache_dir": "file/x"}, ["cache_dir: file/x cannot be created", "is not a folder"]),
         ({"output_dir": "s3://bucket/run"}, ["output_dir: s3", "is a URL"]),
@@ -405,7 +406,11 @@ def test_help_shows_every_field_once_with_one_default(capsys, task):
     assert len(shown[shown.index("usage") :].split("\n\n")[0].splitlines()) == 1
     flags = dict(re.findall(r"^  --(\w+) (.*?)(?=^  --|^\S|\Z)", shown, re.M | re.S))
     declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
-    assert re.findall(r"^  --(\w+)", shown, re.M) == ["help", "schema", "config", "checkpoint", *declared]
+    for addon in addons_with_fields():
+        declared |= declared_options(addon.Fields)
+    assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(
+        ["help", "schema", "config", "checkpoint", *declared]
+    )
     for name, rules in declared.items():
         text = " ".join(flags[name].split())
         assert rules.help[:20] in text

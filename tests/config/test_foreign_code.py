@@ -319,6 +319,8 @@ def evil_dataset(kind: str, split: str, folder: Path, marker: Path) -> Path:
 @pytest.mark.parametrize("split", ["train", "test"])
 @pytest.mark.parametrize("kind", ["script", "outside", "local", "reference", "python yaml"])
 def test_dataset_folder_runs_no_code(tmp_path, marker, kind, split, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY)
     fields = {"model_config": model, "dataset_name": evil_dataset(kind, split, tmp_path, marker)}
     fields |= {"streaming": True, "max_steps": 1} if streaming else {}

@@ -178,6 +178,7 @@ def test_query_strings_are_in_no_file_and_no_output(guarded, tmp_path):
 
 
 def test_query_strings_of_a_stream_are_in_no_file(guarded, tmp_path):
+    kit.need_addon("streaming")
     argv = kit.flags(**guarded, streaming=True)
     codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "served", world=2)
     assert codes == [0, 0], texts

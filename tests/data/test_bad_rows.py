@@ -15,7 +15,7 @@ from datasets.packaged_modules.json.json import JsonConfig
 
 from src.config.errors import UsageError
 from src.data import arrow_cache as raw
-from src.data import dataset_folder, file_errors, prepared_pieces, row_errors, stream_shards
+from src.data import dataset_folder, file_errors, prepared_pieces, row_errors
 from src.data.arrow_cache import RawRows
 from src.data.data_stats import data_notes, repeated
 from src.data.sources import Source
@@ -230,6 +230,7 @@ def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name):
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_bad_data_of_a_stream_is_named(tools, tmp_path, capfd, name):
+    kit.need_addon("streaming")
     case = STREAMED[name]
     files = write(tmp_path, case.files)
     fields = {"streaming": True, "max_steps": 4, "global_batch_size": 8}
@@ -450,6 +451,7 @@ def test_packing_splits_long_rows_and_loses_nothing(tools, tmp_path, monkeypatch
 
 
 def test_stream_truncates_like_prepared_data(tools, tmp_path):
+    kit.need_addon("streaming")
     _, splits = opened(tools, tmp_path, LONG, streaming=True, max_steps=4)
     _, kept = opened(tools, tmp_path, LONG)
     table = pa.Table.from_pylist(LONG)
@@ -494,9 +496,12 @@ def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypat
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("packing", [False, True])
 def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, packing, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
     os.symlink(file, tmp_path / "link.jsonl")
-    fields = {"packing": packing, "streaming": streaming, "max_steps": 4, "global_batch_size": 8}
+    fields = {"packing": packing, "max_steps": 4, "global_batch_size": 8}
+    fields |= {"streaming": True} if streaming else {}
     code, text = outcome(tools, tmp_path, capfd, train_file=file, validation_file=tmp_path / "link.jsonl", **fields)
     assert code == 0, text
     assert text.count("warning: validation_file: rows.jsonl is also training data") == 1
@@ -506,17 +511,18 @@ def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, pac
 
 def test_row_numbers_in_later_blocks_of_a_stream(tools, tmp_path, capfd, monkeypatch):
     """Also in a later block; the mutant counts within the block."""
+    kit.need_addon("streaming")
+    from addons.streaming import shards
+
     rows = [{"text": f"def f{i}"} for i in range(20)]
     file = write(tmp_path, {"a.jsonl": among(rows, f'{{"text": null, "n": {ODD}}}', 11)})
-    monkeypatch.setattr(stream_shards, "BLOCK", 4)
+    monkeypatch.setattr(shards, "BLOCK", 4)
     message = "a.jsonl, row 11: train data: `text` holds nothing"
     fields = {"train_file": file, "streaming": True, "max_steps": 4, "global_batch_size": 8}
     code, text = outcome(tools, tmp_path, capfd, **fields)
     check(text, code, message, 1, None)
-    original = stream_shards.RowLocations
-    monkeypatch.setattr(
-        stream_shards, "RowLocations", lambda split, rows, where: original(split, range(len(rows)), where)
-    )
+    original = shards.RowLocations
+    monkeypatch.setattr(shards, "RowLocations", lambda split, rows, where: original(split, range(len(rows)), where))
     code, text = outcome(tools, tmp_path, capfd, **fields)
     with pytest.raises(AssertionError):
         check(text, code, message, 1, None)
@@ -525,6 +531,8 @@ def test_row_numbers_in_later_blocks_of_a_stream(tools, tmp_path, capfd, monkeyp
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
 def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypatch, name, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     folder = tmp_path / "data"
     (folder / name).parent.mkdir(parents=True)
     for file in ("train.jsonl", "test.jsonl", name):

@@ -16,7 +16,7 @@ from src.data.batch_plan import (
     training_order,
 )
 from src.data.row_order import BLOCK, epoch_order, permute
-from src.data.step_sizes import steps_per_epoch
+from src.data.step_sizes import StepSizes, steps_per_epoch
 
 LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 
@@ -74,6 +74,14 @@ def test_examples_of_a_step_do_not_depend_on_micro_batch_size():
             for micro in (1, 4, 7, 32)
         ]
         assert all(ids == sets[0] for ids in sets)
+
+
+def test_steps_are_slices_of_an_epoch():
+    sizes = StepSizes(1003, 32)
+    for step in (0, 31, 32, 10**12):
+        assert sizes.locate(step) == divmod(step, 32)
+        assert sizes.first_step(step) == step * 32
+    assert sizes.positions(5, 31) == (992, 1003)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])

@@ -350,13 +350,13 @@ def test_batches_do_not_depend_on_workers(data):
 
 def test_mutant_that_yields_batches_as_they_are_ready(data, monkeypatch):
     """Batches of workers in another order than that of the plan."""
-    original = data_loader._explain_worker_failures
+    original = data_loader.explain_worker_failures
 
     def as_they_come(items, *rest):
         held = list(original(items, *rest))
         return iter(held[1::2] + held[::2])
 
-    monkeypatch.setattr(data_loader, "_explain_worker_failures", as_they_come)
+    monkeypatch.setattr(data_loader, "explain_worker_failures", as_they_come)
     assert batches(data, 2) != batches(data, 0)
 
 

@@ -338,9 +338,12 @@ def test_changes_of_data_or_options_prepare_again(tools, tmp_path, name):
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_another_end_of_text_is_a_change_on_resume(tools, tmp_path, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     file, found = write(tmp_path / "rows.jsonl", TEXTS), []
     for name in ("tokenizer", "other_eos"):
-        fields = {"tokenizer_name": tools / name, "train_file": file, "streaming": streaming, "max_steps": 1}
+        fields = {"tokenizer_name": tools / name, "train_file": file, "max_steps": 1}
+        fields |= {"streaming": True} if streaming else {}
         stats = open_data(tools, tmp_path, **fields)[1]["train"].stats
         found.append(run_identity.data_identity(stats))
     assert (found[0]["rows"] != found[1]["rows"]) == (not streaming)

@@ -42,9 +42,12 @@ GOOD = [{"x": " ".join(["0.5"] * 8), "y": [0, 1, 0, 1], "z": i} for i in range(6
     [({"x": None}, "null", False), ({"x": None}, "null", True), ({"x": "a " * 900}, "'a a a", False)],
 )
 def test_row_that_encode_cannot_read_is_named(tmp_path, monkeypatch, bad, value, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     monkeypatch.setattr(preprocessing, "BLOCK", 1000)
     rows = [*GOOD[:41], GOOD[0] | bad, *GOOD[41:]]
-    codes, text = outcome(tmp_path, rows, world=1 if streaming else 2, streaming=streaming)
+    more = {"world": 1, "streaming": True} if streaming else {"world": 2}
+    codes, text = outcome(tmp_path, rows, **more)
     assert set(codes) == {2}
     where = "row 41" if streaming else "line 42"
     message = f"rows.jsonl, {where}: train data: `encode` of task fork fails for `x` = {value}"

@@ -85,6 +85,8 @@ def given(folder, name: str, content: bytes, mode: str) -> dict:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_good_files_are_read_correctly(tools, tmp_path, mode):
+    if mode == "stream":
+        kit.need_addon("streaming")
     for name, content in GOOD.items():
         found = texts_of(tools, tmp_path, **given(tmp_path / name, name, content, mode))
         assert found == ["ab", "cd"], name
@@ -92,6 +94,8 @@ def test_good_files_are_read_correctly(tools, tmp_path, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_broken_files_are_refused_with_line(tools, tmp_path, mode):
+    if mode == "stream":
+        kit.need_addon("streaming")
     for name in BAD if mode == "file" else ("late.csv", "twice.csv", "swallowed.csv", "nul.txt"):
         content, message = BAD[name]
         with pytest.raises(UsageError) as caught:
@@ -116,6 +120,8 @@ def _here(stream) -> list:
 
 @pytest.mark.parametrize("streaming", [True, False])
 def test_broken_csv_behind_http_is_refused(hub, tools, tmp_path, streaming):
+    if streaming:
+        kit.need_addon("streaming")
     for name in ("bom.csv", "trailing.csv", "late.csv", "twice.csv", "swallowed.csv"):
         content, message = BAD.get(name) or (GOOD[name], None)
         put(hub.folder / "files", name, content)

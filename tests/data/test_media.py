@@ -1,4 +1,4 @@
-"""Rows with images and arrays: the same objects for `encode` from files and streams, written and read without copies."""
+"""Rows with images and arrays: the objects that `encode` receives, written and read without copies."""
 
 from pathlib import Path
 
@@ -7,13 +7,13 @@ import numpy as np
 import PIL.Image
 import pytest
 
+from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.data import arrow_columns, prepared_pieces, preprocessing
 from src.data.data_stats import repeated
 from src.data.dataset import prepare_datasets
 from src.tasks import base
-from tests.helpers import images, kit
+from tests.helpers import images
 
 SHAPE = (18, 20, 3)
 
@@ -52,7 +52,7 @@ class Encoded(Pictures):
 
 def opened(task_class, folder, **fields):
     fields = {"train_file": [str(folder / "train.parquet")], "cache_dir": str(folder / "cache")} | fields
-    cfg = RunConfig(**fields)
+    cfg = run_config(**fields)
     task = task_class(cfg, None)
     return task, prepare_datasets(cfg, task)
 
@@ -63,57 +63,25 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_streams_hand_over_what_prepared_data_does(folder):
-    task, splits = opened(Pictures, folder)
-    stream_task, streams = opened(Pictures, folder, streaming=True, max_steps=1)
-    assert {type(value) for value in task.seen} == {type(value) for value in stream_task.seen}
-    assert all(isinstance(value, PIL.Image.Image) for value in task.seen)
-    shards = streams["train"].shards
-    rows = sorted(shards.prepare(next(shards.blocks(0)), 0, 0, 0), key=lambda row: row[0])
-    for row, (_, other, _) in zip(splits["train"].rows(np.arange(40)), rows, strict=True):
-        assert (row["pixels"] == other["pixels"]).all()
-        assert (row["flat"].reshape(SHAPE) == row["pixels"]).all()
-        assert row["pixels"].shape == SHAPE
-        assert not row["pixels"].flags.owndata  # views of the memory-mapped file
-        assert not row["flat"].flags.owndata
-
-
 def test_images_can_stay_encoded(folder):
-    for fields in ({}, {"streaming": True, "max_steps": 1}):
-        task, _ = opened(Encoded, folder, **fields)
-        assert all(value["bytes"][:4] == b"\x89PNG" for value in task.seen)
+    task, _ = opened(Encoded, folder)
+    assert all(value["bytes"][:4] == b"\x89PNG" for value in task.seen)
 
 
-def test_messages_of_a_stream_are_decoded(tmp_path):
-    """`datasets` stores messages with different keys as JSON texts; a stream handed over the texts."""
-    rows = [{"messages": [{"role": "user", "content": "a", "n": 1}]}, {"messages": [{"role": "user", "content": "b"}]}]
-    rows += [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}]
-    file = kit.write_jsonl(tmp_path / "train.jsonl", rows)
-
-    class Chats(Pictures):
-        def inspect_columns(self, examples, split, whole=True):
-            return ["messages"], datasets.Features(dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
-
-        def encode(self, batch, locations):
-            self.seen += batch["messages"]
-            return {name: [1] * len(locations) for name in arrow_columns.COUNTS}
-
-    task, _ = opened(Chats, tmp_path, train_file=[str(file)])
-    stream_task, _ = opened(Chats, tmp_path, train_file=[str(file)], streaming=True, max_steps=1)
-    assert task.seen == stream_task.seen[: len(task.seen)]
-    assert task.seen[2][0]["content"] == [{"type": "text"}]
-
-
-def test_broken_image_is_named(folder):
+def broken_image(folder) -> str:
+    """Write five images, of which the fourth is cut off; return the file."""
     values = [{"bytes": images_bytes(i), "path": None} for i in range(5)]
     values[3] = {"bytes": values[3]["bytes"][:60], "path": None}
     features = datasets.Features(image=datasets.Image(decode=False))
     datasets.Dataset.from_dict({"image": values}, features).cast_column("image", datasets.Image()).to_parquet(
         folder / "broken.parquet"
     )
-    for fields in ({}, {"streaming": True, "max_steps": 1}):
-        with pytest.raises(UsageError, match=r"broken.parquet, row 3: .*cannot be decoded"):
-            opened(Pictures, folder, train_file=[str(folder / "broken.parquet")], **fields)
+    return str(folder / "broken.parquet")
+
+
+def test_broken_image_is_named(folder):
+    with pytest.raises(UsageError, match=r"broken.parquet, row 3: .*cannot be decoded"):
+        opened(Pictures, folder, train_file=[broken_image(folder)])
 
 
 def images_bytes(seed: int) -> bytes:

@@ -1,20 +1,16 @@
-"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks, streamed in parts, and pushed."""
+"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks, and pushed."""
 
 import json
-import shutil
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
-import pyarrow
-import pyarrow.parquet
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src.checkpointing import hub_upload
 from src.config.errors import UsageError
-from src.data import stream_shards
 from src.download import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
@@ -37,10 +33,9 @@ def put_model(hub, seed: int) -> dict:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    """A Hub with a model and a dataset of two commits each."""
-    folder = tmp_path_factory.mktemp("served")
+@contextmanager
+def make_hub(folder):
+    """Yield a Hub with a model and a dataset of two commits each, and these commits: the first, the second."""
     (folder / "files").mkdir()
     kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
     with Hub(folder, private={"org/secret"}) as hub:
@@ -54,6 +49,12 @@ def served(tmp_path_factory):
         new.data = hub.commit("datasets/org/ds")
         put_data(hub, name="secret")
         yield hub, old, new
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with make_hub(tmp_path_factory.mktemp("served")) as made:
+        yield made
 
 
 @pytest.fixture
@@ -227,118 +228,6 @@ def test_private_and_missing_repositories(hub, tmp_path):
     refused(environment, tmp_path, missing, "model_name_or_path: org/missing")
     refused(environment, tmp_path, recipe(tmp_path, dataset_revision="v9"), "dataset_name: org/ds", "v9")
     train(environment, tmp_path, secret, HF_TOKEN=hub.token)
-
-
-# ---- streams ---------------------------------------------------------------------------------------------------------
-
-
-def put_table(path: Path, groups: int = 2, rows: int = 512, note: int = 40_000) -> int:
-    """Write a Parquet file that is nearly all `note`, a column that is not used; return its size."""
-    generator = np.random.default_rng(0)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    schema = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int64()), "note": pyarrow.binary()})
-    with pyarrow.parquet.ParquetWriter(path, schema, compression="none") as file:
-        for _ in range(groups):
-            ids = generator.integers(0, 50, (rows, 5)).tolist()
-            columns = [pyarrow.array(ids), pyarrow.array([generator.bytes(note) for _ in range(rows)])]
-            file.write_table(pyarrow.table(columns, schema=schema))
-    return path.stat().st_size
-
-
-def stream(hub, folder, steps: int = 2, **fields) -> list[str]:
-    fields = {"streaming": True, "max_steps": steps, "global_batch_size": 8, "dataset_name": None} | fields
-    if fields["dataset_name"] is None or "model_config" in fields:
-        fields |= {"model_name_or_path": None, "model_config": hub.folder / "gpt2.yaml"}
-    return recipe(folder, **fields)
-
-
-def read_all_columns():
-    """The mutant."""
-    open_file, open_dataset = stream_shards._open_file, stream_shards._open_dataset
-    stream_shards._open_file = lambda source, file, columns: open_file(source, file, None)
-    stream_shards._open_dataset = lambda source, columns=None: open_dataset(source)
-
-
-@pytest.mark.parametrize("where", ["http", "hub"])
-def test_parquet_stream_reads_needed_columns_only(hub, tmp_path, where):
-    if where == "http":
-        size = put_table(hub.folder / "files/table.parquet")
-        fields, name = {"train_file": f"{hub.files_url}/table.parquet"}, "/files/table.parquet"
-    else:
-        size = put_table(hub.folder / "datasets/org/table/train.parquet")
-        fields, name = {"dataset_name": "org/table", "model_config": None}, "*/org/table/resolve/*.parquet"
-    sent = []
-    for before in (lambda: None, read_all_columns):
-        began = hub.sent(name)
-        train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, resume="never", **fields), 1, before)
-        sent.append(hub.sent(name) - began)
-    shutil.rmtree(hub.folder / "datasets/org/table", ignore_errors=True)
-    assert 2 * sent[0] < sent[1], (sent, size)
-    assert sent[0] < size
-
-
-def test_stream_begins_before_the_file_is_downloaded(hub, tmp_path):
-    rows = [{"input_ids": [n // 50 % 50, n % 50, 3], "note": "x" * 4000} for n in range(10_000)]
-    size = kit.write_jsonl(hub.folder / "files/lines.jsonl", rows).stat().st_size
-    train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=f"{hub.files_url}/lines.jsonl"))
-    requests = [r for r in hub.requests if r.matches("/files/lines.jsonl")]
-    assert max(r.sent for r in requests) < size / 2
-    assert any(r.status == 206 for r in requests)
-
-
-def test_stream_from_a_failing_server_ends_all_ranks(hub, tmp_path):
-    kit.write_jsonl(hub.folder / "files/broken.jsonl", [{"input_ids": [1, 2, 3]}] * 20)
-    hub.faults["/files/broken.jsonl"] = Fault(status=500)
-    url = f"{hub.files_url}/broken.jsonl"
-    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2)
-
-
-def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):
-    """Training rows arrive in parts; the validation split is read whole."""
-    before = len(hub.requests)
-    train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, dataset_name="org/ds"), world=2)
-    assert kit.Run(tmp_path / "run").kind("eval")[-1]["examples"] == 4
-    assert {r.status for r in since(hub, before, "/datasets/org/ds/resolve/", "GET")} == {206}
-    assert not list(tmp_path.rglob("train.jsonl"))
-
-
-def stop_before_training():
-    from src.data import dataset
-
-    class Empty:
-        def __init__(self, *_):
-            self.stats = {}
-
-    def stop(cfg, splits, wanted):
-        assert len(splits["validation"]) == 4
-        raise UsageError("the validation data is ready")
-
-    dataset.Stream, dataset._check = Empty, stop
-
-
-def count_validation_rows():
-    from src.data import dataset
-
-    def stop(cfg, splits, wanted):
-        raise UsageError(f"{len(splits['validation'])} validation rows")
-
-    dataset._check = stop
-
-
-def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):
-    before, argv = len(hub.requests), ["--streaming", "true", *recipe(tmp_path)]
-    environment, words = hub.environment(tmp_path), "the validation data is ready"
-    refused(environment, tmp_path, argv, words, before=stop_before_training)
-    assert since(hub, before, "validation.jsonl", "GET")
-    assert not since(hub, before, "train.jsonl")
-
-
-def test_a_limit_of_streamed_evaluation_rows_holds_for_this_run_only(hub, tmp_path):
-    """A later run with the same cache evaluates all rows."""
-    argv = ["--streaming", "true", *recipe(tmp_path)]
-    for limit, count in (("2", 2), (None, 4)):
-        words, more = f"{count} validation rows", ["--max_eval_examples", limit] if limit else []
-        refused(hub.environment(tmp_path), tmp_path, argv + more, words, before=count_validation_rows)
 
 
 # ---- pushed ----------------------------------------------------------------------------------------------------------

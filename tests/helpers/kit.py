@@ -32,6 +32,7 @@ from tests.helpers.tiny_data import (
     LLAMA,
     TINY,
     flags,
+    need_addon,
     need_task,
     open_data,
     save_model,

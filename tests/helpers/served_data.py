@@ -23,7 +23,8 @@ def _open(environment, fields, before, then):
 
 def open_served(hub, folder, files, then=stats_of, before=lambda: None, streaming=True, **more):
     """Return `then(training data)` of files behind URLs, or the message of a UsageError."""
-    fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "streaming": streaming, "max_steps": 3}
+    fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "max_steps": 3}
+    fields |= {"streaming": True} if streaming else {}
     fields |= {"cache_dir": folder / "cache", "global_batch_size": 8} | more
     (found,) = kit.spawn(1, _open, hub.environment(folder), fields, before, then, out=folder / "out")
     return found

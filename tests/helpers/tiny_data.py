@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from src.config import validation
+from src.config.paths import REPOSITORY
 from src.tasks import OPTIONS
 
 LLAMA = {
@@ -42,6 +43,12 @@ def need_task(name: str) -> None:
     """Skip a test of the core that also runs this task, in a fork without it."""
     if name not in OPTIONS:
         pytest.skip(f"this fork has no task {name}")
+
+
+def need_addon(path: str) -> None:
+    """Skip a test of a core promise that it checks with an add-on, such as streaming, where that is removed."""
+    if not any((REPOSITORY / f"addons/{path}{end}").exists() for end in (".py", "")):
+        pytest.skip(f"without addons/{path}")
 
 
 def write_jsonl(path, rows) -> Path:

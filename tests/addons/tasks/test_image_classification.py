@@ -188,6 +188,7 @@ def test_fsdp2_with_other_micro_batches_trains_the_same_model(flags, trained, tm
 
 def test_a_stream_hands_over_the_same_images(flags, folder, trained, tmp_path):
     """Every image of a stream is one of the prepared rows, with its label."""
+    kit.need_addon("streaming")
     _, splits = kit.open_data(**fields(folder))
     known = {(row["image"].tobytes(), int(row["label"])) for row in rows(splits["train"])}
     _, streams = kit.open_data(**fields(folder, streaming=True, max_steps=2))

@@ -234,6 +234,7 @@ def test_sharded_model(data, loops, tmp_path, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_stream(data, tmp_path, world):
     """It has one shard, so that the second process has nothing but dummy batches."""
+    kit.need_addon("streaming")
     fields = {"streaming": True, "per_device_batch_size": 5, "max_steps": 4, "output_dir": tmp_path / "run"}
     run = kit.run_training(world, tmp_path / "run", *recipe(data, Contrastive, **fields))
     assert [line["weight"] for line in run.kind("train")] == [24, 24, 24, 11]

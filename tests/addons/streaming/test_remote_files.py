@@ -3,8 +3,8 @@
 import datasets
 import pytest
 
-from src.data import sources
-from src.data.streaming import Stream
+from addons.streaming.sources import StreamSource
+from addons.streaming.stream import Stream
 from src.download import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
@@ -24,7 +24,7 @@ def rows_of(stream: Stream) -> list[int]:
 
 def ignore_versions():
     """The mutant, which knows file names only."""
-    sources.Source._size = lambda self, file: (None, None)
+    StreamSource._size = lambda self, file: (None, None)
 
 
 def test_stream_of_changed_files_is_another_one(hub, tmp_path):
@@ -45,7 +45,7 @@ def test_versions_of_many_local_files(tmp_path):
         (tmp_path / folder).mkdir()
     for i, file in enumerate(files):
         file.write_text("x" * (i + 1))
-    source = sources.Source("train_file", "train", tuple(map(str, files)), "json")
+    source = StreamSource("train_file", "train", tuple(map(str, files)), "json")
     versions = source.versions()
     assert versions[1] == ("1/0.jsonl", 2, None)
     assert len({name for name, *_ in versions}) == 1002  # files of one name in two folders

@@ -1,4 +1,4 @@
-"""validation_split holds out rows by their content alone; dataset_split names the split to train on."""
+"""validation_split holds out rows by their content alone."""
 
 import json
 import shutil
@@ -7,9 +7,12 @@ import datasets
 import numpy as np
 import pytest
 
+from addons.data import held_out
+from addons.data._row_numbers import Column
 from src.config.errors import UsageError
-from src.data import held_out, prepared_pieces, preprocessing
+from src.data import preprocessing
 from src.data.data_stats import repeated
+from tests.data.test_dataset_split import write_splits
 from tests.data.test_media import Pictures, opened
 from tests.helpers import images, kit
 
@@ -87,15 +90,15 @@ def test_held_out_rows_depend_on_their_content_alone(fields, tmp_path, small):
 def test_mutants_that_choose_by_position_or_at_random(fields, tmp_path, monkeypatch, mutant):
     count = [0]
 
-    def chosen(raw, ids):
+    def chosen(self, raw, ids):
         if mutant == "position":
             found = np.arange(ids.start, ids.stop) % round(1 / SHARE) == 0
         else:  # a seed per process
             count[0] += 1
             found = np.random.default_rng(count[0]).random(len(ids)) < SHARE
-        return found == (raw.source.split == "validation")
+        return found == (self.split == "validation")
 
-    monkeypatch.setattr(prepared_pieces, "_choose_rows", chosen)
+    monkeypatch.setattr(held_out.HeldOutSource, "choose_rows", chosen)
     with pytest.raises(AssertionError):
         check_choice(fields, tmp_path)
 
@@ -166,7 +169,8 @@ def test_numbers_of_rows_follow_the_rows_kept(fields, tmp_path, small):
     file = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
     _, splits = kit.open_data(**fields, train_file=file, **more)
     expected = [row["n"] for row in rows if row["n"] >= 0]
-    assert np.diff(splits["train"].read_numbers("sample_weight_column"), prepend=0).tolist() == expected
+    weights = Column("sample_weight_column", "n", weights=True).read(splits["train"])
+    assert np.diff(weights, prepend=0).tolist() == expected
     line = int(np.flatnonzero(~chosen)[50])
     kit.write_jsonl(file, [row | {"n": -2} if i == line else row for i, row in enumerate(rows)])
     with pytest.raises(UsageError, match=f"rows.jsonl, line {line + 1}: .*`n` is -2"):
@@ -206,62 +210,18 @@ def test_plan_names_the_held_out_rows(fields, tmp_path):
     assert "validation_split 0.2" in texts[0]
 
 
-# ---- dataset_split -----------------------------------------------------------------------------------------------------
+# ---- dataset_split ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["folder", "saved"])
-def splits_folder(request, tmp_path):
-    """A folder with the splits train, validation and extra, as files or as `save_to_disk` writes it."""
-    folder, parts = tmp_path / "set", {"train": ROWS[:9], "validation": ROWS[9:12], "extra": ROWS[12:100]}
-    tables = {name: datasets.Dataset.from_list([{"input_ids": row} for row in rows]) for name, rows in parts.items()}
-    if request.param == "saved":
-        datasets.DatasetDict(tables).save_to_disk(folder)
-    else:
-        files = {}
-        folder.mkdir()
-        for name, table in tables.items():
-            table.to_json(folder / f"{name}.jsonl")
-            files[name] = f"{name}.jsonl"
-        configs = [{"config_name": "default", "data_files": [{"split": n, "path": f} for n, f in files.items()]}]
-        (folder / "README.md").write_text("---\n" + json.dumps({"configs": configs}) + "\n---\n")
-    return folder
-
-
-def test_dataset_split_is_trained(fields, splits_folder, tmp_path, capsys):
-    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache", "dataset_name": splits_folder}
-    for name, count in ((None, 9), ("train", 9), ("extra", 88)):
-        _, splits = kit.open_data(**more | ({"dataset_split": name} if name else {}))
-        assert len(splits["train"]) == count
-        assert ids_of(splits["validation"]) == [tuple(row) for row in ROWS[9:12]]
-    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
-        kit.open_data(**more, dataset_split="extras")
-    with pytest.raises(UsageError, match="dataset_split is validation, which is also the evaluation data"):
-        kit.open_data(**more, dataset_split="validation")
-    assert "not used" not in capsys.readouterr().err
+@pytest.mark.parametrize("kind", ["files", "saved"])
+def test_split_to_train_on_may_be_the_datasets_evaluation_split(fields, tmp_path, capsys, kind):
+    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache"}
+    more["dataset_name"] = write_splits(tmp_path / "set", kind)
     _, splits = kit.open_data(**more, dataset_split="extra", validation_split=SHARE)
     assert {*ids_of(splits["train"]), *ids_of(splits["validation"])} == set(map(tuple, ROWS[12:100]))
     assert "the split validation" in capsys.readouterr().err
     _, splits = kit.open_data(**more, dataset_split="validation", validation_split=0.5)
     assert sum(map(len, splits.values())) == 3
-    name = str(splits_folder)
-    mixture = {"a": {"dataset_name": name}, "b": {"dataset_name": name, "dataset_split": "extra"}}
-    del more["dataset_name"]
-    _, splits = kit.open_data(**more, mixture=json.dumps(mixture))
-    assert [len(part) for *_, part in splits["train"].segments()] == [9, 88]
-    mixture["b"]["dataset_split"] = "extras"
-    with pytest.raises(UsageError, match="mixture: b: dataset_split is extras"):
-        kit.open_data(**more, mixture=json.dumps(mixture))
-
-
-@pytest.mark.parametrize("splits_folder", ["folder"], indirect=True)
-def test_dataset_split_of_a_stream(fields, splits_folder, tmp_path):
-    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache", "dataset_name": splits_folder}
-    more |= {"streaming": True, "max_steps": 1, "global_batch_size": 8}
-    streams = {name: kit.open_data(**more, dataset_split=name)[1]["train"] for name in ("train", "extra")}
-    assert streams["train"].stats["rows"] != streams["extra"].stats["rows"]
-    assert sum(len(table) for table in streams["extra"].shards.blocks(0)) == 88
-    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
-        kit.open_data(**more, dataset_split="extras")
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------
@@ -274,8 +234,6 @@ def test_dataset_split_of_a_stream(fields, splits_folder, tmp_path):
         ({"validation_split": 1 - 1e-9}, "which holds out all of the 230 rows"),
         ({"validation_split": 1}, "validation_split is 1.0: "),
         ({"validation_file": "x.jsonl"}, "validation_split and validation_file are both given"),
-        ({"streaming": True, "max_steps": 1}, "validation_split and streaming are both given"),
-        ({"dataset_split": "extra"}, "dataset_split is given without dataset_name"),
         (
             {
                 "mixture": '{"a": {"train_file": "a", "validation_file": "b"}, "b": {"train_file": "b"}}',
@@ -290,10 +248,3 @@ def test_invalid_splits_are_one_sentence(fields, tmp_path, change, message):
     with pytest.raises(UsageError, match=message) as found:
         kit.open_data(**{name: value for name, value in values.items() if value is not None})
     assert "\n" not in str(found.value)
-
-
-def test_evaluation_takes_no_split_to_train_on(fields, tmp_path):
-    given = kit.flags(model_name_or_path=tmp_path, dataset_name=tmp_path, dataset_split="extra")
-    codes, texts = kit.run_command("eval.py", *given, folder=tmp_path / "run")
-    assert codes == [2]
-    assert "dataset_split is extra" in texts[0]

@@ -4,33 +4,33 @@ At the start of each pass through the data, the shards (files) are shuffled and 
 (`stream_lanes`). Every global batch takes the same number of rows from each group, and each rank reads some of the
 groups. So the number of processes changes which rank reads a row, not the step that it is in. Rows are shuffled within
 a block of consecutive rows; on resume, the current block is read again to rebuild its shuffle.
-Tests: tests/data/test_streaming.py.
+Tests: tests/addons/streaming/test_streaming.py.
 """
 
 import time
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import xxhash
 
+from addons.streaming.shards import BLOCK, Row, StreamShards
+from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError, warn
-from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, split_into_micro_batches
-from src.data.data_loader import Item, Window, collate, read_ahead
+from src.data.batch_plan import MicroBatch, PlanConfig, split_into_micro_batches
+from src.data.data_loader import Item, Window, changed_plan, collate, explain_worker_failures, worker_options
 from src.data.row_order import derive_seed, permute
-from src.data.sources import Source
-from src.data.step_sizes import batch_warmup, length_warmup
-from src.data.stream_shards import BLOCK, Row, StreamShards
-from src.tasks import Task
+from src.data.step_sizes import sizes_of_run
+from src.tasks.base import Task
 
 if TYPE_CHECKING:
     from src.distributed.host_group import HostGroup
 
 UNEVEN = 2  # warn if the largest shard group has more than this many times the mean size
+ENDLESS = 1 << 62  # rows, for the sizes of steps
 GROUPS = 8  # default number of shard groups; lower with few shards or a small global batch
 
 
@@ -51,11 +51,12 @@ class Stream:
 
     quotas = lengths = None
 
-    def __init__(self, cfg: RunConfig, task: Task, source: Source):
+    def __init__(self, cfg: Any, task: Task, source: StreamSource):
         self.cfg, self.task = cfg, task
         self.shards = StreamShards(source, task, cfg.seed)
-        self.batch_warmup = batch_warmup(cfg)
-        self.length_warmup = length_warmup(cfg, task)
+        # Not the plan of the run, but what add-ons change in it: the sizes of steps, and the lengths of their rows.
+        plan = PlanConfig(ENDLESS, cfg.global_batch_size, 1, cfg.seed, step_sizes=sizes_of_run(cfg, ENDLESS))
+        self.plan = changed_plan(plan, cfg, task, self)
         count = len(self.shards)
         self.shard_groups = cfg.stream_lanes or max(1, min(GROUPS, count, cfg.global_batch_size // 8))
         if self.shard_groups > count:  # a group without a shard would leave its share of every step empty
@@ -63,10 +64,10 @@ class Stream:
                 f"stream_lanes is {self.shard_groups}, but there are {count} shards (files): give at most {count}, or more "
                 "files"
             )
-        if self.batch_warmup and self.batch_warmup.start < self.shard_groups:
+        if self.rows_in_step(0) < self.shard_groups:
             raise UsageError(
-                f"batch_size_warmup_start is {self.batch_warmup.start}, but the stream has {self.shard_groups} shard groups, "
-                "and each gives at least one row to every step: raise batch_size_warmup_start, or lower --stream_lanes"
+                f"the first step has {self.rows_in_step(0)} rows, but the stream has {self.shard_groups} shard groups, and each "
+                "gives at least one row to every step: raise batch_size_warmup_start, or lower --stream_lanes"
             )
         # Names and sizes, not paths: files may be moved, and each node may have its own copy.
         content = (source.versions(), source.hub, count, self.shard_groups, BLOCK, task.fingerprint())
@@ -95,7 +96,12 @@ class Stream:
                 "similar size, or lower --stream_lanes"
             )
 
-    def epoch_at(self, step: int, cfg: RunConfig) -> float:
+    def rows_in_step(self, step: int) -> int:
+        """Return the global batch of a step."""
+        start, stop = self.plan.sizes.positions(0, step)
+        return stop - start
+
+    def epoch_at(self, step: int, cfg: Any) -> float:
         """Return the number of finished passes."""
         return float(self.epoch)
 
@@ -121,7 +127,7 @@ class Stream:
         self.positions = {step: (self.epoch, positions)}
         while True:
             self.pass_ended = False
-            items = read_ahead(_Pass(self, positions, self.epoch, step), self.cfg, pin_memory)
+            items = _read_ahead(_Pass(self, positions, self.epoch, step), self.cfg, pin_memory)
             while not self.pass_ended:
                 started = time.perf_counter()
                 window, positions = next(items, ([], positions))
@@ -147,6 +153,17 @@ class Stream:
     def _dummy_batch(self, step: int) -> Item:
         number, row, _ = self.shards.dummy_row
         return collate(self.task, MicroBatch(np.array([number]), 0, step, dummy=True), [row])
+
+
+def _read_ahead(windows: torch.utils.data.IterableDataset, cfg: Any, pin_memory: bool) -> Iterator:
+    """Yield the items of `windows`, read ahead by one dataloader worker if dataloader_num_workers is not 0."""
+    workers = min(1, cfg.dataloader_num_workers)
+    if not workers and not pin_memory:
+        return iter(windows)
+    loader = torch.utils.data.DataLoader(
+        windows, batch_size=None, pin_memory=pin_memory, **worker_options(cfg, workers)
+    )
+    return explain_worker_failures(iter(loader), None, {}, cfg.dataloader_timeout)
 
 
 class _Pass(torch.utils.data.IterableDataset):
@@ -188,8 +205,7 @@ class _Pass(torch.utils.data.IterableDataset):
 
     def _share(self, group: int, step: int) -> int:
         """Return the number of rows that a shard group contributes to the global batch of a step."""
-        warmup, groups = self.stream.batch_warmup, self.stream.shard_groups
-        size = warmup.at(step) if warmup else self.stream.cfg.global_batch_size
+        size, groups = self.stream.rows_in_step(step), self.stream.shard_groups
         return size // groups + (group < size % groups)
 
     def _take(self, items: Iterator[tuple[StreamPosition, Row]], group: int, count: int) -> list[Row]:
@@ -203,7 +219,7 @@ class _Pass(torch.utils.data.IterableDataset):
     def _split(self, rows: list[Row], group: int, step: int) -> list[tuple[MicroBatch, list[dict]]]:
         """Split a shard group's rows of a global batch into micro-batches. Return (micro-batch, its rows) pairs."""
         cfg, lengths = self.stream.cfg, np.array([length for *_, length in rows], np.int64)
-        max_length = self.stream.length_warmup.at(step) if self.stream.length_warmup else None
+        max_length = self.stream.plan.max_length(step) if self.stream.plan.max_length else None
         parts = split_into_micro_batches(
             np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens, max_length
         )

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from addons.data.size_warmups import Ramp, WarmupSizes, step_sizes
 from src.config import validation
+from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan, training_order
 from src.data.row_order import permute
-from src.data.step_sizes import Ramp, StepSizes, step_sizes
 from src.reporting import ledger
 from src.tasks.causal_lm import Options
 from src.text.padding import shorten_row
@@ -54,7 +54,7 @@ def plain_steps(rows: int, batch: int, start: int, warmup: int, steps: int) -> l
     [(23, 8, 2, 5), (100, 16, 1, 40), (7, 16, 3, 9), (1, 4, 1, 3), (1003, 32, 8, 1), (64, 8, 4, 200), (50, 8, 7, 6)],
 )
 def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
-    sizes = StepSizes(rows, batch, Ramp(start, batch, warmup))
+    sizes = WarmupSizes(rows, batch, Ramp(start, batch, warmup))
     expected = plain_steps(rows, batch, start, warmup, 300)
     by_epoch = {}
     for step, (epoch, within, positions) in enumerate(expected):
@@ -69,25 +69,18 @@ def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
         assert sizes.epochs_of(by_epoch[epoch][-1] + 1) == sizes.passes(by_epoch[epoch][-1] + 1) == epoch + 1
 
 
-def test_without_a_warmup_steps_are_slices():
-    plain = StepSizes(1003, 32)
-    for step in (0, 31, 32, 10**12):
-        assert plain.locate(step) == divmod(step, 32)
-        assert plain.first_step(step) == step * 32
-    assert plain.positions(5, 31) == (992, 1003)
-
-
 def test_entering_a_billion_examples_after_a_warmup_costs_the_table_only():
-    config = PlanConfig(10**9, 1024, 8, 0, batch_warmup=Ramp(32, 1024, 10_000))
+    cfg = run_config(global_batch_size=1024, batch_size_warmup_start=32, batch_size_warmup_steps=10_000)
+    config = PlanConfig(10**9, 1024, 8, 0, step_sizes=step_sizes(cfg, 10**9))
     [micro, *_] = training_order(config, 3, 64, 10**7, 10**7 + 1)
     assert micro.step == 10**7
-    assert config.sizes is step_sizes(10**9, 1024, Ramp(32, 1024, 10_000))  # computed once
-    assert config.sizes._table.nbytes < 300_000
+    assert config.sizes is step_sizes(cfg, 10**9)  # computed once
+    assert vars(config.sizes)["_table"].nbytes < 300_000
 
 
 def test_rows_are_shortened_before_they_are_sorted():
     lengths = np.array([9, 4, 7, 2, 8, 3, 9, 9])
-    config = PlanConfig(8, 8, 3, 0, lengths, length_warmup=Ramp(4, 9, 2))
+    config = PlanConfig(8, 8, 3, 0, lengths, max_length=Ramp(4, 9, 2).at)
     first, third = plan(config, 0, 0), plan(config, 2, 0)
     assert [micro.cost for micro in first] == [12, 12, 6]  # 4 4 4 | 4 4 4 | 3 2
     assert [micro.cost for micro in third] == [27, 24, 6]
@@ -203,21 +196,6 @@ def test_mutant_weights_counted_before_the_cut_are_caught(fields, tmp_path, monk
     assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) > 1e-6
 
 
-def test_stream_of_packed_rows_has_the_warmups(fields, tmp_path):
-    """The first steps have fewer and shorter rows, the same for 1 and 2 processes, and after a resume."""
-    files = [tmp_path / f"part{i}.jsonl" for i in range(2)]
-    lines = fields["train_file"].read_text().splitlines(keepends=True) * 3
-    for i, file in enumerate(files):
-        file.write_text("".join(lines[i::2]))
-    more = {"streaming": True, "stream_lanes": 2, "packing": True, "train_file": files}
-    one = technique_runs.train(tmp_path / "one", fields | more, 1, 3)
-    two = technique_runs.check_resume(tmp_path / "two", fields | more, 2, 3)
-    assert kit.distance(one.weights, two.weights) <= 1e-10
-    _, steps = ledger.read(one.folder)
-    assert [examples for examples, _ in steps.values()][:6] == [2, 2, 4, 4, 6, 8]
-    assert one.kind("train")[0]["weight"] <= 2 * 2
-
-
 # ---- the run file ------------------------------------------------------------------------------------------------------
 
 
@@ -241,7 +219,7 @@ def test_num_train_epochs_and_the_printed_plan_follow_the_warmup(fields, tmp_pat
 )
 def test_half_a_warmup_is_refused(more, message):
     with pytest.raises(UsageError, match=message):
-        validation.check(RunConfig(output_dir="x", train_file=["a.jsonl"], **more), Options())
+        validation.check(run_config(output_dir="x", train_file=["a.jsonl"], **more), Options())
 
 
 def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):

@@ -9,14 +9,15 @@ import datasets
 import numpy as np
 import pytest
 
+from addons.streaming.shards import BLOCK
 from src.config import validation
 from src.config.errors import UsageError
 from src.data.data_loader import train_batches
-from src.data.stream_shards import BLOCK
 from src.reporting import ledger
 from src.tasks import OPTIONS
 from src.training.train_state import TrainState
-from tests.helpers import kit
+from tests.data.test_dataset_split import write_splits
+from tests.helpers import kit, technique_runs
 
 
 def shards(folder, sizes, low=3, kind="jsonl") -> list:
@@ -210,7 +211,7 @@ def test_killed_stream_run_resumes(data, tmp_path, world):
 
 
 def test_mutant_without_stream_position(data, tmp_path, monkeypatch):
-    from src.data.streaming import Stream
+    from addons.streaming.stream import Stream
 
     _, argv, one = data
     shutil.copytree(one.folder, tmp_path / "run")
@@ -270,6 +271,15 @@ def test_fields_that_a_stream_cannot_have(tmp_path, fields, field):
         kit.open_data(**{name: value for name, value in fields.items() if value is not None})
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"curriculum_column": "length", "curriculum_steps": 2}, {"sample_weight_column": "n"}, {"validation_split": 0.2}],
+)
+def test_stream_refuses_addons_that_need_prepared_rows(tmp_path, fields):
+    with pytest.raises(UsageError, match=f"{next(iter(fields))} and streaming are both given"):
+        opened(tmp_path, shards(tmp_path / "data", [5]), **fields)
+
+
 def opened(folder, files, **fields):
     """Return a stream, opened in this process."""
     if "model_config" not in fields:
@@ -305,7 +315,7 @@ def test_new_column_in_a_later_shard_is_refused(tmp_path):
 @pytest.mark.parametrize("masked", [True, False])
 def test_stream_without_targets_is_refused(tmp_path, monkeypatch, masked):
     """Also if the only target is in a later block, which gives the dummy row."""
-    monkeypatch.setattr("src.data.stream_shards.BLOCK", 8)
+    monkeypatch.setattr("addons.streaming.shards.BLOCK", 8)
     rows = [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 20
     files = [kit.write_jsonl(tmp_path / f"{i}.jsonl", rows) for i in range(2)]
     if masked:
@@ -340,3 +350,37 @@ def test_bad_row_of_a_stream_ends_all_ranks(tmp_path):
     codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=2)
     assert codes == [2, 2], texts
     assert "shard1.jsonl, row 9: train data: `input_ids` holds 99" in "".join(texts)
+
+
+def test_stream_of_packed_rows_has_the_warmups(tmp_path):
+    """The first steps have fewer and shorter rows, the same for 1 and 2 processes, and after a resume."""
+    generator = np.random.default_rng(1)
+    rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in generator.integers(3, 12, 23)] * 3
+    fields = technique_runs.files(tmp_path) | {"global_batch_size": 8, "max_steps": 8, "max_length": 11}
+    fields |= {"batch_size_warmup_start": 2, "batch_size_warmup_steps": 5}
+    fields |= {"sequence_length_warmup_start": 3, "sequence_length_warmup_steps": 6}
+    fields |= {"streaming": True, "stream_lanes": 2, "packing": True}
+    fields["train_file"] = [kit.write_jsonl(tmp_path / f"part{i}.jsonl", rows[i::2]) for i in range(2)]
+    one = technique_runs.train(tmp_path / "one", fields, 1, 3)
+    two = technique_runs.check_resume(tmp_path / "two", fields, 2, 3)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    _, steps = ledger.read(one.folder)
+    assert [examples for examples, _ in steps.values()][:6] == [2, 2, 4, 4, 6, 8]
+    assert one.kind("train")[0]["weight"] <= 2 * 2
+
+
+def test_dataset_split_of_a_stream(tmp_path):
+    more = {"model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY), "cache_dir": tmp_path / "cache"}
+    more["dataset_name"] = write_splits(tmp_path / "set")
+    more |= {"streaming": True, "max_steps": 1, "global_batch_size": 8}
+    streams = {name: kit.open_data(**more, dataset_split=name)[1]["train"] for name in ("train", "extra")}
+    assert streams["train"].stats["rows"] != streams["extra"].stats["rows"]
+    assert sum(len(table) for table in streams["extra"].shards.blocks(0)) == 88
+    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
+        kit.open_data(**more, dataset_split="extras")
+
+
+def test_streaming_false_is_no_stream(tmp_path):
+    """config.yaml of a run names all fields of the add-ons that it had."""
+    split = opened(tmp_path, shards(tmp_path / "data", [5]), streaming=False)
+    assert len(split) == split.stats["examples"] == 5

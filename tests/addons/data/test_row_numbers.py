@@ -10,12 +10,17 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
+from addons.data._row_numbers import Column
+from addons.data.curriculum import Curriculum
+from addons.data.row_weights import WeightedDraws
+from addons.data.size_warmups import Ramp, WarmupSizes
 from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan
-from src.data.row_order import Curriculum, permute, weighted_ids
-from src.data.step_sizes import Ramp
+from src.data.row_order import permute
+from src.data.step_sizes import StepSizes
 from src.reporting import ledger
+from src.text import encode_rows
 from tests.helpers import kit, technique_runs
 
 ROWS, BATCH, STEPS = 23, 6, 9
@@ -39,6 +44,10 @@ def ids_of(config: PlanConfig, steps: int) -> list[list[int]]:
     return [[int(i) for m in plan(config, *config.sizes.locate(s)) for i in m.ids] for s in range(steps)]
 
 
+def weighted_ids(start: int, stop: int, cumulative: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    return WeightedDraws(cumulative).draw(PlanConfig(len(cumulative), 1, 1, seed), epoch, start, stop)
+
+
 # ---- the plan ----------------------------------------------------------------------------------------------------------
 
 
@@ -59,13 +68,13 @@ def test_weighted_draws_can_be_entered_anywhere():
     assert whole[617:700].tolist() == weighted_ids(617, 700, cumulative, 1, 0).tolist()
 
 
-@pytest.mark.parametrize("warmup", [None, Ramp(2, 6, 3)])
+@pytest.mark.parametrize("sizes", [StepSizes(ROWS, BATCH), WarmupSizes(ROWS, BATCH, Ramp(2, 6, 3))])
 @pytest.mark.parametrize("steps", [1, 3, 4, 7, 12])
-def test_curriculum_sorts_the_rows_of_its_steps(steps, warmup):
+def test_curriculum_sorts_the_rows_of_its_steps(steps, sizes):
     """Within an epoch every row still comes once; the rows of the first steps come from easy to hard."""
     values = np.random.default_rng(steps).integers(0, 5, ROWS)
-    config = PlanConfig(ROWS, BATCH, BATCH, 3, batch_warmup=warmup)
-    plain, found = ids_of(config, 14), ids_of(replace(config, curriculum=Curriculum(values, steps)), 14)
+    config = PlanConfig(ROWS, BATCH, BATCH, 3, step_sizes=sizes)
+    plain, found = ids_of(config, 14), ids_of(replace(config, ids=Curriculum(values, steps).ids), 14)
     by_epoch = {}
     for step in range(14):
         by_epoch.setdefault(config.sizes.locate(step)[0], []).append(step)
@@ -78,7 +87,8 @@ def test_curriculum_sorts_the_rows_of_its_steps(steps, warmup):
 
 def test_curriculum_over_weighted_draws():
     values, weights = np.arange(ROWS)[::-1].copy(), np.arange(ROWS, dtype=float)
-    config = PlanConfig(ROWS, BATCH, BATCH, 3, curriculum=Curriculum(values, 2), cumulative_weights=np.cumsum(weights))
+    draw, ids = WeightedDraws(np.cumsum(weights)).draw, Curriculum(values, 2).ids
+    config = PlanConfig(ROWS, BATCH, BATCH, 3, draw=draw, ids=ids)
     draws = plain_draws(0, ROWS, weights.tolist(), 3, 0)
     expected = sorted(draws[:12], key=lambda i: -i) + draws[12:]
     assert [i for ids in ids_of(config, 4) for i in ids] == expected
@@ -160,8 +170,9 @@ def test_mutant_order_that_depends_on_the_rank_is_caught(fields, tmp_path, monke
     order = data_loader.training_order
 
     def own_order(config, rank, *rest):
-        values = np.asarray(config.curriculum.values) * (-1) ** rank
-        return order(replace(config, curriculum=replace(config.curriculum, values=values)), rank, *rest)
+        curriculum = config.ids.__self__
+        values = np.asarray(curriculum.values) * (-1) ** rank
+        return order(replace(config, ids=Curriculum(values, curriculum.steps).ids), rank, *rest)
 
     monkeypatch.setattr(data_loader, "training_order", own_order)
     run = technique_runs.train(tmp_path / "run", fields, 2, 3)
@@ -207,7 +218,6 @@ def open_rows(fields: dict, tmp_path, change=None, **more):
         ({"word": "a"}, {"curriculum_column": "word"}, "holds string.*give a column of numbers"),
         ({}, {"packing": True}, "packing.*give --curriculum_column length"),
         ({}, {"sample_weight_column": "zero"}, "the sum of all weights is 0: it must be positive"),
-        ({}, {"streaming": True, "max_steps": 3}, "curriculum_column and streaming are both given"),
     ],
 )
 def test_invalid_numbers_are_refused_with_their_row(fields, tmp_path, change, more, message):
@@ -222,5 +232,13 @@ def test_changed_numbers_are_another_run(fields, tmp_path):
     (_, before), (_, again) = open_rows(fields, tmp_path), open_rows(fields, tmp_path)
     (_, after) = open_rows(fields, tmp_path, {"difficulty": 0.5})
     assert before["train"].stats["rows"] == again["train"].stats["rows"] != after["train"].stats["rows"]
-    assert before["train"].read_numbers("curriculum_column")[7] != 0.5
-    assert after["train"].read_numbers("curriculum_column")[7] == 0.5
+    column = Column("curriculum_column", "difficulty")
+    assert column.read(before["train"])[7] != 0.5
+    assert column.read(after["train"])[7] == 0.5
+
+
+def test_columns_that_are_read_are_not_reported_as_ignored(fields, tmp_path, capfd):
+    for more, expected in (({"sample_weight_column": "weight"}, False), ({}, True)):
+        encode_rows._warn_once.cache_clear()
+        open_rows(fields, tmp_path, **more)
+        assert ("columns weight are not used" in capfd.readouterr().err) == expected

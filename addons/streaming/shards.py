@@ -1,6 +1,6 @@
 """Shards (files) of a stream: open, read in blocks with retries, encode.
 
-Tests: tests/data/test_streaming.py, tests/data/test_bad_rows.py and tests/download/test_remote_files.py.
+Tests: tests/addons/streaming/.
 """
 
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
+from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
 from src.data import file_readers
 from src.data.arrow_columns import column_readers, keep_encoded, refuse_mixed_types
@@ -16,9 +17,8 @@ from src.data.encode_rows import encode_rows
 from src.data.file_errors import explain_read_error
 from src.data.row_errors import RowLocations, read_rows
 from src.data.row_order import derive_seed, permute
-from src.data.sources import Source
 from src.download import remote_files
-from src.tasks import Task
+from src.tasks.base import Task
 from src.text.pretokenized_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
@@ -29,7 +29,7 @@ Row = tuple[int, dict, int]  # (id, prepared row, its length)
 class StreamShards:
     """Shards and columns of a stream. `dummy_row` is a row with a target, for ranks that have no rows left."""
 
-    def __init__(self, source: Source, task: Task, seed: int):
+    def __init__(self, source: StreamSource, task: Task, seed: int):
         self.source, self.task, self.seed = source, task, seed
         self.dataset = None if source.builder else _open_dataset(source)  # only for a folder or Hub dataset
         if self.dataset is None:
@@ -135,7 +135,7 @@ class StreamShards:
         return [(first + i, {name: read(i) for name, read in columns}, rows["length"][i]) for i in order.tolist()]
 
 
-def _open_dataset(source: Source, columns: list[str] | None = None):
+def _open_dataset(source: StreamSource, columns: list[str] | None = None):
     """Return the training rows of a folder or Hub dataset. If it is Parquet, read only `columns` (if given)."""
     import datasets
 
@@ -156,7 +156,7 @@ def _open_dataset(source: Source, columns: list[str] | None = None):
         raise UsageError(explain_read_error(source, error)) from error
 
 
-def _open_file(source: Source, file: str, columns: list[str] | None):
+def _open_file(source: StreamSource, file: str, columns: list[str] | None):
     """Return the raw rows of one file or URL. If it is Parquet, read only `columns` (if given)."""
     import datasets
 

@@ -1,0 +1,115 @@
+"""Numbers in a column of the raw rows that set the order of the prepared ones: difficulties and weights.
+
+Read once and stored as a memory-mapped array beside the prepared rows.
+Tests: tests/addons/data/test_row_numbers.py.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from src.config.errors import UsageError, did_you_mean
+from src.data.arrow_cache import RawRows, load_raw_rows
+from src.data.mixture import Mixture, NumbersByRow
+from src.data.prepared_pieces import KEPT, published
+from src.data.prepared_split import Split
+from src.data.sources import Source
+from src.storage.shared_work import SharedWork, write_atomic
+from src.tasks.base import Task
+
+ROWS = 1 << 20  # rows that are read at once
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers that a field of the run file names."""
+
+    field: str
+    name: str
+    weights: bool = False  # no number may be negative, and the array holds their cumulative sums
+    hint: str = ""  # for data whose rows are not the raw rows
+
+    def file(self, folder: Path) -> Path:
+        """Return the record of this column in the folder of a split; the array is beside it, as .npy."""
+        return folder / f"{self.field}_{xxhash.xxh3_64_hexdigest(self.name.encode())}.json"
+
+    def store(self, cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+        """Store the numbers beside the prepared rows of a split, as part of their identity.
+
+        Raise UsageError if the rows are not those of the files one by one, or for a value that is no valid number."""
+        if getattr(task.options, "packing", False) or split.stats["examples"] != split.stats["source_rows"]:
+            raise UsageError(
+                f"{self.field} is {self.name}, but the {split.stats['examples']} rows of the prepared data are not the "
+                f"{split.stats['source_rows']} rows of {source} (packing, or long texts that become several rows): remove it"
+                f"{self.hint}"
+            )
+        target = self.file(split.folder)
+        if not target.exists():
+            raw = load_raw_rows(source, cfg, work)
+            assert raw is not None  # it was prepared
+            kept = np.load(split.folder / KEPT, mmap_mode="r") if (split.folder / KEPT).exists() else None
+            work.run_once(target, lambda: _store(raw, kept, self, target, work), f"column {self.name}")
+        content = (split.stats["rows"], self.field, json.loads(target.read_text())["hash"])
+        split.stats["rows"] = xxhash.xxh3_128_hexdigest(repr(content).encode())
+
+    def read(self, train_set: Split | Mixture) -> Any:
+        """Return the stored numbers, which an array of row ids indexes."""
+        array: Callable[[Split], np.ndarray] = lambda part: np.load(  # noqa: E731
+            self.file(part.folder).with_suffix(".npy"), mmap_mode="r"
+        )
+        if isinstance(train_set, Mixture):
+            return NumbersByRow(train_set.parts, array, np.float64)
+        return array(train_set)
+
+
+def _store(raw: RawRows, kept: np.ndarray | None, column: Column, target: Path, work: SharedWork) -> None:
+    """Write the array (numbers, or cumulative sums of weights), then its hash to `target`.
+
+    `kept` says of each row whether it is part of the split (None: all)."""
+    names, what = raw.rows.column_names, f"{column.field} is {column.name}"
+    if column.name not in names:
+        raise UsageError(f"{what}: no such column among {', '.join(names)}{did_you_mean(column.name, names)}")
+    rows, digest, total = raw.rows.select_columns([column.name]).with_format("arrow"), xxhash.xxh3_128(), 0.0
+    count, stored = len(rows) if kept is None else int(kept.sum()), 0
+    with published(target.with_suffix(".npy"), work) as path:
+        whole = np.lib.format.open_memmap(path, "w+", np.float64, (count,))
+        for start in range(0, len(rows), ROWS):
+            ids = np.arange(start, min(start + ROWS, len(rows)))
+            ids = ids if kept is None else ids[kept[ids]]
+            if not ids.size:
+                continue
+            values = _read(raw, rows[start : start + ROWS][column.name].take(pa.array(ids - start)), column, ids)
+            digest.update(values.tobytes())
+            if column.weights:
+                values[0] += total
+                values = np.cumsum(values)
+                total = values[-1]
+            whole[stored : stored + len(values)] = values
+            stored += len(values)
+        if column.weights and not 0 < total < np.inf:
+            raise UsageError(f"{what}: the sum of all weights is {total:g}: it must be positive and finite")
+        whole.flush()
+    write_atomic(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
+
+
+def _read(raw: RawRows, found, column: Column, ids: np.ndarray) -> np.ndarray:
+    """Return the values of these rows, an Arrow array, as float64. Raise UsageError for the row of a bad value."""
+    field, name = column.field, column.name
+    try:
+        values = np.array(found.cast("float64", safe=False).to_numpy(), np.float64)
+    except (ValueError, NotImplementedError):
+        raise UsageError(
+            f"{field} is {name}, which holds {found.type} in {raw.source}: give a column of numbers"
+        ) from None
+    bad = np.flatnonzero(~np.isfinite(values) | ((values < 0) if column.weights else False))
+    if bad.size:
+        allowed = "a number, 0 or more" if column.weights else "a number"
+        value = found[int(bad[0])].as_py()
+        raise UsageError(f"{raw.describe_row(int(ids[bad[0]]))}: {field}: `{name}` is {value}: it must be {allowed}")
+    return values

@@ -1,0 +1,98 @@
+"""Curriculum: the rows of the first steps come in ascending order of a column of numbers, or of their length.
+
+In each epoch the rows that these steps draw anyway are sorted, so every row still comes once.
+Tests: tests/addons/data/test_row_numbers.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from addons.data._row_numbers import Column
+from src.config.fields import option
+from src.data.batch_plan import PlanConfig
+from src.data.prepared_split import Split
+from src.data.sources import Source
+from src.storage.shared_work import SharedWork
+from src.tasks.base import Task
+
+LENGTH = "length"  # as curriculum_column: the tokens of a row
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of the run file."""
+
+    curriculum_column: str | None = option(
+        "column of numbers, or length (tokens): rows of the first curriculum_steps steps come in its ascending order",
+        group="data",
+    )
+    curriculum_steps: int | None = option("steps of the curriculum (default: off)", min=1)
+
+
+def errors(cfg: Any, training: bool) -> Iterator[str]:
+    """Yield an error for half a curriculum, and for a stream."""
+    if not training:
+        return
+    names = ["curriculum_column", "curriculum_steps"]
+    given = [name for name in names if getattr(cfg, name) is not None]
+    if len(given) == 1:
+        [missing] = {*names} - {*given}
+        yield f"{given[0]} is {getattr(cfg, given[0])}, but {missing} is missing: give both, or neither"
+
+
+def columns(cfg: Any) -> list[str]:
+    """Return the column that is read."""
+    return [cfg.curriculum_column]
+
+
+def _column(cfg: Any) -> Column | None:
+    """Return the column of difficulties, None for the lengths of rows."""
+    name = cfg.curriculum_column
+    return None if name == LENGTH else Column("curriculum_column", name, hint=f", or give --curriculum_column {LENGTH}")
+
+
+def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+    """Store the difficulties beside the prepared training rows."""
+    if source.split == "train" and (column := _column(cfg)):
+        column.store(cfg, task, source, split, work)
+
+
+@dataclass(frozen=True, eq=False)
+class Curriculum:
+    """Easy to hard: each epoch takes its rows of the first `steps` steps in ascending order of their `values`."""
+
+    values: Any  # difficulty by id: an array, or an object that an array of ids indexes
+    steps: int
+
+    def ids(self, plan: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the ids at positions start … stop−1 of an epoch, all of them in one step."""
+        if start < self._end(plan, epoch):
+            return self._easy_to_hard(plan, epoch)[start:stop]
+        return plan.draw(plan, epoch, start, stop)
+
+    def _end(self, plan: PlanConfig, epoch: int) -> int:
+        """Return the number of positions of an epoch that are in steps of the curriculum."""
+        last, within = plan.sizes.locate(self.steps)
+        return plan.num_examples if epoch < last else plan.sizes.positions(last, within)[0] if epoch == last else 0
+
+    @lru_cache(maxsize=1)  # noqa: B019 (the steps of an epoch ask one after the other)
+    def _easy_to_hard(self, plan: PlanConfig, epoch: int) -> np.ndarray:
+        """Return the ids of the curriculum's steps of an epoch; rows of equal value keep their random order."""
+        ids = plan.draw(plan, epoch, 0, self._end(plan, epoch))
+        return ids[np.argsort(np.asarray(self.values[ids]), kind="stable")]
+
+
+def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+    """Sort the rows of the first steps."""
+    column = _column(cfg)
+    values = column.read(train_set) if column else train_set.lengths
+    return replace(plan, ids=Curriculum(values, cfg.curriculum_steps).ids)
+
+
+def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+    """Return the line of the plan about the curriculum."""
+    return {"curriculum": f"ascending {cfg.curriculum_column} in the first {cfg.curriculum_steps:,} steps"}

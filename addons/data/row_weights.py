@@ -1,0 +1,80 @@
+"""Row weights: rows are drawn independently in proportion to a column of numbers, with replacement.
+
+Tests: tests/addons/data/test_row_numbers.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from addons.data._row_numbers import Column
+from src.config.fields import option
+from src.data.batch_plan import PlanConfig
+from src.data.prepared_split import Split
+from src.data.row_order import derive_seed, splitmix64
+from src.data.sources import Source
+from src.storage.shared_work import SharedWork
+from src.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of the run file."""
+
+    sample_weight_column: str | None = option(
+        "column of numbers: rows are drawn in proportion to it, with replacement (default: each row once per epoch)",
+        group="data",
+    )
+
+
+def errors(cfg: Any, training: bool) -> Iterator[str]:
+    """Yield an error for a mixture."""
+    if training and cfg.mixture:
+        yield (
+            "sample_weight_column and mixture are both given: give each source of the mixture a `weight`, or remove one of "
+            "them"
+        )
+
+
+def columns(cfg: Any) -> list[str]:
+    """Return the column that is read."""
+    return [cfg.sample_weight_column]
+
+
+def _column(cfg: Any) -> Column:
+    return Column("sample_weight_column", cfg.sample_weight_column, weights=True)
+
+
+def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
+    """Store the cumulative weights beside the prepared training rows."""
+    if source.split == "train":
+        _column(cfg).store(cfg, task, source, split, work)
+
+
+@dataclass(frozen=True, eq=False)
+class WeightedDraws:
+    """Independent draws in proportion to the row weights.
+
+    `cumulative` holds the sums of the weights up to and with each row, in float64. A weight of zero is never drawn.
+    A draw is the inverse of this distribution at a 53-bit number of SplitMix64."""
+
+    cumulative: np.ndarray
+
+    def draw(self, plan: PlanConfig, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the ids at positions start … stop−1 of an epoch."""
+        key = np.uint64(derive_seed("weighted draw", plan.seed, epoch))
+        bits = splitmix64(key + np.arange(start + 1, stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+        share = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53  # 0 ≤ share < 1
+        return np.searchsorted(self.cumulative, share * self.cumulative[-1], side="right")
+
+
+def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+    """Draw rows by their weights."""
+    return replace(plan, draw=WeightedDraws(_column(cfg).read(train_set)).draw)
+
+
+def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+    """Return the line of the plan about the draws."""
+    return {"draws": f"in proportion to {cfg.sample_weight_column}, with replacement"}

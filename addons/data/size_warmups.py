@@ -1,0 +1,222 @@
+"""Warmups of sizes: the global batch and the length of rows grow during the first steps, as functions of the step.
+
+Tests: tests/addons/data/test_size_warmups.py.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from src.config.errors import UsageError
+from src.config.fields import option
+from src.data.batch_plan import PlanConfig
+from src.data.step_sizes import StepSizes, steps_per_epoch
+from src.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of the run file."""
+
+    batch_size_warmup_steps: int | None = option(
+        "the global batch grows linearly to global_batch_size in this many steps (default: off)",
+        group="batch",
+        min=1,
+        max=10**6,
+    )
+    batch_size_warmup_start: int | None = option(
+        "first global batch of the warmup; the following ones are multiples of it", min=1
+    )
+    sequence_length_warmup_steps: int | None = option(
+        "rows are cut to a length that grows linearly to max_length in this many steps (default: off)", min=1
+    )
+    sequence_length_warmup_start: int | None = option(
+        "first length in tokens of the warmup; the following ones are multiples of it", min=2
+    )
+
+
+def errors(cfg: Any, training: bool) -> Iterator[str]:
+    """Yield an error for half a warmup, and for one that does not grow."""
+    if not training:
+        return
+    for size in ("batch_size", "sequence_length"):
+        names = [f"{size}_warmup_start", f"{size}_warmup_steps"]
+        given = [name for name in names if getattr(cfg, name) is not None]
+        if len(given) == 1:
+            [missing] = {*names} - {*given}
+            yield f"{given[0]} is {getattr(cfg, given[0])}, but {missing} is missing: give both, or neither"
+    start, size = cfg.batch_size_warmup_start, cfg.global_batch_size
+    if start is not None and start >= size > 0:
+        yield (
+            f"batch_size_warmup_start is {start}: not less than global_batch_size, which is {size}: lower it, or remove the "
+            "batch-size warmup"
+        )
+
+
+@dataclass(frozen=True)
+class Ramp:
+    """A size that grows linearly from `start`, in multiples of `start`, and is `end` from step `steps` on."""
+
+    start: int
+    end: int
+    steps: int
+
+    def at(self, step: int) -> int:
+        """Return the size at step `step`, counted from 0."""
+        if step >= self.steps:
+            return self.end
+        size = self.start + (self.end - self.start) * step // self.steps
+        return size - size % self.start
+
+    def __str__(self) -> str:
+        return f"{self.start:,} → {self.end:,} over the first {self.steps:,} steps, in multiples of {self.start:,}"
+
+
+def batch_warmup(cfg: Any) -> Ramp | None:
+    """Return the sizes of the global batch during a batch-size warmup, None without one."""
+    if not cfg.batch_size_warmup_steps:
+        return None
+    return Ramp(cfg.batch_size_warmup_start, cfg.global_batch_size, cfg.batch_size_warmup_steps)
+
+
+def length_warmup(cfg: Any, task: Task) -> Ramp | None:
+    """Return the tokens per row during a sequence-length warmup up to the task's `max_length`, None without one."""
+    if not cfg.sequence_length_warmup_steps:
+        return None
+    return Ramp(cfg.sequence_length_warmup_start, task.max_length, cfg.sequence_length_warmup_steps)
+
+
+# ---- the global batch ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmupSizes(StepSizes):
+    """Positions of each step in a batch-size warmup: a table with one line per warmup step, then O(1)."""
+
+    warmup: Ramp
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        """(epoch, step in the epoch, first position) of each warmup step and of the first step after them."""
+        table = np.zeros((self.warmup.steps + 1, 3), np.int64)
+        epoch = within = start = 0
+        for step in range(self.warmup.steps):
+            within, start = within + 1, start + self.warmup.at(step)
+            if start >= self.num_examples:
+                epoch, within, start = epoch + 1, 0, 0
+            table[step + 1] = epoch, within, start
+        return table
+
+    @cached_property
+    def _after(self) -> tuple[int, int, int, int]:
+        """(epoch, step in the epoch, first position) of the first step after the warmup, steps left in this epoch."""
+        epoch, within, start = self._table[-1].tolist()
+        return epoch, within, start, steps_per_epoch(self.num_examples - start, self.global_batch)
+
+    def locate(self, step: int) -> tuple[int, int]:
+        if step < self.warmup.steps:
+            epoch, within, _ = self._table[step].tolist()
+            return epoch, within
+        epoch, within, _, left = self._after
+        since = step - self.warmup.steps
+        if since < left:
+            return epoch, within + since
+        epochs, within = divmod(since - left, self.per_epoch)
+        return epoch + 1 + epochs, within
+
+    def first_step(self, epoch: int) -> int:
+        last, _, _, left = self._after
+        if epoch <= last:
+            return int(np.searchsorted(self._table[:, 0], epoch))
+        return self.warmup.steps + left + (epoch - last - 1) * self.per_epoch
+
+    def positions(self, epoch: int, within: int) -> tuple[int, int]:
+        step, (last, first, at, _) = self.first_step(epoch) + within, self._after
+        start, size = within * self.global_batch, self.global_batch
+        if step < self.warmup.steps:
+            start, size = int(self._table[step, 2]), self.warmup.at(step)
+        elif epoch == last:
+            start = at + (within - first) * size
+        return start, min(start + size, self.num_examples)
+
+    def steps_of(self, epochs: float) -> int:
+        whole = math.floor(epochs)
+        first, after = self.first_step(whole), self.first_step(whole + 1)
+        return first + math.ceil(round((epochs - whole) * (after - first), 6))
+
+    def epochs_of(self, step: int) -> float:
+        epoch, within = self.locate(step)
+        return epoch + within / (self.first_step(epoch + 1) - self.first_step(epoch))
+
+    def passes(self, step: int) -> float:
+        """Return the examples of the first `step` steps as a multiple of the data."""
+        epoch, within = self.locate(step)
+        return epoch + self.positions(epoch, within)[0] / self.num_examples
+
+
+_warmup_sizes = lru_cache(maxsize=8)(WarmupSizes)  # the table of equal arguments is computed once
+
+
+def step_sizes(cfg: Any, num_examples: int) -> StepSizes:
+    """Return the sizes of the steps of a run."""
+    warmup = batch_warmup(cfg)
+    if not warmup:
+        return StepSizes(num_examples, cfg.global_batch_size)
+    return _warmup_sizes(num_examples, cfg.global_batch_size, warmup)
+
+
+# ---- the length of rows ----------------------------------------------------------------------------------------------
+
+
+def check_task(cfg: Any, task: Task) -> None:
+    """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step.
+
+    A task that can has a method `shorten(row, length)`: return the prepared row cut to its first `length` tokens. The
+    result has min(`length`, its `length` column) tokens."""
+    ramp = length_warmup(cfg, task)
+    if ramp is None:
+        return
+    if getattr(type(task), "shorten", None) in (None, getattr(Task, "shorten", None)):
+        raise UsageError(
+            f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
+            "remove it, or define `shorten` in the task"
+        )
+    if ramp.start >= ramp.end:
+        raise UsageError(
+            f"sequence_length_warmup_start is {ramp.start}, not less than max_length, which is {ramp.end}: lower it, or "
+            "remove sequence_length_warmup_steps"
+        )
+
+
+def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanConfig:
+    """Rows of a micro-batch are sorted and counted by the lengths that they have after they are shortened."""
+    ramp = length_warmup(cfg, task)
+    return replace(plan, max_length=ramp.at) if ramp else plan
+
+
+def change_rows(task: Any, rows: list[dict], step: int) -> list[dict]:
+    """Return the rows cut to the length of this step."""
+    ramp = length_warmup(task.cfg, task)
+    return [task.shorten(row, ramp.at(step)) for row in rows] if ramp else rows
+
+
+# ---- the printed plan ------------------------------------------------------------------------------------------------
+
+
+def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+    """Return the lines of the plan about both warmups, and about steps and tokens, which they change."""
+    batch, length = batch_warmup(cfg), length_warmup(cfg, task)
+    changed = {}
+    if batch and train_set.stats["examples"] is not None:
+        sizes = _warmup_sizes(len(train_set), cfg.global_batch_size, batch)
+        changed["steps"] = (
+            f"{total:,} = {sizes.epochs_of(total):.2f} epochs, of {sizes.per_epoch:,} steps after the batch-size warmup"
+        )
+        changed[task.unit] = f"{train_set.stats['tokens'] * sizes.passes(total):,.0f} in the whole run"
+    if length and task.unit in rows:
+        changed[task.unit] = f"{changed.get(task.unit, rows[task.unit])}, fewer because rows are shortened at first"
+    return changed | {name: str(ramp) for name, ramp in (("global batch", batch), ("tokens per row", length)) if ramp}

@@ -1,0 +1,72 @@
+"""Streaming (`streaming: true`): training data is read during training instead of prepared first.
+
+Tests: tests/addons/streaming/.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from addons.streaming import sources
+from addons.streaming.stream import Stream
+from src.config.addons import fields_of_addons_with
+from src.config.fields import option
+from src.data import dataset
+from src.data.prepared_split import Split
+from src.data.sources import Source
+from src.storage.shared_work import SharedWork
+from src.tasks.base import Task
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of the run file."""
+
+    streaming: bool = option(
+        "read training data during training instead of preparing it first; needs max_steps",
+        False,
+        group="data",
+        from_checkpoint=True,
+    )
+    stream_lanes: int | None = option(
+        "shard groups of a stream: the most processes that can read it (default: 8, fewer for small data)", min=1
+    )
+
+
+def errors(cfg: Any, training: bool) -> Iterator[str]:
+    """Yield the errors of fields that only a stream has, or cannot have."""
+    if not cfg.streaming:
+        if training:
+            yield "stream_lanes is given without streaming: give both, or neither"
+        return
+    for name in fields_of_addons_with(cfg, "after_preparation"):
+        yield f"{name} and streaming are both given, but the rows of a stream are not known in advance: remove one of them"
+    if not training:
+        return
+    if not cfg.max_steps:
+        yield "streaming is true: a stream has no length, so give --max_steps"
+    if cfg.per_device_batch_size == "auto":
+        yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
+    if cfg.mixture:
+        yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
+    if (cfg.stream_lanes or 0) > cfg.global_batch_size > 0:
+        yield f"stream_lanes is {cfg.stream_lanes}: more than global_batch_size, which is {cfg.global_batch_size}"
+
+
+def fetch_source(source: Source, cfg: Any, work: SharedWork) -> Source:
+    """Look up the files of the training data; download the evaluation data, unless it is a Hub dataset."""
+    look_up = sources.look_up_stream if source.split == "train" else sources.fetch_evaluation
+    return look_up(source, cfg, work)
+
+
+def open_source(cfg: Any, task: Task, source: Source, work: SharedWork) -> Stream | Split | None:
+    """Return the training data as a stream, and the evaluation data as prepared rows."""
+    if isinstance(source, sources.StreamSource):
+        return Stream(cfg, task, source)
+    return dataset.open_source(cfg, task, source, work)
+
+
+def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
+    """Return the line of the plan about the length of the run."""
+    shards, groups = len(train_set.shards), train_set.shard_groups
+    return {"steps": f"{rows['steps']} from a stream of {shards:,} shards in {groups} shard groups"}

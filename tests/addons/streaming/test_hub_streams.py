@@ -1,0 +1,131 @@
+"""Streams of files behind URLs and of the Hub: read in parts, only the needed columns."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from addons.streaming import shards
+from src.config.errors import UsageError
+from tests.download.test_hub_downloads import make_hub, recipe, refused, since, train
+from tests.helpers import kit
+from tests.helpers.fake_hub import Fault
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with make_hub(tmp_path_factory.mktemp("served")) as (hub, _, _):
+        yield hub
+
+
+def put_table(path: Path, groups: int = 2, rows: int = 512, note: int = 40_000) -> int:
+    """Write a Parquet file that is nearly all `note`, a column that is not used; return its size."""
+    generator = np.random.default_rng(0)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    schema = pyarrow.schema({"input_ids": pyarrow.list_(pyarrow.int64()), "note": pyarrow.binary()})
+    with pyarrow.parquet.ParquetWriter(path, schema, compression="none") as file:
+        for _ in range(groups):
+            ids = generator.integers(0, 50, (rows, 5)).tolist()
+            columns = [pyarrow.array(ids), pyarrow.array([generator.bytes(note) for _ in range(rows)])]
+            file.write_table(pyarrow.table(columns, schema=schema))
+    return path.stat().st_size
+
+
+def stream(hub, folder, steps: int = 2, **fields) -> list[str]:
+    fields = {"streaming": True, "max_steps": steps, "global_batch_size": 8, "dataset_name": None} | fields
+    if fields["dataset_name"] is None or "model_config" in fields:
+        fields |= {"model_name_or_path": None, "model_config": hub.folder / "gpt2.yaml"}
+    return recipe(folder, **fields)
+
+
+def read_all_columns():
+    """The mutant."""
+    open_file, open_dataset = shards._open_file, shards._open_dataset
+    shards._open_file = lambda source, file, columns: open_file(source, file, None)
+    shards._open_dataset = lambda source, columns=None: open_dataset(source)
+
+
+@pytest.mark.parametrize("where", ["http", "hub"])
+def test_parquet_stream_reads_needed_columns_only(hub, tmp_path, where):
+    if where == "http":
+        size = put_table(hub.folder / "files/table.parquet")
+        fields, name = {"train_file": f"{hub.files_url}/table.parquet"}, "/files/table.parquet"
+    else:
+        size = put_table(hub.folder / "datasets/org/table/train.parquet")
+        fields, name = {"dataset_name": "org/table", "model_config": None}, "*/org/table/resolve/*.parquet"
+    sent = []
+    for before in (lambda: None, read_all_columns):
+        began = hub.sent(name)
+        train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, resume="never", **fields), 1, before)
+        sent.append(hub.sent(name) - began)
+    shutil.rmtree(hub.folder / "datasets/org/table", ignore_errors=True)
+    assert 2 * sent[0] < sent[1], (sent, size)
+    assert sent[0] < size
+
+
+def test_stream_begins_before_the_file_is_downloaded(hub, tmp_path):
+    rows = [{"input_ids": [n // 50 % 50, n % 50, 3], "note": "x" * 4000} for n in range(10_000)]
+    size = kit.write_jsonl(hub.folder / "files/lines.jsonl", rows).stat().st_size
+    train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=f"{hub.files_url}/lines.jsonl"))
+    requests = [r for r in hub.requests if r.matches("/files/lines.jsonl")]
+    assert max(r.sent for r in requests) < size / 2
+    assert any(r.status == 206 for r in requests)
+
+
+def test_stream_from_a_failing_server_ends_all_ranks(hub, tmp_path):
+    kit.write_jsonl(hub.folder / "files/broken.jsonl", [{"input_ids": [1, 2, 3]}] * 20)
+    hub.faults["/files/broken.jsonl"] = Fault(status=500)
+    url = f"{hub.files_url}/broken.jsonl"
+    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2)
+
+
+def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):
+    """Training rows arrive in parts; the validation split is read whole."""
+    before = len(hub.requests)
+    train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, dataset_name="org/ds"), world=2)
+    assert kit.Run(tmp_path / "run").kind("eval")[-1]["examples"] == 4
+    assert {r.status for r in since(hub, before, "/datasets/org/ds/resolve/", "GET")} == {206}
+    assert not list(tmp_path.rglob("train.jsonl"))
+
+
+def stop_before_training():
+    import addons.streaming as streaming
+    from src.data import dataset
+
+    class Empty:
+        def __init__(self, *_):
+            self.stats = {}
+
+    def stop(cfg, splits, wanted):
+        assert len(splits["validation"]) == 4
+        raise UsageError("the validation data is ready")
+
+    streaming.Stream, dataset._check = Empty, stop
+
+
+def count_validation_rows():
+    from src.data import dataset
+
+    def stop(cfg, splits, wanted):
+        raise UsageError(f"{len(splits['validation'])} validation rows")
+
+    dataset._check = stop
+
+
+def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):
+    before, argv = len(hub.requests), ["--streaming", "true", *recipe(tmp_path)]
+    environment, words = hub.environment(tmp_path), "the validation data is ready"
+    refused(environment, tmp_path, argv, words, before=stop_before_training)
+    assert since(hub, before, "validation.jsonl", "GET")
+    assert not since(hub, before, "train.jsonl")
+
+
+def test_a_limit_of_streamed_evaluation_rows_holds_for_this_run_only(hub, tmp_path):
+    """A later run with the same cache evaluates all rows."""
+    argv = ["--streaming", "true", *recipe(tmp_path)]
+    for limit, count in (("2", 2), (None, 4)):
+        words, more = f"{count} validation rows", ["--max_eval_examples", limit] if limit else []
+        refused(hub.environment(tmp_path), tmp_path, argv + more, words, before=count_validation_rows)

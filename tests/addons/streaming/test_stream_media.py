@@ -1,0 +1,64 @@
+"""Rows of a stream with images and messages: the same objects for `encode` as from prepared files."""
+
+import datasets
+import numpy as np
+import PIL.Image
+import pytest
+
+from src.config.errors import UsageError
+from src.data import arrow_columns
+from tests.data.test_media import SHAPE, Encoded, Pictures, broken_image, opened
+from tests.helpers import images, kit
+
+STREAM = {"streaming": True, "max_steps": 1}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    images.write_pictures(tmp_path / "train.parquet", 40)
+    return tmp_path
+
+
+def test_streams_hand_over_what_prepared_data_does(folder):
+    task, splits = opened(Pictures, folder)
+    stream_task, streams = opened(Pictures, folder, **STREAM)
+    assert {type(value) for value in task.seen} == {type(value) for value in stream_task.seen}
+    assert all(isinstance(value, PIL.Image.Image) for value in task.seen)
+    shards = streams["train"].shards
+    rows = sorted(shards.prepare(next(shards.blocks(0)), 0, 0, 0), key=lambda row: row[0])
+    for row, (_, other, _) in zip(splits["train"].rows(np.arange(40)), rows, strict=True):
+        assert (row["pixels"] == other["pixels"]).all()
+        assert (row["flat"].reshape(SHAPE) == row["pixels"]).all()
+        assert row["pixels"].shape == SHAPE
+        assert not row["pixels"].flags.owndata  # views of the memory-mapped file
+        assert not row["flat"].flags.owndata
+
+
+def test_images_can_stay_encoded(folder):
+    task, _ = opened(Encoded, folder, **STREAM)
+    assert all(value["bytes"][:4] == b"\x89PNG" for value in task.seen)
+
+
+def test_broken_image_is_named(folder):
+    with pytest.raises(UsageError, match=r"broken.parquet, row 3: .*cannot be decoded"):
+        opened(Pictures, folder, train_file=[broken_image(folder)], **STREAM)
+
+
+def test_messages_of_a_stream_are_decoded(tmp_path):
+    """`datasets` stores messages with different keys as JSON texts; a stream handed over the texts."""
+    rows = [{"messages": [{"role": "user", "content": "a", "n": 1}]}, {"messages": [{"role": "user", "content": "b"}]}]
+    rows += [{"messages": [{"role": "user", "content": [{"type": "text"}]}]}]
+    file = kit.write_jsonl(tmp_path / "train.jsonl", rows)
+
+    class Chats(Pictures):
+        def inspect_columns(self, examples, split, whole=True):
+            return ["messages"], datasets.Features(dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
+
+        def encode(self, batch, locations):
+            self.seen += batch["messages"]
+            return {name: [1] * len(locations) for name in arrow_columns.COUNTS}
+
+    task, _ = opened(Chats, tmp_path, train_file=[str(file)])
+    stream_task, _ = opened(Chats, tmp_path, train_file=[str(file)], **STREAM)
+    assert task.seen == stream_task.seen[: len(task.seen)]
+    assert task.seen[2][0]["content"] == [{"type": "text"}]
