@@ -176,6 +176,8 @@ def odd_files(folder) -> dict[str, str]:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_unreadable_files_are_named(tools, tmp_path, mode):
+    if mode == "stream":
+        kit.need_addon("streaming")
     for name, message in odd_files(tmp_path).items():
         fields = MODES[mode] | {"train_file": tmp_path / name / "*.jsonl"}
         if mode == "folder":
