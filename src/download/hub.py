@@ -12,7 +12,7 @@ from pathlib import Path
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import locate, not_found_locally
 from src.download.fetch_records import fetch_once, is_offline, records
-from src.download.sample_datasets import SAMPLES
+from src.download.samples import sample_names
 from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
@@ -31,7 +31,7 @@ def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork
 
     def fetch() -> dict:
         last = _last_fetch(root, repr((name, revision)))
-        fix = did_you_mean(name, SAMPLES)
+        fix = did_you_mean(name, sample_names())
         return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: _read_record(last), fix)
 
     return fetch_once(f"dataset {name}@{revision or 'main'}", fetch, work, f"asking the Hub for {name}")["commit"]
