@@ -3,7 +3,6 @@
 Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
 
-import argparse
 import dataclasses
 import os
 import re
@@ -189,28 +188,6 @@ def _suggest_flag(words: list[str]) -> str:
     if not flag:
         return ""
     return f"; did you mean {' '.join(word for word in [f'--{flag}', value, *words[1:]] if word)}?"
-
-
-def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
-    """Return (the dataclass `kind` of flags that a command has beside those of train.py, the other words of `argv`).
-
-    Raise one UsageError for all invalid values."""
-    errors, values = [], {}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in declared_options(kind):
-        parser.add_argument(f"--{name}", nargs="*")
-    own, rest = parser.parse_known_args(argv)
-    for name, words in vars(own).items():
-        try:
-            if words is not None:
-                values[name] = read_words(kind, name, words)
-        except ValueError as error:
-            errors.append(f"--{error}")
-    flags = kind(**values)
-    errors += flags.check() if hasattr(flags, "check") else []
-    if errors:
-        raise UsageError(list_errors(errors))
-    return flags, rest
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,156 @@
+"""ledger.jsonl: the examples of every step are those of the plan, on any number of processes."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import train
+from src.checkpointing import writer_thread
+from src.data import batch_plan, data_loader
+from src.reporting import ledger
+from tests.helpers import kit
+
+STEPS = 36  # step 32 is the tail of the first epoch, with 11 examples
+
+
+def recipe(files, **fields) -> list[str]:
+    values = {
+        "model_config": files / "llama.yaml",
+        "train_file": files / "train.jsonl",
+        "per_device_batch_size": 8,
+        "max_steps": STEPS,
+        "max_length": 16,
+        "logging_steps": 5,
+        "save_steps": 10,
+    }
+    return kit.flags(**values | fields)
+
+
+@pytest.fixture(scope="module")
+def one(files, tmp_path_factory):
+    """Return the folder of a run on one process."""
+    return kit.run_training(1, tmp_path_factory.mktemp("ledger") / "one", *recipe(files)).folder
+
+
+def lines(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
+
+
+# ---- the hash --------------------------------------------------------------------------------------------------------
+
+
+def test_hash_depends_on_every_id_but_not_on_order_or_split():
+    ids = np.random.default_rng(0).permutation(10_000)[:500]
+    whole = batch_plan.hash_ids(ids)
+    parts = [batch_plan.hash_ids(part) for part in np.array_split(ids[::-1], 7)]
+    assert tuple(map(sum, zip(*parts, strict=True))) == whole
+    assert batch_plan.hash_ids(ids[:0]) == (0.0, 0.0)
+    changed = [np.delete(ids, i) for i in range(500)]  # one removed
+    changed += [np.append(ids, i) for i in ids]  # one repeated
+    changed += [np.append(ids[1:], i) for i in ids[1:]]  # one replaced by another
+    hashes = {ledger.hash_text(*batch_plan.hash_ids(other)) for other in changed}
+    assert len(hashes) == len(changed)
+    assert ledger.hash_text(*whole) not in hashes
+
+
+def test_hash_sums_are_exact_for_a_million_ids():
+    ids = np.arange(10**6) + 10**9
+    hashed = batch_plan.splitmix64(ids.astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    low, high = batch_plan.hash_ids(ids)
+    assert int(low) == sum((hashed & np.uint64(0xFFFFFFFF)).tolist())
+    assert int(high) == sum((hashed >> np.uint64(32)).tolist())
+
+
+def test_mutant_sum_of_ids_is_caught():
+    assert sum([1, 4]) == sum([2, 3])
+    assert batch_plan.hash_ids(np.array([1, 4])) != batch_plan.hash_ids(np.array([2, 3]))
+
+
+# ---- runs ------------------------------------------------------------------------------------------------------------
+
+
+def test_ledger_has_a_line_per_step(one):
+    first, *rest = lines(one)
+    assert first == {"step": 0, "after": 0, "plan": {"examples": 1003, "global_batch_size": 32, "seed": 42}}
+    assert [line["step"] for line in rest] == list(range(1, STEPS + 1))
+    assert [line["examples"] for line in rest] == [32] * 31 + [11] + [32] * 4
+    assert len({line["ids"] for line in rest}) == STEPS
+    assert kit.first_other_step(one) is None  # every step is that of the plan
+
+
+@pytest.mark.parametrize("world, micro_batch", [(1, 5), (2, 8), (2, 32), (3, 3)])
+def test_ledger_does_not_depend_on_processes_or_micro_batches(files, one, tmp_path, world, micro_batch):
+    run = kit.run_training(world, tmp_path / "run", *recipe(files, per_device_batch_size=micro_batch))
+    assert lines(run.folder) == lines(one)
+
+
+def test_ledger_after_a_kill_and_resume_on_more_processes(files, one, tmp_path):
+    """Killed on two processes at step 27, resumed on three from step 20, with a ledger that is ahead of the checkpoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        count, update, add = [0], train.optimizer_step, ledger.Ledger.add
+
+        def dying_update(*args):
+            count[0] += 1
+            writer_thread.finish()  # every checkpoint is written before the next update, also that of step 20
+            if count[0] == 27:
+                os._exit(9)
+            return update(*args)
+
+        def add_and_flush(self, *args):
+            add(self, *args)
+            self.lines.flush()
+
+        patch.setattr(train, "optimizer_step", dying_update)
+        patch.setattr(ledger.Ledger, "add", add_and_flush)
+        with pytest.raises(kit.RankFailed):
+            kit.run_training(2, tmp_path / "run", *recipe(files))
+    assert lines(tmp_path / "run")[-1]["step"] == 26
+    run = kit.run_training(3, tmp_path / "run", *recipe(files))
+    assert "Resuming from step 20 (" in (tmp_path / "run.out" / "rank0.txt").read_text()
+    assert lines(run.folder) == lines(one)
+
+
+# ---- mutants of the order --------------------------------------------------------------------------------------------
+
+
+def from_the_start(config, rank, world, start, stop, order=data_loader.training_order):
+    """After a resume, begin the epoch's order again, as accelerate's load_state does."""
+    return (replace(item, step=item.step + start) for item in order(config, rank, world, 0, stop - start))
+
+
+def another_seed(config, *rest, order=data_loader.training_order):
+    return order(replace(config, seed=config.seed + 1), *rest)
+
+
+def rank_0_everywhere(config, rank, *rest, order=data_loader.training_order):
+    """Every rank reads the data of rank 0, as without a distributed sampler."""
+    return order(config, 0, *rest)
+
+
+def same_every_epoch(config, rank, world, start, stop, order=data_loader.training_order):
+    """Without set_epoch: every epoch has the order of the first."""
+    for step in range(start, stop):
+        yield from order(config, rank, world, step % 32, step % 32 + 1)
+
+
+@pytest.mark.parametrize(
+    "mutant, world, first",
+    [(another_seed, 1, 1), (rank_0_everywhere, 2, 1), (same_every_epoch, 1, 33)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, mutant, world, first):
+    monkeypatch.setattr(data_loader, "training_order", mutant)
+    run = kit.run_training(world, tmp_path / "run", *recipe(files))
+    assert kit.first_other_step(run.folder) == kit.first_other_step(one, run.folder) == first
+
+
+def test_mutant_resume_from_the_start_is_caught(files, tmp_path, monkeypatch):
+    schedule = {"lr_scheduler_type": "constant"}
+    kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=6, **schedule))
+    monkeypatch.setattr(data_loader, "training_order", from_the_start)
+    run = kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=9, **schedule))
+    assert kit.first_other_step(run.folder) == 7
