@@ -89,11 +89,12 @@ def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
 
 
 def needs(addon: str) -> list[str]:
-    """Return the add-ons that the first lines of this one's files say that it needs."""
+    """Return the add-ons that the files of this one name in a first line such as `# Needs addons/tasks/seq2seq/.`"""
     path = REPOSITORY / "addons" / addon
     files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
-    first_lines = "".join(file.read_text(encoding="utf-8").partition("\n")[0] + "\n" for file in files)
-    return [name.removesuffix(".py") for name in re.findall(r"\baddons/([\w/]+(?:\.py)?)", first_lines)]
+    first_lines = [file.read_text(encoding="utf-8").partition("\n")[0] for file in files]
+    needed = re.findall(r"\baddons/([\w/]+)", " ".join(line for line in first_lines if line.startswith("# Needs ")))
+    return [name.strip("/") for name in needed]
 
 
 # ---- what a copy without some add-ons lacks --------------------------------------------------------------------------

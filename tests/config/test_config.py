@@ -8,7 +8,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 
-from src.config import fields, other_trainers_names, parsing, paths, validation
+from src.config import addons, fields, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
@@ -272,21 +272,18 @@ def test_errors_of_the_command_line(here, argv, parts):
 
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
 def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
-    hint = other_trainers_names.hint(name) or ""  # empty in a fork without that technique
-    assert f"{name}: unknown field{'; ' * bool(hint)}{hint}" in errors(f"--{name}", "1", **MODEL)
+    hint = NAMES_ELSEWHERE[name]
+    assert f"{name}: unknown field; {hint}" in errors(f"--{name}", "1", **MODEL)
     known = {field for kind in KINDS for field in declared_options(kind)}
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
-    for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
-        registry = (kit.REPOSITORY / "src/training/techniques/__init__.py").read_text()
-        assert f'"{technique}": ' in registry
-        assert f"`{option_name}`" in (kit.REPOSITORY / "docs/techniques.md").read_text()
 
 
-def test_hints_name_no_technique_that_a_fork_has_deleted(here, monkeypatch):
-    monkeypatch.setattr(other_trainers_names, "_techniques", lambda: {"sam"})
-    assert other_trainers_names.hint("sam") == "give techniques: {sam: {rho: X}}"
-    assert other_trainers_names.hint("gradient_clip_val") == "give max_grad_norm (by norm)"
-    assert "techniques: {ema" not in errors("--ema_decay", "1", **MODEL)
+def test_technique_as_a_field(here, monkeypatch):
+    monkeypatch.setattr(addons, "ADDONS", here)
+    (here / "techniques").mkdir()
+    (here / "techniques" / "sam.py").touch()
+    assert "--sam: unknown field; give techniques: {sam: {" in errors("--sam", "1", **MODEL)
+    assert "techniques" not in errors("--ema", "1", **MODEL)
 
 
 @pytest.mark.parametrize("argv, expected", [(["--xyzzy", "1"], "--xyzzy: unknown field"), (["stdlib"], "'stdlib': ")])

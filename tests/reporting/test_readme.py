@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from src.config import parsing, validation
+from src.config.errors import UsageError
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -69,7 +70,11 @@ def test_commands_of_train_py(command, tmp_path):
 def test_run_files_are_valid_and_begin_with_their_command():
     assert any(HUB in command for command in COMMANDS)
     for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
-        validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
+        try:
+            validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
+        except UsageError as error:
+            if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
+                raise
         first = path.read_text().splitlines()[0]
         assert first.startswith("# accelerate launch --config_file accelerate_configs/")
         assert first.endswith(f"train.py --config configs/{path.name}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -33,7 +34,7 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     assert not {*fork.RESULTS} & {*files}
     assert (copy / "README.md").read_text().startswith("# crane\n")
     assert [file for file in files if file.startswith("addons/")] == ["addons/README.md", f"addons/{KEPT}.py"]
-    tests = [file for file in files if file.startswith("tests/addons/") and "/test_" in file]
+    tests = [file for file in files if re.match(r"tests/addons/\w+/test_", file)]
     assert tests == [f"tests/addons/{KEPT.replace('/', '/test_')}.py"]
     schema = json.loads((copy / "configs" / "schema.json").read_text())
     assert not [rules for rules in schema["properties"].values() if "x-add-on" in rules]
@@ -75,7 +76,7 @@ def test_needed_addons_are_copied_too(tmp_path, monkeypatch):
     texts = {
         "tasks/a": "",
         "tasks/b": "# Needs addons/tasks/a.py.\n",
-        "tasks/c/__init__": "# Needs addons/tasks/b.py, addons/data.\n",
+        "tasks/c/__init__": "# Needs addons/tasks/b/, addons/data.\n",
     }
     texts |= {"tasks/c/part": "", "data/d": "# Needs nothing\n", "data/_part": "", "stream/__init__": ""}
     for name, text in texts.items():
