@@ -32,6 +32,9 @@ run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)
 test -n "$$run" || { echo "error: there is no run in runs/ yet: make train first, or give RUN=folder" >&2; exit 2; }
 endef
 
+# Ends with one sentence if the tool is not here.
+need = test -e addons/tools/$(1).py || { echo "error: addons/tools/$(1).py is not here: restore it to use make $@" >&2; exit 2; };
+
 ifneq ($(word 2,$(CONFIG)),)
 $(error CONFIG is '$(CONFIG)': make cannot handle a path with a space; give it to train.py as --config)
 endif
@@ -40,7 +43,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-fast test-gpu test-cluster lint format bench report ledger storm fork schema clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench report ledger storm fork schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -71,7 +74,8 @@ data: .venv/done ## download and prepare the data of CONFIG without training (no
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
 
 find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.png' draws the curve
-	$(LAUNCH) find_lr.py --config '$(CONFIG)' $(ARGS)
+	@$(call need,find_lr)
+	$(LAUNCH) --module addons.tools.find_lr --config '$(CONFIG)' $(ARGS)
 
 eval: .venv/done ## evaluate the newest run, or RUN=folder
 	$(LAUNCH) eval.py $(if $(RUN),--checkpoint '$(RUN)') $(ARGS)
@@ -79,13 +83,16 @@ eval: .venv/done ## evaluate the newest run, or RUN=folder
 test-fast: .venv/done ## test while you edit: two minutes, few processes
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --fast -q -r fE $(ARGS)
 
-test: .venv/done ## test every guarantee (ARGS='-m conformance' after editing a task)
-	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(ARGS)
+test: .venv/done ## test every guarantee of the core (ARGS='-m conformance' after editing a task)
+	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" --ignore tests/addons $(ARGS)
+
+test-addons: .venv/done ## test the add-ons: all, or with ARGS=tests/addons/tasks one room
+	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m "not cluster" $(if $(filter tests/%,$(ARGS)),,tests/addons) $(ARGS)
 
 test-gpu: .venv/done ## test what needs a GPU
 	$(VENV)/python -m pytest tests/gpu -v $(ARGS)
 
-test-cluster: .venv/done ## test FSDP2, HSDP, ZeRO, two nodes, a real Slurm, extra packages; skips what is not installed
+test-cluster: .venv/done ## test core and add-ons on FSDP2, HSDP, ZeRO, two nodes, a real Slurm, extra packages; skips what is not installed
 	$(VENV)/python -m pytest -n $(JOBS) --dist loadfile -m cluster $(ARGS)
 
 lint: .venv/done ## check style and formatting
@@ -101,17 +108,18 @@ bench: .venv/done ## measure the loop against a plain loop
 	$(VENV)/python benchmarks/loop.py $(ARGS)
 
 report: .venv/done ## write report.html of the newest run, or RUN=folder
-	@$(find_run); $(VENV)/python -m src.reporting.html_report "$$run"
+	@$(find_run); $(call need,html_report) $(VENV)/python -m addons.tools.html_report "$$run"
 
 ledger: .venv/done ## check that RUN trained on the data of its plan, or of OTHER=folder
-	@$(find_run); $(VENV)/python -m src.reporting.ledger "$$run" $(if $(OTHER),'$(OTHER)')
+	@$(find_run); $(call need,ledger) $(VENV)/python -m addons.tools.ledger "$$run" $(if $(OTHER),'$(OTHER)')
 
 storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compare it with an undisturbed run
-	$(VENV)/python -m tests.helpers.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
+	@$(call need,kill_storm)
+	$(VENV)/python -m addons.tools.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
 
-fork: .venv/done ## copy the template to DEST=folder [TASKS="causal_lm …"] [NAME=…] without history and other tasks
+fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …"] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
-	@$(VENV)/python -m src.config.fork '$(DEST)' --tasks $(TASKS) --name '$(NAME)'
+	@$(call need,fork) $(VENV)/python -m addons.tools.fork '$(DEST)' --tasks $(TASKS) --addons $(ADDONS) --name '$(NAME)'
 
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
 	$(VENV)/python train.py --schema >configs/schema.json.tmp

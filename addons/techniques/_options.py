@@ -10,7 +10,6 @@ from addons.techniques import TECHNIQUES, Technique
 from src.config.addons import addons_with_fields
 from src.config.errors import did_you_mean
 from src.config.fields import declared_options, read_value
-from src.config.other_trainers_names import NOT_TECHNIQUES, hint
 from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 
@@ -79,8 +78,6 @@ def explain_unknown(name: str, known: Mapping[str, Any]) -> str:
     lower = name.lower()
     if lower in known:
         return f"unknown; did you mean {lower}?"
-    if elsewhere := hint(lower, NOT_TECHNIQUES):
-        return f"not a technique: {elsewhere}"
     if any(lower in declared_options(kind) for kind in (RunConfig, *(each.Fields for each in addons_with_fields()))):
         return f"is a field of the run file, not a technique: give {lower} outside techniques"
     for task, options in OPTIONS.items():

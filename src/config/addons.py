@@ -2,7 +2,7 @@
 
 A run file names a task by `task`, a technique in `techniques`, an optimizer by `optim`, a schedule by
 `lr_scheduler_type`, and every other add-on by a field that its dataclass `Fields` declares; an accelerate file names a
-backend. addons/README.md lists the functions that the core calls in them. Tests: tests/config/test_addons.py.
+backend. addons/README.md lists the functions that the core calls in them. Tests: tests/test_addons.py.
 """
 
 import dataclasses

@@ -74,8 +74,7 @@ class ModelAndDataFields:
     )
 
     dataset_name: str | None = option(
-        "Hub id or folder of a dataset, or a built-in sample: stdlib_code, stdlib_functions, stdlib_docstrings, "
-        "stdlib_tokens, stdlib_preferences, drawn_characters, drawn_shapes",
+        "Hub id or folder of a dataset, or a sample that a file of samples/ makes, such as stdlib_code",
         group="data",
         is_path=True,
         may_change_on_resume=True,

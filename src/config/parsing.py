@@ -3,7 +3,6 @@
 Precedence: defaults < YAML < flags. Tests: tests/config/test_config.py.
 """
 
-import argparse
 import dataclasses
 import os
 import re
@@ -15,11 +14,18 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from src.config import mixture_fields
-from src.config.addons import addons_with_fields, config_type, functions_of_addons, is_missing_task, missing_addon
+from src.config.addons import (
+    addon_names,
+    addons_with_fields,
+    config_type,
+    functions_of_addons,
+    is_missing_task,
+    missing_addon,
+)
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
 from src.config.help_text import format_help
-from src.config.other_trainers_names import hint
+from src.config.other_trainers_names import NAMES_ELSEWHERE
 from src.config.paths import locate
 from src.config.redact import redact_all, url_error
 from src.config.run_file_schema import own_schema, run_file_schema, to_json
@@ -154,8 +160,10 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> st
             return f"it belongs to task {other}, but the task of this run is {task}{did_you_mean(name, known)}"
     if addon := missing_addon(name):
         return f"a field of the add-on {addon}, which is not here: restore it, or remove the field"
-    if elsewhere := hint(name):
-        return f"unknown field; {elsewhere}"
+    if name in NAMES_ELSEWHERE:
+        return f"unknown field; {NAMES_ELSEWHERE[name]}"
+    if name in addon_names("techniques"):
+        return f"unknown field; give techniques: {{{name}: {{OPTION: VALUE, …}}}}"
     return f"unknown field{did_you_mean(name, known)}"
 
 
@@ -190,28 +198,6 @@ def _suggest_flag(words: list[str]) -> str:
     if not flag:
         return ""
     return f"; did you mean {' '.join(word for word in [f'--{flag}', value, *words[1:]] if word)}?"
-
-
-def own_flags(kind: type, argv: list[str]) -> tuple[Any, list[str]]:
-    """Return (the dataclass `kind` of flags that a command has beside those of train.py, the other words of `argv`).
-
-    Raise one UsageError for all invalid values."""
-    errors, values = [], {}
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in declared_options(kind):
-        parser.add_argument(f"--{name}", nargs="*")
-    own, rest = parser.parse_known_args(argv)
-    for name, words in vars(own).items():
-        try:
-            if words is not None:
-                values[name] = read_words(kind, name, words)
-        except ValueError as error:
-            errors.append(f"--{error}")
-    flags = kind(**values)
-    errors += flags.check() if hasattr(flags, "check") else []
-    if errors:
-        raise UsageError(list_errors(errors))
-    return flags, rest
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

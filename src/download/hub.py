@@ -14,7 +14,7 @@ from pathlib import Path
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import locate, not_found_locally
 from src.download.fetch_records import fetch_once, is_offline, records
-from src.download.sample_datasets import SAMPLES
+from src.download.samples import sample_names
 from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
@@ -33,7 +33,7 @@ def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork
 
     def fetch() -> dict:
         last = _record_file(root, repr((name, revision)))
-        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: None, did_you_mean(name, SAMPLES))
+        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: None, did_you_mean(name, sample_names()))
 
     return fetch_once(f"dataset {name}@{revision or 'main'}", fetch, work, f"asking the Hub for {name}")["commit"]
 

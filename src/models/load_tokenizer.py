@@ -10,7 +10,7 @@ from src.config.errors import UsageError
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.download.cache_folder import cache_root
-from src.download.sample_datasets import sample_tokenizer
+from src.download.samples import sample_tokenizer
 from src.models.model_files import model_folder, reason
 
 if TYPE_CHECKING:

@@ -1,21 +1,13 @@
 """ledger.jsonl: a hash of each step's example ids, to compare a run with another run or the batch plan.
 
-    python -m src.reporting.ledger RUN          compare every step with the batch plan
-    python -m src.reporting.ledger RUN OTHER    compare every step of two runs
-
-Tests: tests/reporting/test_ledger.py.
+addons/tools/ledger.py compares them. Tests: tests/reporting/test_ledger.py.
 """
 
-import sys
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
 from src.config.addons import fields_of_addons_with
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.batch_plan import LOW, PlanConfig, hash_ids, plan
+from src.data.batch_plan import LOW
 from src.storage import jsonl
 
 FILE = "ledger.jsonl"
@@ -59,78 +51,3 @@ class Ledger:
         self.lines.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
         if len(self.lines.waiting) >= FLUSH_EVERY:
             self.lines.try_flush()
-
-
-def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
-    """Return (first line, {step: (examples, hash)}) of a run; skip a truncated last line."""
-    lines = jsonl.read_lines(folder / FILE, required=())
-    if not lines or "plan" not in lines[0]:
-        raise UsageError(f"{folder} has no {FILE} that begins with a plan: give a run folder")
-    return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
-
-
-def planned_config(folder: Path, settings: dict) -> PlanConfig:
-    """Return the batch plan of a run. If add-ons have changed it, prepare the data of its config.yaml."""
-    if settings["examples"] is None:
-        raise UsageError("a stream has no batch plan: to compare it, give another run of the same stream as OTHER")
-    batch = settings["global_batch_size"]
-    if settings.keys() - OF_CORE:
-        from src.config import parsing
-        from src.data.data_loader import plan_config
-        from src.data.dataset import prepare_datasets
-        from src.tasks import OPTIONS, make_task
-
-        cfg, options = parsing.parse(["--config", str(folder / "config.yaml")], OPTIONS)
-        cfg = replace(cfg, per_device_batch_size=batch)
-        task = make_task(cfg, options)
-        return plan_config(cfg, task, prepare_datasets(cfg, task, wanted=("train",))["train"])
-    return PlanConfig(settings["examples"], batch, batch, settings["seed"], quotas=settings.get("quotas"))
-
-
-def planned_step(config: PlanConfig, step: int) -> tuple[int, str]:
-    """Return (examples, hash) of a step according to the batch plan."""
-    ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, *config.sizes.locate(step - 1))])
-    return len(ids), hash_text(*hash_ids(ids))
-
-
-def compare(folder: Path, other: Path | None = None) -> str | None:
-    """Return a sentence about the first step that differs from `other` or the batch plan, or None if none does."""
-    first, steps = read(folder)
-    for expected, step in enumerate(sorted(steps), start=first["after"] + 1):
-        if step != expected:
-            return f"{folder}: step {expected} is missing"
-    if other:
-        name, theirs = str(other), read(other)[1]
-    else:
-        config = planned_config(folder, first["plan"])
-        name, theirs = "the plan", {step: planned_step(config, step) for step in steps}
-    for step in sorted(steps.keys() | theirs.keys()):
-        if step not in steps:
-            return f"step {step} is only in {name}"
-        if step not in theirs:
-            return f"step {step} is only in {folder}"
-        if steps[step] != theirs[step]:
-            one, two = (f"{examples} examples, hash {ids}" for examples, ids in (steps[step], theirs[step]))
-            return f"step {step} differs: {one} in {folder}; {two} in {name}"
-    return None
-
-
-def main(argv: list[str]) -> int:
-    """Print the first difference between a run and its plan, or another run; return 1 if there is one, else 0."""
-    if not 1 <= len(argv) <= 2 or argv[0].startswith("-"):
-        raise UsageError("give one run folder, or two: python -m src.reporting.ledger RUN [OTHER]")
-    folders = [Path(word) for word in argv]
-    if difference := compare(*folders):
-        print(difference)
-        return 1
-    name = folders[1] if len(folders) == 2 else "the plan"
-    print(f"{folders[0]}: the same examples as {name} in all {len(read(folders[0])[1])} steps")
-    return 0
-
-
-if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)

@@ -9,8 +9,7 @@ from typing import get_args, get_origin
 import pytest
 import yaml
 
-from src.config import fields, other_trainers_names, parsing, paths, validation
-from src.config.addons import addon_names, addons_with_fields
+from src.config import addons, fields, parsing, paths, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
@@ -278,21 +277,19 @@ def test_errors_of_the_command_line(here, argv, parts):
 
 @pytest.mark.parametrize("name", NAMES_ELSEWHERE)
 def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
-    hint = other_trainers_names.hint(name) or ""  # empty in a fork without that technique
-    assert f"{name}: unknown field{'; ' * bool(hint)}{hint}" in errors(f"--{name}", "1", **MODEL)
+    hint = NAMES_ELSEWHERE[name]
+    assert f"{name}: unknown field; {hint}" in errors(f"--{name}", "1", **MODEL)
     known = {field for kind in KINDS for field in declared_options(kind)}
     known |= json.loads(SCHEMA_FILE.read_text())["properties"].keys()  # those of an add-on that a fork has deleted, too
     assert set(re.findall(r"(?:give|or|by) ([a-z]+_\w+)", hint)) <= known
-    for technique, option_name in re.findall(r"techniques: {(\w+): {(\w+):", hint):
-        assert technique in addon_names("techniques")
-        assert f"`{option_name}`" in (kit.REPOSITORY / "docs/techniques.md").read_text()
 
 
-def test_hints_name_no_technique_that_a_fork_has_deleted(here, monkeypatch):
-    monkeypatch.setattr(other_trainers_names, "_techniques", lambda: {"sam"})
-    assert other_trainers_names.hint("sam") == "give techniques: {sam: {rho: X}}"
-    assert other_trainers_names.hint("gradient_clip_val") == "give max_grad_norm (by norm)"
-    assert "techniques: {ema" not in errors("--ema_decay", "1", **MODEL)
+def test_technique_as_a_field(here, monkeypatch):
+    monkeypatch.setattr(addons, "ADDONS", here)
+    (here / "techniques").mkdir()
+    (here / "techniques" / "sam.py").touch()
+    assert "--sam: unknown field; give techniques: {sam: {" in errors("--sam", "1", **MODEL)
+    assert "techniques" not in errors("--ema", "1", **MODEL)
 
 
 @pytest.mark.parametrize("argv, expected", [(["--xyzzy", "1"], "--xyzzy: unknown field"), (["stdlib"], "'stdlib': ")])
@@ -406,7 +403,7 @@ def test_help_shows_every_field_once_with_one_default(capsys, task):
     assert len(shown[shown.index("usage") :].split("\n\n")[0].splitlines()) == 1
     flags = dict(re.findall(r"^  --(\w+) (.*?)(?=^  --|^\S|\Z)", shown, re.M | re.S))
     declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
-    for addon in addons_with_fields():
+    for addon in addons.addons_with_fields():
         declared |= declared_options(addon.Fields)
     assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(
         ["help", "schema", "config", "checkpoint", *declared]

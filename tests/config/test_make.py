@@ -126,3 +126,12 @@ def test_report_without_a_run(project, target):
     code, [line], _ = make(project, "-o", ".venv/done", target)
     assert code == 2
     assert "runs/" in line
+
+
+@pytest.mark.parametrize("words", [["report", "RUN=runs/a"], ["find-lr"], ["storm"], ["fork", "DEST=x"]])
+def test_tool_that_is_not_here(project, words):
+    """The folder has no addons/."""
+    code, [line], _ = make(project, "-o", ".venv/done", *words)
+    assert code == 2
+    assert line.startswith("error: addons/tools/")
+    assert f"make {words[0]}" in line

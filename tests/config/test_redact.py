@@ -15,7 +15,6 @@ from huggingface_hub import constants
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.redact import redact, redact_all, url_error, was_redacted
-from src.reporting import html_report
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -154,7 +153,6 @@ def test_query_strings_are_in_no_file_and_no_output(guarded, tmp_path):
     code, text = command("train.py", **guarded)
     assert code == 0, text
     run = guarded["output_dir"]
-    html_report.write(run)
     # The same command, and the saved configuration with the URLs given again, resume the run.
     urls = {name: guarded[name] for name in ("train_file", "validation_file")}
     assert command("train.py", **guarded | {"max_steps": 4})[0] == 0

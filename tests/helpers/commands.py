@@ -18,7 +18,7 @@ def _command(script, argv, folder):
 
     os.chdir(folder)
     sys.argv = [script, *(str(word) for word in argv)]
-    run_main(import_module(Path(script).stem).main)
+    run_main(import_module(script.removesuffix(".py").replace("/", ".")).main)
 
 
 def _lead(script, argv, folder):
@@ -56,7 +56,7 @@ class Ranks:
 
 
 def run_command(script: str, *argv, folder, world: int = 1, env=None, timeout: float = 300) -> tuple[list, list[str]]:
-    """Run train.py or eval.py in `folder` like the command line; return exit codes and outputs by rank."""
+    """Run train.py, eval.py or a tool of addons/ in `folder` like the command line; return exit codes and outputs by rank."""
     out = Path(folder).with_suffix(".out")
     Path(folder).mkdir(parents=True, exist_ok=True)
     try:

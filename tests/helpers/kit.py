@@ -24,7 +24,7 @@ from tests.helpers.ranks import (
     until,
     where,
 )
-from tests.helpers.runs import Run, distance, last_step, ledger_text, load_weights, same, timeless
+from tests.helpers.runs import Run, distance, first_other_step, last_step, ledger_text, load_weights, same, timeless
 from tests.helpers.tiny_data import (
     CHATML,
     EXACT,

@@ -1,10 +1,15 @@
 """Runs read back from their folders, and comparisons of weights and lines."""
 
 import json
+from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
+
+from src.data.batch_plan import PlanConfig, hash_ids, plan
+from src.reporting.ledger import hash_text
 
 
 def last_step(folder) -> int:
@@ -60,3 +65,24 @@ def timeless(folder) -> list[dict]:
 def ledger_text(folder) -> str:
     """Return the text of ledger.jsonl."""
     return (Path(folder) / "ledger.jsonl").read_text()
+
+
+def first_other_step(folder, other=None) -> int | None:
+    """Return the first step that trained on other examples than the run `other`, or than the batch plan says.
+
+    None: there is no such step. A step that is missing or there twice counts."""
+    first, *steps = map(json.loads, ledger_text(folder).splitlines())
+    if other:
+        _, *expected = map(json.loads, ledger_text(other).splitlines())
+    else:
+        examples, batch, seed = (first["plan"][name] for name in ("examples", "global_batch_size", "seed"))
+        config = PlanConfig(examples, batch, batch, seed, quotas=first["plan"].get("quotas"))
+        expected = [_planned_line(config, step) for step in range(1, len(steps) + 1)]
+    pairs = enumerate(zip_longest(steps, expected), start=1)
+    return next((step for step, (line, wanted) in pairs if line != wanted), None)
+
+
+def _planned_line(config: PlanConfig, step: int) -> dict:
+    """Return the line of ledger.jsonl of a step according to the batch plan."""
+    ids = np.concatenate([micro_batch.ids for micro_batch in plan(config, *config.sizes.locate(step - 1))])
+    return {"step": step, "examples": len(ids), "ids": hash_text(*hash_ids(ids))}

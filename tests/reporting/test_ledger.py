@@ -1,9 +1,7 @@
-"""ledger.jsonl: the examples of every step, compared with the plan or with another run."""
+"""ledger.jsonl: the examples of every step are those of the plan, on any number of processes."""
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 
 import train
 from src.checkpointing import writer_thread
-from src.config.errors import UsageError
 from src.data import batch_plan, data_loader
 from src.reporting import ledger
 from tests.helpers import kit
@@ -41,19 +38,6 @@ def one(files, tmp_path_factory):
 
 def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()]
-
-
-def write_ledger(folder: Path, entries: list[dict], end: str = "") -> Path:
-    folder.mkdir()
-    (folder / "ledger.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries) + end)
-    return folder
-
-
-def command(*argv) -> tuple[int, str]:
-    """Return exit code and output of `python -m src.reporting.ledger ...`."""
-    words = [sys.executable, "-m", "src.reporting.ledger", *map(str, argv)]
-    done = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
-    return done.returncode, done.stdout + done.stderr
 
 
 # ---- the hash --------------------------------------------------------------------------------------------------------
@@ -95,6 +79,7 @@ def test_ledger_has_a_line_per_step(one):
     assert [line["step"] for line in rest] == list(range(1, STEPS + 1))
     assert [line["examples"] for line in rest] == [32] * 31 + [11] + [32] * 4
     assert len({line["ids"] for line in rest}) == STEPS
+    assert kit.first_other_step(one) is None  # every step is that of the plan
 
 
 @pytest.mark.parametrize("world, micro_batch", [(1, 5), (2, 8), (2, 32), (3, 3)])
@@ -129,38 +114,6 @@ def test_ledger_after_a_kill_and_resume_on_more_processes(files, one, tmp_path):
     assert lines(run.folder) == lines(one)
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_command_exit_codes(one, tmp_path):
-    found = lines(one)
-    found[17], found[18] = found[18] | {"step": 17}, found[17] | {"step": 18}
-    swapped = write_ledger(tmp_path / "swapped", found)
-    assert command(one) == (0, f"{one}: the same examples as the plan in all {STEPS} steps\n")
-    assert command(one, one) == (0, f"{one}: the same examples as {one} in all {STEPS} steps\n")
-    code, text = command(swapped)
-    assert (code, text[:22], text[-12:]) == (1, "step 17 differs: 32 ex", "in the plan\n")
-    hashes = [f"32 examples, hash {entries[17]['ids']}" for entries in (lines(one), found)]
-    assert command(one, swapped) == (1, f"step 17 differs: {hashes[0]} in {one}; {hashes[1]} in {swapped}\n")
-    assert command()[0] == command(one, one, one)[0] == command("--help")[0] == command(one, tmp_path)[0] == 2
-    code, text = command(tmp_path / "none")
-    assert code == 2
-    assert text.startswith(f"error: {tmp_path / 'none'} has no ledger.jsonl")
-
-
-def test_compare_names_missing_steps_and_skips_a_torn_line(one, tmp_path):
-    found = lines(one)
-    gap = write_ledger(tmp_path / "gap", found[:9] + found[10:])
-    assert ledger.compare(gap) == f"{gap}: step 9 is missing"
-    short = write_ledger(tmp_path / "short", found[:-2], end='{"step": 35, "exam')
-    assert ledger.compare(short) is None  # a run that has not finished
-    assert ledger.compare(one, short) == f"step {STEPS - 1} is only in {one}"
-    assert ledger.compare(short, one) == f"step {STEPS - 1} is only in {one}"
-    assert ledger.compare(one, gap) == f"step 9 is only in {one}"
-    with pytest.raises(UsageError):
-        ledger.compare(write_ledger(tmp_path / "empty", []))
-
-
 # ---- mutants of the order --------------------------------------------------------------------------------------------
 
 
@@ -192,8 +145,7 @@ def same_every_epoch(config, rank, world, start, stop, order=data_loader.trainin
 def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, mutant, world, first):
     monkeypatch.setattr(data_loader, "training_order", mutant)
     run = kit.run_training(world, tmp_path / "run", *recipe(files))
-    assert ledger.compare(run.folder).startswith(f"step {first} differs: ")
-    assert ledger.compare(one, run.folder).startswith(f"step {first} differs: ")
+    assert kit.first_other_step(run.folder) == kit.first_other_step(one, run.folder) == first
 
 
 def test_mutant_resume_from_the_start_is_caught(files, tmp_path, monkeypatch):
@@ -201,4 +153,4 @@ def test_mutant_resume_from_the_start_is_caught(files, tmp_path, monkeypatch):
     kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=6, **schedule))
     monkeypatch.setattr(data_loader, "training_order", from_the_start)
     run = kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=9, **schedule))
-    assert ledger.compare(run.folder).startswith("step 7 differs: ")
+    assert kit.first_other_step(run.folder) == 7

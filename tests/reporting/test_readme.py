@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from src.config import parsing, validation
-from src.config.addons import is_missing_task
-from src.config.yaml_files import read_yaml
+from src.config.errors import UsageError
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -42,7 +41,7 @@ def test_first_two_commands():
 
 
 def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
-    """Two processes train four steps and evaluate 40 rows; one process evaluates them again; `make report`."""
+    """Two processes train four steps and evaluate 40 rows; one process evaluates them again."""
     short = f"--max_steps 4 --warmup_steps 1 --max_eval_examples 40 --sample_tokens 5 --resume never --output_dir {tmp_path}/run"
     text = shell(f"make train NPROC=2 ARGS='{short}'")
     assert "def " in text.split("A sample of the trained model")[1]
@@ -54,8 +53,6 @@ def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
     evaluated = shell(f"make eval RUN={tmp_path}/run")
     assert str(reported["loss"]) in evaluated
     assert json.loads((tmp_path / "run" / "eval.json").read_text()) == reported
-    shell(f"make report RUN={tmp_path}/run")
-    assert (tmp_path / "run" / "report.html").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if "train.py" in c and HUB not in c])
@@ -73,9 +70,11 @@ def test_commands_of_train_py(command, tmp_path):
 def test_run_files_are_valid_and_begin_with_their_command():
     assert any(HUB in command for command in COMMANDS)
     for path in sorted((kit.REPOSITORY / "configs").glob("*.yaml")):
-        task = read_yaml(str(path)).get("task", "causal_lm")
-        if task in OPTIONS or not is_missing_task(task):
+        try:
             validation.check(*parsing.parse(["--config", str(path)], OPTIONS))
+        except UsageError as error:
+            if not re.search(r"the add-on \S+, which is not here|is an add-on that is not here", str(error)):
+                raise
         first = path.read_text().splitlines()[0]
         assert first.startswith("# accelerate launch --config_file accelerate_configs/")
         assert first.endswith(f"train.py --config configs/{path.name}")

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from src.data import data_loader
-from src.reporting import ledger
 from src.tasks import causal_lm
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
@@ -33,8 +32,8 @@ def whole(tiny, tmp_path_factory) -> kit.Run:
 
 def assert_same(run: kit.Run, whole: kit.Run) -> None:
     """Equal are the examples of every step and, within rounding, weights (so also dropout masks) and all lines."""
-    assert ledger.compare(run.folder, whole.folder) is None
-    assert ledger.compare(run.folder) is None
+    assert kit.first_other_step(run.folder, whole.folder) is None
+    assert kit.first_other_step(run.folder) is None
     assert kit.distance(run.weights, whole.weights) <= 1e-10
     for one, other in zip(kit.timeless(run.folder), kit.timeless(whole.folder), strict=True):
         assert list(one) == list(other)
@@ -49,7 +48,7 @@ def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
     train_until_killed(11, 1, folder, *flags)
     assert_same(kit.run_training(4, folder, *flags), whole)
     assert "step_00000010" in (tmp_path / "run.out" / "rank0.txt").read_text()
-    assert len(ledger.read(folder)[1]) == STEPS
+    assert len(kit.ledger_text(folder).splitlines()) == 1 + STEPS
 
 
 def test_killed_at_the_end_of_an_epoch(tiny, whole, tmp_path):
@@ -64,7 +63,7 @@ def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypa
     monkeypatch.setattr(data_loader, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
     run = kit.run_training(2, tmp_path / "run", *recipe(tiny, dtype="float64"))
     assert kit.distance(run.weights, whole.weights) > 1e-6
-    assert ledger.compare(run.folder, whole.folder) is None  # the examples were right: only the masks differ
+    assert kit.first_other_step(run.folder, whole.folder) is None  # the examples were right: only the masks differ
 
 
 def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path, monkeypatch):
@@ -75,7 +74,7 @@ def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path
     train_until_killed(7, 2, folder, *flags)
     monkeypatch.setattr(data_loader, "training_order", replayed)
     kit.run_training(1, folder, *flags)
-    assert "step 7 differs" in ledger.compare(folder, whole.folder)
+    assert kit.first_other_step(folder, whole.folder) == 7
 
 
 # ---- collators that draw random numbers --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from importlib import import_module
 import datasets
 import numpy as np
 
-from src.download import drawn_images
+from samples import drawn_shapes
 from tests.helpers import kit
 from tests.helpers.images import CLASSES, picture, write_pictures  # noqa: F401 (tests import all names from here)
 
@@ -33,7 +33,7 @@ def segmentation_flags(folder, **fields) -> list[str]:
     features = datasets.Features(image=datasets.Image(), label=datasets.Image())
     for split, count in (("train", 203), ("validation", 31)):
         generator = np.random.default_rng(count)
-        pairs = [drawn_images.draw_shapes(generator, i) for i in range(count)]
+        pairs = [drawn_shapes.draw_shapes(generator, i) for i in range(count)]
         pairs = [[one.crop((0, 0, 8 + i % 13, 8 + i % 7)) for one in pair] for i, pair in enumerate(pairs)]
         rows = {name: [pair[i] for pair in pairs] for i, name in enumerate(("image", "label"))}
         datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}.parquet")

@@ -95,8 +95,6 @@ def test_values_are_read_as_the_types_of_the_options():
         ({"freeze": {}}, ["freeze: is a field of the run file"]),
         ({"stochastic_depth": {}}, ["is a field of the run file"]),
         ({"focal_gamma": {}, "z_loss": {}}, ["focal_gamma: is an option of a task", "z_loss: is an option of a task"]),
-        ({"label_smoothing": {}, "r_drop": None}, ["give label_smoothing_factor", "give r_drop_alpha"]),
-        ({"curriculum": {}, "muon": None}, ["give curriculum_column", "give optim muon"]),
         ({"outer": {"low": True}}, ["outer: low: True"]),
         ({"outer": {"rate": 0, "low": "few"}}, ["outer: rate is 0", "low: 'few'"]),  # all at once
         ({"outer": {"rate": 0}}, ["outer: rate is 0", "greater than 0"]),

@@ -4,17 +4,18 @@ import datasets
 import numpy as np
 import pytest
 
-from src.download import drawn_images
+from samples import drawn_characters, drawn_shapes
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("drawn")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawn_images, "ROWS", {name: {"train": 72, "validation": 36} for name in drawn_images.SAMPLES})
-        for name in drawn_images.SAMPLES:
+        for sample in (drawn_characters, drawn_shapes):
+            patch.setattr(sample, "ROWS", {"train": 72, "validation": 36})
+            name = sample.__name__.rpartition(".")[2]
             (folder / name).mkdir()
-            drawn_images.draw_sample(name, folder / name)
+            sample.make(folder / name)
     return folder
 
 
@@ -24,10 +25,10 @@ def read(folder, name, split):
 
 def test_characters_have_every_class(folder):
     rows = read(folder, "drawn_characters", "train")
-    assert rows.features["label"].names == list(drawn_images.CHARACTERS)
+    assert rows.features["label"].names == list(drawn_characters.CHARACTERS)
     assert sorted(rows["label"]) == sorted([*range(36)] * 2)
     assert {image.size for image in rows["image"]} == {(32, 32)}
-    again, _ = drawn_images.draw_character(np.random.default_rng([0, len("drawn_characters")]), 0)
+    again, _ = drawn_characters.draw_character(np.random.default_rng([0, len("drawn_characters")]), 0)
     assert (np.asarray(again) == np.asarray(rows[0]["image"])).all()
     first = {np.asarray(image).tobytes() for image in rows["image"]}
     assert len(first) == 72

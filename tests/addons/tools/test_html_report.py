@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from addons.tools import html_report
 from src.config.errors import UsageError
-from src.reporting import html_report
+from tests.config.test_redact import assert_no_secrets, guarded  # noqa: F401 (a fixture)
 from tests.helpers import kit
 
 TITLES = [title for title, *_ in html_report.FIGURES]
@@ -39,7 +41,9 @@ def test_report_of_a_real_run(files, tmp_path):
         logging_steps=1,
     )
     run = kit.run_training(1, tmp_path / "run", *argv)
-    page = html_report.write(run.folder).read_text()
+    python = f"VENV={Path(sys.executable).parent}"
+    subprocess.run(["make", "-o", ".venv/done", "report", python, f"RUN={run.folder}"], cwd=kit.REPOSITORY, check=True)
+    page = (run.folder / "report.html").read_text()
     assert titles(page) == TITLES
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(\s*['\"]?http|(src|href)=\"(?!#)", page)
     for kind in ("train", "eval"):
@@ -100,13 +104,20 @@ def test_values_are_escaped_and_symlinks_replaced(tmp_path):
     assert not (tmp_path / "outside").exists()
 
 
+def test_query_strings_are_not_in_the_report(guarded, tmp_path):  # noqa: F811
+    codes, texts = kit.run_command("train.py", *kit.flags(**guarded), folder=tmp_path / "served")
+    assert codes == [0], texts
+    html_report.write(guarded["output_dir"])
+    assert_no_secrets(tmp_path, [])
+
+
 def test_folder_without_a_run_is_refused(tmp_path):
     folders = [tmp_path / "none", run_folder(tmp_path / "empty")]
     folders.append(run_folder(tmp_path / "odd", "[1]", '{"step": "x"}'))
     for folder in folders:
         with pytest.raises(UsageError, match=folder.name):
             html_report.write(folder)
-    command = [sys.executable, "-m", "src.reporting.html_report", str(tmp_path / "none")]
+    command = [sys.executable, "-m", "addons.tools.html_report", str(tmp_path / "none")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=kit.REPOSITORY, check=False)
     assert done.returncode == 2
     assert f"error: {tmp_path / 'none'}" in done.stderr

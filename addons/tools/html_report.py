@@ -1,6 +1,8 @@
 """report.html: the curves and settings of a run.
 
-Add figures to FIGURES. Tests: tests/reporting/test_html_report.py.
+    make report [RUN=folder]
+
+Add figures to FIGURES. Tests: tests/addons/tools/test_html_report.py.
 """
 
 import html
@@ -29,7 +31,7 @@ td:first-child { color: #666 } .pair { display: flex; flex-wrap: wrap; gap: 3em 
 
 def main(argv: list[str]) -> None:
     if len(argv) != 1 or argv[0].startswith("-"):
-        raise UsageError("give one run folder: python -m src.reporting.html_report runs/NAME")
+        raise UsageError("give one run folder: make report RUN=runs/NAME")
     print(write(Path(argv[0])))
 
 

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from samples import _stdlib, stdlib_code, stdlib_tokens
 from src.data.dataset_spec import DatasetSpec
 from src.data.sources import resolve_source
-from src.download import sample_datasets
+from src.download import samples
 from tests.helpers import kit
 
 
@@ -21,17 +22,17 @@ from tests.helpers import kit
 def few():
     """A few packages of the standard library; some files have characters of several bytes."""
     packages = ("json", "http", "email", "html")
-    return [(path, text) for path, text in sample_datasets.stdlib_sources() if path.split("/")[0] in packages]
+    return [(path, text) for path, text in _stdlib.module_sources() if path.split("/")[0] in packages]
 
 
 @pytest.fixture
 def root(few, tmp_path, monkeypatch):
-    monkeypatch.setattr(sample_datasets, "stdlib_sources", lambda: few)
+    monkeypatch.setattr(_stdlib, "module_sources", lambda: few)
     return tmp_path
 
 
 def folder(root, name) -> Path:
-    return root / "samples" / f"{name}-{sample_datasets.VERSION}"
+    return root / "samples" / f"{name}-{stdlib_code.VERSION}"
 
 
 def rows(root, name, split):
@@ -39,14 +40,14 @@ def rows(root, name, split):
 
 
 def test_sources_are_modules_of_the_standard_library():
-    found = dict(sample_datasets.stdlib_sources())
+    found = dict(_stdlib.module_sources())
     assert list(found) == sorted(found)
     assert "class JSONDecoder" in found["json/decoder.py"]
-    assert not any(sample_datasets.SKIPPED_FOLDERS & set(path.split("/")[:-1]) for path in found)
+    assert not any(_stdlib.SKIPPED_FOLDERS & set(path.split("/")[:-1]) for path in found)
 
 
 def test_code_is_split_without_overlap(root, few):
-    assert sample_datasets.sample_folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
+    assert samples.sample_folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
     train, validation = rows(root, "stdlib_code", "train"), rows(root, "stdlib_code", "validation")
     assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
     assert not {row["path"] for row in train} & {row["path"] for row in validation}
@@ -54,7 +55,7 @@ def test_code_is_split_without_overlap(root, few):
 
 
 def test_functions_are_split_without_overlap(root, few):
-    sample_datasets.sample_folder("stdlib_functions", root)
+    samples.sample_folder("stdlib_functions", root)
     train, validation = rows(root, "stdlib_functions", "train"), rows(root, "stdlib_functions", "validation")
     assert not {row["text"] for row in train} & {row["text"] for row in validation}
     assert len(train) > 5 * len(validation) > 0
@@ -67,7 +68,7 @@ def test_functions_are_split_without_overlap(root, few):
 
 
 def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
-    sample_datasets.sample_folder("stdlib_docstrings", root)
+    samples.sample_folder("stdlib_docstrings", root)
     train, validation = rows(root, "stdlib_docstrings", "train"), rows(root, "stdlib_docstrings", "validation")
     assert not {row["code"] for row in train} & {row["code"] for row in validation}
     assert len(train) > 5 * len(validation) > 0
@@ -78,7 +79,7 @@ def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
 
 
 def test_preferred_half_is_the_one_in_order(root):
-    sample_datasets.sample_folder("stdlib_preferences", root)
+    samples.sample_folder("stdlib_preferences", root)
     train, validation = rows(root, "stdlib_preferences", "train"), rows(root, "stdlib_preferences", "validation")
     assert len(train) > 5 * len(validation) > 0
     for row in train + validation:
@@ -88,7 +89,7 @@ def test_preferred_half_is_the_one_in_order(root):
 
 def test_tokens_are_tagged_by_their_role():
     source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
-    row = sample_datasets._tagged_tokens(source)
+    row = stdlib_tokens.tagged_tokens(source)
     tagged = dict(zip(row["tokens"], row["tags"], strict=True))
     assert tagged == dict.fromkeys("()=:,.*", "O") | {
         "def": "keyword",
@@ -103,27 +104,27 @@ def test_tokens_are_tagged_by_their_role():
         "'abc'": "string",
         "# bytes": "comment",
     }
-    assert sample_datasets._tagged_tokens("def f(") is None
+    assert stdlib_tokens.tagged_tokens("def f(") is None
 
 
 def test_tokens_are_those_of_the_functions(root):
     for name in ("stdlib_functions", "stdlib_tokens"):
-        sample_datasets.sample_folder(name, root)
+        samples.sample_folder(name, root)
     for split in ("train", "validation"):
         functions, tokens = (rows(root, name, split) for name in ("stdlib_functions", "stdlib_tokens"))
         assert len(tokens) > 0.9 * len(functions)
         assert all(len(row["tokens"]) == len(row["tags"]) > 0 for row in tokens)
 
 
-@pytest.mark.parametrize("name", sample_datasets.TEXTS)
+@pytest.mark.parametrize("name", [name for name in samples.sample_names() if name.startswith("stdlib_")])
 def test_tokenizer_decodes_every_text(root, name):
-    tokenizer = AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer(name, root))
+    tokenizer = AutoTokenizer.from_pretrained(samples.sample_tokenizer(name, root))
     values = [value for row in rows(root, name, "validation") for value in row.values()]
     texts = [value if isinstance(value, str) else " ".join(value) for value in values]
     assert [tokenizer.decode(ids) for ids in tokenizer(texts)["input_ids"]] == texts
     strange = "für 漢字 🙂\t\r\n\x00"
     assert tokenizer.decode(tokenizer(strange)["input_ids"]) == strange
-    assert 1000 < len(tokenizer) <= sample_datasets.VOCABULARY
+    assert 1000 < len(tokenizer) <= _stdlib.VOCABULARY
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|endoftext|>", "<|pad|>")
 
 
@@ -137,7 +138,7 @@ def test_sample_as_dataset_and_tokenizer_name(root):
 
 
 def test_other_names_are_no_samples(root):
-    assert sample_datasets.sample_folder("stdlib", root) is sample_datasets.sample_tokenizer("gpt2", root) is None
+    assert samples.sample_folder("stdlib", root) is samples.sample_tokenizer("gpt2", root) is None
     spec = DatasetSpec("dataset_name", "train", (), "someone/something")
     assert resolve_source(spec, root).name == "someone/something"
     assert not (root / "samples").exists()
@@ -145,17 +146,17 @@ def test_other_names_are_no_samples(root):
 
 def _make_slowly(root, callers: int = 1):
     """Make the sample in one of several processes; making it leaves a line and waits for so many lines."""
-    original = sample_datasets._make
+    original = stdlib_code.make
 
-    def slow(name, target):
+    def slow(target):
         with open(root / "calls", "a") as calls:
             calls.write(f"{os.getpid()}\n")
         time.sleep(0.5)
         kit.until(lambda: len((root / "calls").read_text().splitlines()) >= callers)
-        original(name, target)
+        original(target)
 
-    sample_datasets._make = slow
-    return sample_datasets.sample_folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
+    stdlib_code.make = slow
+    return samples.sample_folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
 
 
 def test_processes_make_it_once(root, monkeypatch):
@@ -165,7 +166,7 @@ def test_processes_make_it_once(root, monkeypatch):
     assert len((root / "calls").read_text().splitlines()) == 1
 
     (mutant := root / "mutant").mkdir()
-    monkeypatch.setattr(sample_datasets, "FileLock", lambda path: nullcontext())
+    monkeypatch.setattr(samples, "FileLock", lambda path: nullcontext())
     with suppress(kit.RankFailed):  # they delete each other's folder
         kit.spawn(3, _make_slowly, mutant, 2, out=mutant / "out")
     assert len((mutant / "calls").read_text().splitlines()) > 1
@@ -173,8 +174,8 @@ def test_processes_make_it_once(root, monkeypatch):
 
 def _killed(root):
     """Die between the rows and the tokenizer."""
-    sample_datasets._train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
-    sample_datasets.sample_folder("stdlib_code", root)
+    _stdlib.train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
+    samples.sample_folder("stdlib_code", root)
 
 
 def test_interrupted_sample_is_made_again(root):
@@ -184,18 +185,18 @@ def test_interrupted_sample_is_made_again(root):
     assert (target / "train.jsonl").exists()
     assert not (target / "DONE").exists()
     (target / "DONE").touch()  # the mutant: a marker that is written first
-    assert not os.path.exists(f"{sample_datasets.sample_tokenizer('stdlib_code', root)}/tokenizer.json")
+    assert samples.sample_tokenizer("stdlib_code", root) is None
     (target / "DONE").unlink()
     (target / "leftover").touch()
-    assert AutoTokenizer.from_pretrained(sample_datasets.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
+    assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
     assert (target / "DONE").exists()
     assert not (target / "leftover").exists()
 
 
 def test_sample_is_made_once_per_version(root, monkeypatch):
     calls = []
-    monkeypatch.setattr(sample_datasets, "_make", lambda name, target: calls.append(name))
+    monkeypatch.setattr(stdlib_code, "make", calls.append)
     for version in ("1", "1", "2", "2"):
-        monkeypatch.setattr(sample_datasets, "VERSION", version)
-        sample_datasets.sample_folder("stdlib_code", root)
+        monkeypatch.setattr(stdlib_code, "VERSION", version)
+        samples.sample_folder("stdlib_code", root)
     assert len(calls) == 2

@@ -1,17 +1,22 @@
-"""Suggest a learning rate for a run file: accelerate launch find_lr.py --config configs/stdlib_lm.yaml
+"""Suggest a learning rate for a run file: make find-lr CONFIG=configs/stdlib_lm.yaml
 
-A range test: the run's first steps with a growing learning rate. It writes nothing but --curve FILE.
+A range test (Smith 2017, fastai's lr_find): the run's first steps with a growing learning rate. It writes nothing but
+--curve FILE. Tests: tests/addons/tools/test_find_lr.py.
 """
 
+import argparse
 import json
 import math
-from dataclasses import replace
+import os
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
-from src.config.errors import UsageError
-from src.config.fields import declared_options
+from src.config.errors import UsageError, list_errors
+from src.config.fields import declared_options, option, read_words
 from src.data import data_loader, dataset
 from src.distributed import strategies
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
@@ -22,15 +27,52 @@ from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, optimizers, schedules
-from src.training.lr_range_test import RangeTest, Result, has_diverged, result
 from src.training.run import Run
 from src.training.step import StepTotals, build_model
 from src.training.techniques import make_techniques
 from train import compute_gradient, optimizer_step
 
+DIVERGED = 3  # a loss that is this many times its whole fall above the lowest one; fastai stops at 4 × the lowest
+
+
+@dataclass
+class RangeTest:
+    """The flags beside those of train.py."""
+
+    start_lr: float = option("learning rate of the first update", 1e-7, above=0)
+    end_lr: float = option("learning rate of the last update, unless the loss diverges before", 10.0, above=0)
+    updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
+    curve: str | None = option("write the curve to this file (.png, .svg or .pdf), and its numbers beside it as .json")
+
+    def check(self) -> list[str]:
+        """Return one sentence for each error between the flags, or of the file."""
+        errors = []
+        if self.start_lr >= self.end_lr:
+            errors.append(f"start_lr is {self.start_lr}: it must be below end_lr, which is {self.end_lr}")
+        if self.curve and Path(self.curve).suffix not in (".png", ".svg", ".pdf"):
+            errors.append(f"curve is {self.curve}: give a file that ends in .png, .svg or .pdf")
+        elif self.curve and not os.access(Path(self.curve).absolute().parent, os.W_OK):
+            errors.append(f"curve is {self.curve}: its folder does not exist, or is not writable")
+        return errors
+
+    def rate(self, update: int) -> float:
+        """Return the learning rate of an update, counted from 0."""
+        return self.start_lr * (self.end_lr / self.start_lr) ** (update / (self.updates - 1))
+
+
+@dataclass
+class Result:
+    """What a range test found: one rate and one loss of the global batch an update."""
+
+    rates: list[float]
+    losses: list[float]
+    smooth: list[float]  # the finite losses without the noise of single batches
+    suggestion: float | None
+    reason: str
+
 
 def main(argv: list[str]) -> None:
-    test, argv = parsing.own_flags(RangeTest, parsing.with_default_config(argv))
+    test, argv = own_flags(parsing.with_default_config(argv))
     also = {name: rules.help for name, rules in declared_options(RangeTest).items()}
     cfg, task_options = parsing.parse(argv, OPTIONS, also=also)
     validation.check(cfg, task_options)
@@ -44,6 +86,26 @@ def main(argv: list[str]) -> None:
     accelerator = init_accelerator(cfg)
     find(test, cfg, task, datasets, accelerator)
     shutdown(accelerator)  # now nothing may refer to the model
+
+
+def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
+    """Return (the flags of the range test, the other words of `argv`). Raise one UsageError for all invalid values."""
+    errors, values = [], {}
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in declared_options(RangeTest):
+        parser.add_argument(f"--{name}", nargs="*")
+    own, rest = parser.parse_known_args(argv)
+    for name, words in vars(own).items():
+        try:
+            if words is not None:
+                values[name] = read_words(RangeTest, name, words)
+        except ValueError as error:
+            errors.append(f"--{error}")
+    test = RangeTest(**values)
+    errors += test.check()
+    if errors:
+        raise UsageError(list_errors(errors))
+    return test, rest
 
 
 def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> None:
@@ -137,6 +199,51 @@ def draw(file: Path, found: Result) -> None:
         axes.set_ylim(min(found.smooth) - margin, max(found.smooth[0], min(found.smooth)) + 3 * margin)
     axes.legend(frameon=False)
     figure.savefig(file)
+
+
+# ---- what the losses suggest -----------------------------------------------------------------------------------------
+
+
+def smoothed(losses: list[float], width: int) -> list[float]:
+    """Return the median of the `2 * width + 1` losses around each loss.
+
+    An average over past losses, as in fastai, would move the curve to higher rates; one around each loss would carry
+    the losses of a divergence to lower ones."""
+    return [median(losses[max(0, i - width) : i + width + 1]) for i in range(len(losses))]
+
+
+def has_diverged(losses: list[float]) -> bool:
+    """Return whether the last loss is not finite, or the last three are far above the lowest of the test."""
+    if not math.isfinite(losses[-1]):
+        return True
+    recent = smoothed(losses, 1)
+    lowest = min(recent)
+    return median(losses[-3:]) > lowest + DIVERGED * max(abs(lowest), recent[0] - lowest)
+
+
+def result(test: RangeTest, rates: list[float], losses: list[float]) -> Result:
+    """Return what these losses suggest: a tenth of the rate with the lowest smoothed loss, if the loss has fallen."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    width = max(1, test.updates // 30)
+    smooth = smoothed(finite, width) or [math.nan]
+    low = smooth.index(min(smooth))
+    # Of single batches, as the median difference between two in a row. The range of a smoothed noise without any fall
+    # exceeds 7 times that of its median in 1 to 2 % of tests.
+    noise = median([abs(b - a) for a, b in pairwise(finite)] or [0.0])
+    fall = smooth[0] - smooth[low]
+    stopped = has_diverged(losses)
+    end = f"it diverged at {rates[-1]:.1e}" if stopped else f"it did not diverge up to {rates[-1]:.1e}"
+    if not fall > 7 * noise / math.sqrt(2 * width + 1):
+        text = f"the loss never fell by more than the noise between batches ({smooth[0]:.4g} at the start, "
+        text += f"{smooth[low]:.4g} at the lowest, steps of {noise:.2g} between batches); {end}. "
+        text += f"Give a lower --start_lr ({test.start_lr:g})" if stopped else f"Give more --updates ({test.updates})"
+        return Result(rates, losses, smooth, None, text)
+    steepest = min(range(width, len(smooth)), key=lambda i: smooth[i] - smooth[i - width])
+    reason = f"a tenth of {rates[low]:.1e}, where the smoothed loss was lowest ({smooth[low]:.4g}); it fell fastest at "
+    reason += f"{rates[steepest]:.1e}, and {end}"
+    if low > len(smooth) - 2 - width and not stopped:
+        reason += ": the loss was still falling, so a higher --end_lr may find more"
+    return Result(rates, losses, smooth, float(f"{rates[low] / 10:.1e}"), reason)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""find_lr.py: the suggestion for known curvature, the same on any number of processes, and nothing left behind."""
+"""`make find-lr`: the suggestion for known curvature, the same on any number of processes, and nothing left behind."""
 
 import gc
 import json
@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-import find_lr
 import train
-from src.training.lr_range_test import RangeTest, Result, result
+from addons.tools import find_lr
+from addons.tools.find_lr import RangeTest, Result, result
 from tests.helpers import kit, technique_runs
 
 # ---- what losses suggest -----------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def find(folder, fields: dict, world: int = 1, env=None) -> dict:
     curve = folder / "curve.svg"
     folder.mkdir()
     codes, texts = kit.run_command(
-        "find_lr.py", *kit.flags(**fields, curve=curve), folder=folder / "here", world=world, env=env
+        "addons/tools/find_lr.py", *kit.flags(**fields, curve=curve), folder=folder / "here", world=world, env=env
     )
     assert codes == [0] * world, texts
     numbers = json.loads(curve.with_suffix(".json").read_text())
@@ -168,16 +168,18 @@ def test_nothing_is_left_behind(tmp_path, fields):
     own = {name: value for name, value in fields.items() if name not in ("updates", "start_lr", "output_dir")}
     run = kit.run_training(1, tmp_path / "run", *kit.flags(**own | {"max_steps": 1}))
     before = files(run.folder)
-    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields), folder=here, world=2)
+    codes, texts = kit.run_command("addons/tools/find_lr.py", *kit.flags(**fields), folder=here, world=2)
     assert codes == [0, 0], texts
     assert "suggestion: " in texts[0]
     assert texts[1] == ""
     fields |= {"output_dir": here / "new"}
     diverging = {"start_lr": 1e30, "end_lr": 1e38}
-    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | diverging), folder=here)
+    codes, texts = kit.run_command("addons/tools/find_lr.py", *kit.flags(**fields | diverging), folder=here)
     assert codes == [0], texts
     assert "no suggestion: the loss never fell" in texts[0]
-    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | {"train_file": "gone"}), folder=here)
+    codes, texts = kit.run_command(
+        "addons/tools/find_lr.py", *kit.flags(**fields | {"train_file": "gone"}), folder=here
+    )
     assert codes == [2], texts
     assert "gone" in texts[0]
     assert files(run.folder) == before
@@ -199,7 +201,7 @@ def test_nothing_is_left_behind(tmp_path, fields):
     ],
 )
 def test_bad_input(tmp_path, fields, given, words):
-    codes, texts = kit.run_command("find_lr.py", *kit.flags(**fields | given), folder=tmp_path / "here")
+    codes, texts = kit.run_command("addons/tools/find_lr.py", *kit.flags(**fields | given), folder=tmp_path / "here")
     assert codes == [2]
     last = texts[0].strip().splitlines()[-1]
     for word in words:

@@ -1,0 +1,152 @@
+"""Copy of this template for a project of its own: without history and results, with the add-ons that are named.
+
+    make fork DEST=folder [TASKS="causal_lm seq2seq"] [ADDONS="adapters/peft techniques"] [NAME=my-project]
+
+Without TASKS and ADDONS, the copy has all add-ons; else only these and what they need. It has the tests that
+addons/README.md names for them (of several: if it has all of them), and no run file that names a missing add-on. Tests:
+tests/addons/tools/test_fork.py.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import yaml
+
+from src.config.addons import addon_names
+from src.config.errors import UsageError, did_you_mean
+from src.config.paths import REPOSITORY, SCHEMA_FILE
+from src.tasks import OPTIONS
+
+RESULTS = ("benchmarks/results.json",)
+
+
+def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[str]:
+    """Copy the template to the folder `target`, named `name`; return the add-ons that the copy has.
+
+    Raise UsageError for an unknown task or add-on, or a folder that is not empty."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UsageError(f"DEST: {target} is not an empty folder: give another folder")
+    if target.resolve().is_relative_to(REPOSITORY.resolve()):
+        raise UsageError(f"DEST: {target} is inside this repository: give a folder outside of it")
+    here = all_addons()
+    kept = chosen(here, tasks, addons) if tasks or addons else here
+    gone = {*here, *rooms_of(here)} - {*kept, *rooms_of(kept)}  # a room that is left empty goes, too
+    left_out = {*RESULTS, *tests_of(gone)}
+    for file in tracked_files():
+        if file in left_out or is_of(file, gone) or names_one(file, gone):
+            continue
+        (target / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / file, target / file)
+    readme = target / "README.md"
+    readme.write_text(re.sub(r"\A# .*", f"# {name}", readme.read_text()))
+    schema = subprocess.run([sys.executable, "train.py", "--schema"], cwd=target, check=True, capture_output=True)
+    (target / SCHEMA_FILE.relative_to(REPOSITORY)).write_bytes(schema.stdout)
+    return kept
+
+
+def tracked_files() -> list[str]:
+    """Return the files that git tracks."""
+    done = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+    files = [file for file in done.stdout.splitlines() if (REPOSITORY / file).exists()]
+    if done.returncode or not files:
+        raise UsageError(f"make fork needs a git checkout of the template: {done.stderr.strip() or 'no files'}")
+    return files
+
+
+def all_addons() -> list[str]:
+    """Return "ROOM/NAME" of all add-ons; "ROOM" for a room that is a single one."""
+    rooms = sorted(path.name for path in (REPOSITORY / "addons").iterdir() if path.is_dir())
+    return [addon for room in rooms for addon in [f"{room}/{name}" for name in addon_names(room)] or [room]]
+
+
+def rooms_of(addons: Iterable[str]) -> set[str]:
+    return {addon.split("/")[0] for addon in addons}
+
+
+def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
+    """Return the add-ons that TASKS and ADDONS (ROOM/NAME, or ROOM for all in it) name, and those that they need."""
+    for task in tasks:
+        if task not in OPTIONS:
+            raise UsageError(
+                f"TASKS: unknown task {task!r}{did_you_mean(task, OPTIONS)}; there are {', '.join(OPTIONS)}"
+            )
+    known = {*here, *rooms_of(here)}
+    for name in addons:
+        if name not in known:
+            raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, known)}; addons/README.md lists them")
+    wanted: set[str] = {f"tasks/{task}" for task in tasks} | set(addons)
+    kept: list[str] = []
+    while more := [addon for addon in here if addon not in kept and {addon, addon.split("/")[0]} & wanted]:
+        kept += more
+        wanted |= {need for addon in more for need in needs(addon)}
+    return kept
+
+
+def needs(addon: str) -> list[str]:
+    """Return the add-ons that the files of this one name in a first line such as `# Needs addons/tasks/seq2seq/.`"""
+    path = REPOSITORY / "addons" / addon
+    files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+    first_lines = [file.read_text(encoding="utf-8").partition("\n")[0] for file in files]
+    needed = re.findall(r"\baddons/([\w/]+)", " ".join(line for line in first_lines if line.startswith("# Needs ")))
+    return [name.strip("/") for name in needed]
+
+
+# ---- what a copy without some add-ons lacks --------------------------------------------------------------------------
+
+
+def tests_of(gone: set[str]) -> set[str]:
+    """Return the test files that the rows of these add-ons in addons/README.md name."""
+    page = (REPOSITORY / "addons" / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w/]+)` \|(.*)$", page, re.M)
+    return {file for addon, row in rows if addon in gone for file in re.findall(r"`(tests/[\w/]+\.py)`", row)}
+
+
+def is_of(file: str, gone: set[str]) -> bool:
+    """Return whether a file is a part of these add-ons or rooms, or of the tests of these rooms."""
+    match = re.match(r"(?:tests/)?addons/(\w+)/(\w+)", file)
+    return match is not None and bool({match[1], f"{match[1]}/{match[2]}"} & gone)
+
+
+def names_one(file: str, gone: set[str]) -> bool:
+    """Return whether a run file names one of these add-ons: by its task, a technique, an optimizer or a field."""
+    if not re.fullmatch(r"configs/\w+\.yaml", file):
+        return False
+    values = yaml.safe_load((REPOSITORY / file).read_text(encoding="utf-8"))
+    fields = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"]
+    named = {
+        f"tasks/{values.get('task')}",
+        f"optimizers/{values.get('optim')}",
+        f"schedules/{values.get('lr_scheduler_type')}",
+    }
+    named |= {f"techniques/{name}" for name in values.get("techniques") or ()}
+    named |= {fields[name].get("x-add-on", "").removeprefix("addons/") for name in values if name in fields}
+    return bool(named & gone)
+
+
+def main(argv: list[str]) -> None:
+    """Make the copy, and put all files into a new git repository."""
+    parser = argparse.ArgumentParser(prog="make fork", description="Copy this template for a project of its own.")
+    parser.add_argument("target", type=Path)
+    parser.add_argument("--tasks", nargs="*", default=[])
+    parser.add_argument("--addons", nargs="*", default=[])
+    parser.add_argument("--name", default="")
+    args = parser.parse_args(argv)
+    target = args.target.absolute()
+    kept = fork(target, args.tasks, args.addons, args.name or target.name)
+    for words in (["init", "--quiet"], ["add", "--all"]):
+        subprocess.run(["git", *words], cwd=target, check=True, stdout=subprocess.DEVNULL)
+    print(f"{target}: the core, and the add-ons {', '.join(kept) or 'none'}.")
+    print("Next: cd there, git commit, make setup, make test.")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UsageError as error:
+        sys.exit(f"error: {error}")

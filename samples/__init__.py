@@ -1,0 +1,6 @@
+"""Sample datasets that are made on this machine, so that training needs no network: one file each.
+
+`dataset_name: NAME` runs `make(folder)` of samples/NAME.py once per cache folder. It writes train and validation files
+of any format that `train_file` takes; a sample that `tokenizer_name` may name writes a folder tokenizer/, too. Delete
+the ones that you do not need: src/ finds them by listing this folder. Tests: tests/samples/.
+"""

@@ -1,0 +1,50 @@
+"""addons/README.md: a row for each add-on, with what it costs and the tests that it has."""
+
+import re
+
+from src.config.addons import ADDONS, addon_names
+from tests.helpers import kit
+
+ROOMS = sorted(path.name for path in ADDONS.iterdir() if path.is_dir() and not path.name.startswith("__"))
+BY_NAME = ("tasks", "techniques", "optimizers", "schedules", "backends")  # a run file or an accelerate file names these
+
+
+def rows(page: str) -> dict[str, list[str]]:
+    """Return {add-on: [what it does, what it costs, its tests]}."""
+    found = re.findall(r"^\| `([\w/]+)` \| (.+) \| (.+) \| (.+) \|$", page, re.M)
+    return {name: cells for name, *cells in found}
+
+
+def listed() -> set[str]:
+    """Return the add-ons that are here. A room with an `__init__.py` is one add-on, unless its files have names, too."""
+    names = {room: {f"{room}/{name}" for name in addon_names(room)} for room in ROOMS}
+    single = {room for room in ROOMS if room not in BY_NAME and (ADDONS / room / "__init__.py").exists()}
+    return set().union(*(names[room] for room in ROOMS if room not in single), single)
+
+
+def differences(table: dict[str, list[str]], here: set[str]) -> list[str]:
+    """Return add-ons without a row, rows without an add-on although its tests are here, and tests that are not."""
+    found = [f"{name} has no row" for name in sorted(here - table.keys())]
+    for name, (*_, tests) in table.items():
+        files = re.findall(r"`(tests/addons/[\w/]+\.py)`", tests)
+        missing = [file for file in files if not (kit.REPOSITORY / file).exists()]
+        if name in here and (missing or not files):
+            found.append(f"{name}: {', '.join(missing) or 'its tests'} missing")
+        if name not in here and files and not missing and all(f"/test_{name.split('/')[-1]}" in file for file in files):
+            found.append(f"{name} is not here, but its tests are")
+    return found
+
+
+def test_rows_are_those_of_the_folder():
+    assert differences(rows((ADDONS / "README.md").read_text()), listed()) == []
+
+
+def test_mutants_of_the_table_are_caught():
+    page = (ADDONS / "README.md").read_text()
+    table, here = rows(page), listed()
+    some = "tools/ledger"
+    assert differences({name: cells for name, cells in table.items() if name != some}, here) == [f"{some} has no row"]
+    assert differences(table, here - {some}) == [f"{some} is not here, but its tests are"]
+    moved = table | {some: [*table[some][:2], "`tests/addons/tools/test_gone.py`"]}
+    assert differences(moved, here) == [f"{some}: tests/addons/tools/test_gone.py missing"]
+    assert differences(table | {some: ["", "", "none"]}, here) == [f"{some}: its tests missing"]

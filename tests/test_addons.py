@@ -1,0 +1,158 @@
+"""The core knows no add-on by name, and trains, evaluates and passes its tests without addons/ and tests/addons/."""
+
+import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import kit
+
+# Each lists a folder, and imports the files that a run file names.
+LISTS = {"src/config/addons.py", "src/download/samples.py"}
+
+
+# ---- no import by name ---------------------------------------------------------------------------------------------------
+
+
+def named_in(source: str) -> set[str]:
+    """Return the modules of addons/ and samples/ that a file imports, or names in a string."""
+    tree, names = ast.parse(source), []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names += re.findall(r"^(?:addons\.\w+|samples)\.\w+$", node.value)
+    return {name for name in names if name.split(".")[0] in ("addons", "samples")}
+
+
+def core_files() -> list[Path]:
+    return [kit.REPOSITORY / "train.py", kit.REPOSITORY / "eval.py", *sorted((kit.REPOSITORY / "src").rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", core_files(), ids=lambda path: str(path.relative_to(kit.REPOSITORY)))
+def test_core_names_no_addon_and_no_sample(path):
+    assert named_in(path.read_text()) == set()
+
+
+def test_only_the_lists_import_what_they_find():
+    for file in LISTS:
+        assert re.search(r'import_module\(f"(addons|samples)\.', (kit.REPOSITORY / file).read_text())
+    for path in core_files():
+        if str(path.relative_to(kit.REPOSITORY)) not in LISTS:
+            assert not re.search(r'import_module\(f?"(addons|samples)\b', path.read_text()), path
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        "import addons.tasks.seq2seq",
+        "def lazy():\n    from addons.techniques import sam",
+        "from samples import stdlib_code",
+        "import_module('addons.techniques.sam')",
+        "find_spec('samples.stdlib_code')",
+    ],
+)
+def test_mutant_import_is_caught(mutant):
+    assert len(named_in(f'"""Docstrings may name addons.tasks.seq2seq."""\n{mutant}\n')) == 1
+
+
+# ---- without addons/ -----------------------------------------------------------------------------------------------------
+
+RUN_FILES = "run_files_are_valid_and_begin_with_their_command"
+SHORT = kit.flags(max_steps=3, warmup_steps=1, max_length=64, max_eval_examples=8, eval_steps=2, sample_tokens=1)
+# Fast tests of the core, which also look at documents, run files, fields and the plan.
+SELECTION = ["tests/test_rooms.py", "tests/config/test_schema.py", "tests/data/test_batch_plan.py"]
+SELECTION += ["tests/training/test_state.py", "tests/storage/test_jsonl.py"]
+SELECTION += [f"tests/reporting/test_readme.py::test_{name}" for name in ("links_between_documents", RUN_FILES)]
+
+
+@pytest.fixture(scope="module")
+def core(tmp_path_factory) -> Path:
+    """A copy of the repository without addons/ and tests/addons/."""
+    if not (kit.REPOSITORY / ".git").exists():
+        pytest.skip("the copy is made of what git does not ignore")
+    words = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(words, cwd=kit.REPOSITORY, capture_output=True, text=True, check=True).stdout.splitlines()
+    folder = tmp_path_factory.mktemp("core") / "copy"
+    for name in names:
+        if not name.startswith(("addons/", "tests/addons/")) and (kit.REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(kit.REPOSITORY / name, folder / name)
+    return folder
+
+
+def python(folder: Path, *words, timeout: float = 600) -> str:
+    """Run Python in `folder`; return what it prints."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=timeout, check=False)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    return done.stdout
+
+
+def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
+    flags = [*SHORT, "--cache_dir", str(tmp_path / "cache")]
+    runs = []
+    for name, folder in (("alone", core), ("full", kit.REPOSITORY)):  # the first one also makes the sample
+        run = tmp_path / name
+        assert "configs/stdlib_lm.yaml" in python(folder, "train.py", *flags, "--output_dir", run)
+        python(folder, "eval.py", "--checkpoint", run, "--cache_dir", tmp_path / "cache")
+        runs.append(run)
+    alone, full = runs
+    assert kit.timeless(alone) == kit.timeless(full)
+    assert kit.same(kit.Run(alone).weights, kit.Run(full).weights)
+    assert json.loads((alone / "eval.json").read_text()) == json.loads((full / "eval.json").read_text())
+    assert json.loads((alone / "eval.json").read_text())["loss"] == kit.Run(alone).kind("eval")[-1]["loss"]
+
+
+def test_core_alone_passes_its_fast_tests(core):
+    assert " passed" in python(core, "-m", "pytest", "-x", "-q", *SELECTION)
+
+
+def test_all_tests_of_the_core_are_collected(core):
+    assert "error" not in python(core, "-m", "pytest", "--collect-only", "-q", "tests").splitlines()[-1]
+
+
+MISSING = {  # add-on -> flags that name it
+    "tasks/seq2seq": {"task": "seq2seq"},
+    "adapters/peft": {"peft": "{type: lora, r: 4}"},
+    "streaming": {"streaming": True},
+    "techniques": {"techniques": "{sam: {}}"},
+    "optimizers/muon": {"optim": "muon"},
+    "schedules/one_cycle": {"lr_scheduler_type": "one_cycle"},
+}
+TRIES = """
+import json, os, sys
+import train
+from src.runtime.exit_codes import run_main
+for number, argv in enumerate(json.loads(sys.argv[1])):
+    if (child := os.fork()) == 0:
+        output = os.open(f"{sys.argv[2]}/{number}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1), os.dup2(output, 2)
+        sys.argv = ["train.py", *argv]
+        run_main(train.main)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_missing_addon_is_one_sentence_and_exit_code_2(core, tmp_path):
+    here = [name for name in MISSING if list((kit.REPOSITORY / "addons").glob(f"{name}*"))]
+    argvs = [kit.flags(**MISSING[name], dry_run=True) for name in here]
+    codes = python(core, "-c", TRIES, json.dumps(argvs), tmp_path).split()
+    assert codes == ["2"] * len(here)
+    for number, name in enumerate(here):
+        errors = [
+            line for line in (tmp_path / f"{number}.txt").read_text().splitlines() if not line.startswith("No run")
+        ]
+        assert len(errors) == 1, errors
+        assert errors[0].startswith("error: ")
+        assert f"addons/{name}" in errors[0]
