@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from addons.tools.hub_upload import push_to_hub
 from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
 from src.checkpointing.final_average import FinalAverage
-from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.sharded_checkpoint import check_shared_folder
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn

@@ -77,6 +77,11 @@ def run_config(**values: Any) -> RunConfig:
     return config_type(values)(**values)
 
 
+def without_addons(cfg: RunConfig) -> RunConfig:
+    """Return the core's fields of `cfg` alone."""
+    return RunConfig(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(RunConfig)})
+
+
 def missing_addon(name: str) -> str | None:
     """Return the path of the add-on that declares the field `name` in configs/schema.json, but is not here."""
     addon = _fields_in_schema().get(name, {}).get("x-add-on")

@@ -114,6 +114,10 @@ def parse(
             errors.append(f"{source}{error}")
     if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
         raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
+    kinds = (
+        config_type(values.keys() - field_types(options_type).keys()),
+        options_type,
+    )  # `--FIELD none` names nothing
     cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
     run_name = Path(path).stem if path and not base else cfg.task
     cfg.output_dir = cfg.output_dir or f"runs/{run_name}"

@@ -1,6 +1,6 @@
 """All-reduce of small vectors on the host, for decisions that all ranks must make together.
 
-Tests: tests/training/test_step.py and tests/distributed/test_tensor_parallel.py.
+Tests: tests/training/test_step.py and tests/addons/backends/test_tensor_parallel.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from addons.backends import tensor_parallel
 from src.config.errors import Failure, Stopped, UsageError
-from src.distributed import tensor_parallel
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from addons.backends import tensor_parallel
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import optimizer_state, strategy_checks, tensor_parallel
+from src.distributed import optimizer_state, strategy_checks
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
@@ -31,7 +32,7 @@ def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     if kind == "FSDP":
         from src.distributed.fsdp2 import FSDP2 as chosen
     elif kind == "DEEPSPEED":
-        from src.distributed.deepspeed import DeepSpeed as chosen
+        from addons.backends.deepspeed import DeepSpeed as chosen
     else:
         chosen = Strategy
     strategy = chosen(accelerator, cfg)
@@ -43,6 +44,7 @@ class Strategy:
     """One process, or DDP: each process holds the whole model (with tensor parallelism, its part of each layer)."""
 
     allows_tensor_parallel = True
+    supports_adapters = True
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg
@@ -51,6 +53,8 @@ class Strategy:
         self.data_rank, self.data_world_size = tensor_parallel.data_parallel_rank_and_size(accelerator)
         # Whether the model is sharded: then each forward and backward pass is a collective.
         self.is_sharded = self.tp_size > 1
+        if self.tp_size > 1:
+            self.supports_adapters = False
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.is_first_step = True  # of this process, until its last backward pass

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
@@ -83,10 +84,8 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
             f"per_device_batch_size is auto, but under {strategy.name} each pass is a collective, in which all ranks would "
             "wait for one that has run out of memory: give a number"
         )
-    if cfg.peft and (strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED"):
-        raise UsageError(
-            f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
-        )
+    for check_strategy in functions_of_addons(cfg, "check_strategy"):
+        check_strategy(cfg, strategy)
     accelerator = strategy.accelerator
     if cfg.ddp_comm_hook != "no" and (strategy.is_sharded or accelerator.num_processes == 1):
         warn(f"ddp_comm_hook {cfg.ddp_comm_hook} is ignored: it needs DDP, and this is {strategy.name}")

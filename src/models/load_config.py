@@ -8,13 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from addons.models.stochastic_depth import set_stochastic_depth
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.config.untrusted_values import plain_name
 from src.config.yaml_files import read_yaml
 from src.models.model_files import model_folder, reason
-from src.models.stochastic_depth import set_stochastic_depth
 from src.runtime import private_apis
 
 if TYPE_CHECKING:

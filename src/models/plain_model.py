@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from addons.models.stochastic_depth import refuse_stochastic_depth
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
 from src.models.model_files import model_folder, reason, refuse_base_without_adapter
-from src.models.stochastic_depth import refuse_stochastic_depth
 
 
 def saved_config(cfg: RunConfig) -> dict[str, Any]:

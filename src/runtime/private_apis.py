@@ -46,7 +46,7 @@ def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor |
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
     """Multiply all tensors in place in one kernel. Public functions do not take DTensors of different meshes.
 
-    Test: tests/distributed/test_tensor_parallel.py."""
+    Test: tests/addons/backends/test_tensor_parallel.py."""
     torch._foreach_mul_(tensors, factor)
 
 
@@ -225,7 +225,7 @@ def shard_over_gloo() -> None:
 def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
     """Make `prepare` keep a tensor-parallel model unchanged: accelerate imports a class that transformers 5.1 removed.
 
-    Test: tests/distributed/test_tensor_parallel.py."""
+    Test: tests/addons/backends/test_tensor_parallel.py."""
 
     def mark_as_parallel(*objects):
         for item in objects:
@@ -247,7 +247,7 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
 
 
-# ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -------------------------------------------------------------
+# ---- DeepSpeed 0.19: tests/addons/backends/test_deepspeed.py -------------------------------------------------------------
 
 
 def flat_weights(zero_optimizer: Any) -> list[torch.Tensor]:

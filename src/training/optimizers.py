@@ -6,11 +6,11 @@ Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py
 
 import torch
 
+from addons.backends.tensor_parallel import split_by_sharding
+from addons.optimizers.muon import MuonWithAdamW
 from src.config.errors import UsageError
 from src.config.optimizer_class import find_class, optimizer_arguments
 from src.config.schema import RunConfig
-from src.distributed.tensor_parallel import split_by_sharding
-from src.training.muon import MuonWithAdamW
 from src.training.parameter_groups import freeze, parameter_groups
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device

@@ -104,7 +104,12 @@ def test_mutant_that_allows_every_change_is_caught(tmp_path, monkeypatch):
 
 
 def test_essential_fields_are_declared_as_fixed():
-    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {"seed", "learning_rate", "global_batch_size", "max_length"}
+    assert not changeable_fields(RunConfig, OPTIONS["causal_lm"]()) & {
+        "seed",
+        "learning_rate",
+        "global_batch_size",
+        "max_length",
+    }
 
 
 def test_removed_options_of_spike_watch(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import train
-from src.distributed.deepspeed import reached_parameters
+from addons.backends.deepspeed import reached_parameters
 from src.distributed.strategies import Strategy
 from src.tasks import text_classification
 from tests.helpers import kit, routed_model

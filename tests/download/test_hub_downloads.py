@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.checkpointing import hub_upload
+from addons.tools import hub_upload
 from src.config.errors import UsageError
 from src.data import stream_shards
 from src.download import hub as hub_module

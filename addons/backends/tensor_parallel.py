@@ -1,7 +1,7 @@
 """Tensor parallelism: layers sharded over processes that read the same data.
 
 torch's `parallelize_module` shards the layers by the plan that transformers ships with the model. Embeddings, norms and
-the output head are not sharded. Tests: tests/distributed/test_tensor_parallel.py.
+the output head are not sharded. Tests: tests/addons/backends/test_tensor_parallel.py.
 """
 
 from collections.abc import Iterable

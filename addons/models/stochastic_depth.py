@@ -1,6 +1,6 @@
 """Stochastic depth of a model: the option `stochastic_depth`; LayerDrop is switched off.
 
-After Huang et al. 2016, "Deep Networks with Stochastic Depth". Tests: tests/models/test_stochastic_depth.py.
+After Huang et al. 2016, "Deep Networks with Stochastic Depth". Tests: tests/addons/models/test_stochastic_depth.py.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO: configuration, optimizer step, weights and optimizer state as named tensors.
 
-Imported only if the launch uses DeepSpeed. Tests: tests/distributed/test_deepspeed.py.
+Imported only if the launch uses DeepSpeed. Tests: tests/addons/backends/test_deepspeed.py.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,6 +24,7 @@ class DeepSpeed(Strategy):
     """ZeRO-1, 2 and 3: DeepSpeed's engine runs the backward pass, clips and updates."""
 
     allows_tensor_parallel = False
+    supports_adapters = False
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)

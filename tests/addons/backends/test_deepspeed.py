@@ -119,7 +119,7 @@ def test_what_deepspeed_cannot_do_is_refused(files, tmp_path, field, value):
 
 
 def test_its_gradient_clipping_is_ignored_and_its_optimizer_refused(capsys):
-    from src.distributed import deepspeed
+    from addons.backends import deepspeed
 
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 5.0})
     accelerator = SimpleNamespace(mixed_precision="no", state=SimpleNamespace(deepspeed_plugin=plugin))
