@@ -119,14 +119,6 @@ def _why_refused(name: str, config: type, tuner: Any) -> str | None:
     return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
 
 
-def check_strategy(cfg: Any, strategy: Any) -> None:
-    """Raise UsageError for a strategy that cannot train a part of the weights as a layer of its own."""
-    if not strategy.supports_adapters:
-        raise UsageError(
-            f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
-        )
-
-
 # ---- injection -------------------------------------------------------------------------------------------------------
 
 

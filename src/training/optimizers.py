@@ -6,7 +6,6 @@ Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py
 
 import torch
 
-from addons.backends.tensor_parallel import split_by_sharding
 from addons.optimizers.muon import MuonWithAdamW
 from src.config.errors import UsageError
 from src.config.optimizer_class import find_class, optimizer_arguments
@@ -21,7 +20,7 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
 
     With `fused`, one kernel updates all parameters, where torch has one that can skip an update on the device."""
     freeze(model, cfg)
-    groups = [part for group in parameter_groups(model, cfg) for part in split_by_sharding(group)]
+    groups = parameter_groups(model, cfg)
     if not groups:
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     kind = find_class(cfg.optim)
