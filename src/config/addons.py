@@ -88,9 +88,12 @@ def missing_addon(name: str) -> str | None:
     return addon if addon and not any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")) else None
 
 
-def is_missing_task(name: str) -> bool:
-    """Return whether configs/schema.json has a task `name` for which there is no file."""
-    return name in _fields_in_schema().get("task", {}).get("enum", ()) and name not in addon_names("tasks")
+def missing_choice(field: str, value: Any) -> str | None:
+    """Return a sentence if `value` of `task` or `lr_scheduler_type` names an add-on that is not here."""
+    room, known = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(field), _fields_in_schema().get(field, {})
+    if not room or value not in known.get("enum", ()):
+        return None
+    return f"{field}: {value} is an add-on that is not here: restore addons/{room}/{value}, or choose another one"
 
 
 def _fields_in_schema() -> dict[str, dict]:
@@ -100,3 +103,17 @@ def _fields_in_schema() -> dict[str, dict]:
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:
     """Return the function `name` of each add-on with fields that the run file names and that has this function."""
     return [getattr(each, name) for each in cfg.addons if hasattr(each, name)]
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def schedule_addon(cfg: RunConfig) -> ModuleType | None:
+    """Return the add-on that `lr_scheduler_type` names, None for a schedule of transformers."""
+    name = cfg.lr_scheduler_type
+    return load_addon("schedules", name) if name in addon_names("schedules") else None
+
+
+def follows_evaluations(cfg: RunConfig) -> bool:
+    """Return whether the schedule depends on the results of evaluations."""
+    return hasattr(schedule_addon(cfg), "after_evaluation")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from src.config import mixture_fields
-from src.config.addons import addons_with_fields, config_type, is_missing_task, missing_addon
+from src.config.addons import addons_with_fields, config_type, missing_addon, missing_choice
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
 from src.config.help_text import format_help
@@ -111,7 +111,8 @@ def parse(
         except OutOfBoundsError as error:
             values[name], out_of_bounds[name] = error.value, f"{source}{error}"
         except ValueError as error:
-            errors.append(f"{source}{error}")
+            word = value[-1] if isinstance(value, list) and value else value
+            errors.append(f"{source}{missing_choice(name, word) or error}")
     if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
         raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
     kinds = (
@@ -134,10 +135,8 @@ def _task(given: list[Given], tasks: Tasks) -> str:
     values = [one.value for one in given if one.name == "task"]
     value = values[-1] if values else RunConfig.task
     task = str(value[-1] if isinstance(value, list) and value else value)
-    if task not in tasks and is_missing_task(task):
-        raise UsageError(
-            f"task: {task} is an add-on that is not here: restore addons/tasks/{task}, or choose another task"
-        )
+    if task not in tasks and (missing := missing_choice("task", task)):
+        raise UsageError(missing)
     if task not in tasks:
         raise UsageError(f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}")
     return task

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config.addons import functions_of_addons
+from src.config.addons import follows_evaluations, functions_of_addons
 from src.config.best_metric import metric_warnings
 from src.config.data_order_fields import data_order_errors
 from src.config.errors import UsageError, list_errors, warn
@@ -136,9 +136,9 @@ def ignored_warmup(cfg: RunConfig) -> Iterator[str]:
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
 
 
-def plateau_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
-    if cfg.lr_scheduler_type == "reduce_lr_on_plateau" and not cfg.eval_steps:
-        yield "lr_scheduler_type is reduce_lr_on_plateau, which acts after evaluations: give --eval_steps"
+def schedule_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
+    if follows_evaluations(cfg) and not cfg.eval_steps:
+        yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
 def group_fields(cfg: RunConfig) -> Iterator[str]:
@@ -207,7 +207,7 @@ RULES = [
 TRAINING_RULES = [
     optimizer_errors,
     group_fields,
-    plateau_needs_evaluations,
+    schedule_needs_evaluations,
     one_model,
     training_data,
     stream,

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import torch
 
+from addons.schedules.one_cycle import one_cycle_momentum
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.schedules import one_cycle_momentum
 from src.training.techniques.base import Technique
 
 

@@ -11,7 +11,10 @@ import torch.distributed.tensor.parallel  # once, not in every process
 from torch.distributed.tensor import DTensor
 
 import train
-from src.distributed import sharded_tensors
+from src.config import addons
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.distributed import sharded_tensors, strategies
 from src.distributed.host_group import HostGroup
 from src.runtime import private_apis
 from tests.helpers import kit
