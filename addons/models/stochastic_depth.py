@@ -1,40 +1,45 @@
-"""Stochastic depth of a model: the option `stochastic_depth`; LayerDrop is switched off.
+"""Stochastic depth of a model: the field `stochastic_depth`.
 
 After Huang et al. 2016, "Deep Networks with Stochastic Depth". Tests: tests/addons/models/test_stochastic_depth.py.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Any
 
-from src.config.errors import UsageError, warn
-from src.config.schema import RunConfig
+import torch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from src.config.errors import UsageError
+from src.config.fields import option
 
 BY_ROW = "drop_path_rate"  # field of transformers' configs: a layer is multiplied by zero for some rows
-BY_LAYER = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # a layer is not computed, for all rows
 
 
-def set_stochastic_depth(cfg: RunConfig, config: "PreTrainedConfig") -> None:
-    """Set `drop_path_rate` of a model's config to `stochastic_depth`, if given; switch LayerDrop off, with a warning.
+@dataclass
+class Fields:
+    stochastic_depth: float | None = option(
+        "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
+        group="model",
+        min=0,
+        below=1,
+    )
 
-    LayerDrop skips whole layers, so DDP would find no gradient, and ranks of a sharded model would wait forever. Raise
-    UsageError for `stochastic_depth` if the config has no such field."""
-    for name in BY_LAYER:
-        if value := getattr(config, name, 0.0):
-            setattr(config, name, 0.0)
-            warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
-    if cfg.stochastic_depth is None:
-        return
+
+def change_config(cfg: Any, config: Any) -> None:
+    """Set `drop_path_rate` of a model's config; raise UsageError if it has no such field."""
     if getattr(config, BY_ROW, None) is None:
-        refuse_stochastic_depth(cfg, f"the config of {config.model_type} has no field {BY_ROW}")
+        raise _refusal(cfg, f"the config of {config.model_type} has no field {BY_ROW}")
     setattr(config, BY_ROW, cfg.stochastic_depth)
 
 
-def refuse_stochastic_depth(cfg: RunConfig, reason: str) -> None:
-    """Raise UsageError if `stochastic_depth` is given, because of `reason`."""
-    if cfg.stochastic_depth is not None:
-        raise UsageError(
-            f"stochastic_depth is {cfg.stochastic_depth}, but {reason}: remove it, or use a model that has it "
-            "(convnext, swin, dinov2, beit, segformer, …)"
-        )
+def change_built_model(task: Any, model: torch.nn.Module, weights: Any, empty: bool) -> None:
+    """Raise UsageError for a model that no such config has built."""
+    if all(getattr(getattr(module, "config", None), BY_ROW, None) is None for module in model.modules()):
+        reason = f"{type(model).__name__} is not a model of transformers, whose config sets it"
+        raise _refusal(task.cfg, reason)
+
+
+def _refusal(cfg: Any, reason: str) -> UsageError:
+    return UsageError(
+        f"stochastic_depth is {cfg.stochastic_depth}, but {reason}: remove it, or use a model that has it "
+        "(convnext, swin, dinov2, beit, segformer, …)"
+    )

@@ -143,12 +143,6 @@ class RunConfig(ModelAndDataFields):
     drift_check_steps: int | None = option(
         "steps between checks that model replicas are equal (default: at each save)", min=1, may_change_on_resume=True
     )
-    push_to_hub: bool = option(
-        "upload the final model to the Hub; a new repository is private", False, may_change_on_resume=True
-    )
-    hub_model_id: str | None = option(
-        "repository for push_to_hub (default: your account and the name of the run folder)", may_change_on_resume=True
-    )
 
     logging_steps: int = option("steps between train lines", 10, group="logging", min=1, may_change_on_resume=True)
     report_to: list[str] = option(

@@ -1,4 +1,4 @@
-"""Rules between fields, one function each; checks of folders, Hub token and URLs before a run starts.
+"""Rules between fields, one function each; checks of folders and URLs before a run starts.
 
 src/config/schema.py declares the range of a single field. Each rule here yields one sentence per error, which names the
 fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
@@ -152,20 +152,6 @@ def group_fields(cfg: RunConfig) -> Iterator[str]:
                 yield f"parameter_groups: {pattern}: {name} is {value!r}: give a number of 0 or more"
 
 
-def hub_upload(cfg: RunConfig) -> Iterator[str]:
-    """Yield an error for a missing token before the run, not after it."""
-    if not cfg.push_to_hub:
-        if cfg.hub_model_id:
-            yield "hub_model_id is given without push_to_hub: give both, or neither"
-        return
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        yield "push_to_hub is true, but HF_HUB_OFFLINE is set: unset one of them"
-    elif not get_token():
-        yield "push_to_hub is true, but there is no token: set HF_TOKEN, or run `hf auth login`"
-
-
 # ---- folders and credentials -----------------------------------------------------------------------------------------
 
 
@@ -213,6 +199,5 @@ TRAINING_RULES = [
     stream,
     micro_batch_within_global_batch,
     data_order_errors,
-    hub_upload,
 ]
 EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from addons.models.stochastic_depth import refuse_stochastic_depth
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
@@ -47,7 +46,6 @@ def build_plain_model(
     module do not have the same parameters and buffers."""
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
-    refuse_stochastic_depth(cfg, f"{type(model).__name__} is not a model of transformers, whose config sets it")
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)
