@@ -44,13 +44,14 @@ def format_help(task: str, own: dict[str, dict], options: dict[str, dict], also:
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
     for name, text in also.items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
+    groups: dict[str, Any] = {}
     for fields, heading in ((own, "run"), (options, f"task {task}")):
-        group = None
         for name, field in fields.items():
-            if "x-group" in field or group is None:
-                group = parser.add_argument_group(field.get("x-group", heading))
+            heading = field.get("x-group", heading)
+            if heading not in groups:  # fields of add-ons stand beside those of the core
+                groups[heading] = parser.add_argument_group(heading)
             text = f"{field['description']}{_choices(field)}{_default(field)}".replace("%", "%%")
-            group.add_argument(f"--{name}", metavar=_placeholder(field), help=text)
+            groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=text)
     return parser.format_help().rstrip()
 
 

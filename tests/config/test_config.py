@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
+import operator
 import re
+from functools import reduce
 from typing import get_args, get_origin
 
 import pytest
 import yaml
 
 from src.config import fields, other_trainers_names, parsing, paths, validation
+from src.config.addons import addons_with_fields
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
 from src.config.other_trainers_names import NAMES_ELSEWHERE
@@ -399,8 +402,11 @@ def test_help_shows_every_field_once_with_one_default(capsys, task):
     assert re.findall(r"^(\S.*):$", shown, re.M) == [*GROUPS, f"task {task}"]
     assert len(shown[shown.index("usage") :].split("\n\n")[0].splitlines()) == 1
     flags = dict(re.findall(r"^  --(\w+) (.*?)(?=^  --|^\S|\Z)", shown, re.M | re.S))
-    declared = declared_options(RunConfig) | declared_options(OPTIONS[task]())
-    assert re.findall(r"^  --(\w+)", shown, re.M) == ["help", "schema", "config", "checkpoint", *declared]
+    of_addons = [declared_options(addon.Fields) for addon in addons_with_fields()]
+    declared = reduce(operator.or_, [declared_options(RunConfig), *of_addons, declared_options(OPTIONS[task]())])
+    assert sorted(re.findall(r"^  --(\w+)", shown, re.M)) == sorted(
+        ["help", "schema", "config", "checkpoint", *declared]
+    )
     for name, rules in declared.items():
         text = " ".join(flags[name].split())
         assert rules.help[:20] in text
