@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.schedules.one_cycle import one_cycle_momentum
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
@@ -38,6 +37,8 @@ class CycleMomentum(Technique):
             )
 
     def begin(self) -> None:
+        from addons.schedules.one_cycle import one_cycle_momentum
+
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
 
     def change_gradient(self) -> None:

@@ -2,15 +2,16 @@
 
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from addons.backends import deepspeed
+from addons.backends import deepspeed, tensor_parallel
 from src.config import addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import strategies
+from src.distributed import strategies, strategy_checks
 from src.models.memory_estimate import describe_memory
 from tests.helpers import kit
 
@@ -50,3 +51,12 @@ def test_launch_without_the_add_on_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(addons, "ADDONS", tmp_path)
     with pytest.raises(UsageError, match="restore addons/backends/deepspeed"):
         strategies.make_strategy(accelerator, RunConfig())
+
+
+@pytest.mark.parametrize("fields", [{"peft": {"type": "lora"}}, {"ddp_find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("kind", [deepspeed.DeepSpeed, tensor_parallel.TensorParallel])
+def test_fields_that_an_add_on_does_not_support_are_refused(kind, fields):
+    accelerator = SimpleNamespace(parallelism_config=None)
+    strategy: Any = SimpleNamespace(accelerator=accelerator, unsupported=kind.unsupported, name="other strategy")
+    with pytest.raises(UsageError, match=f"{next(iter(fields))} is .* other strategy does not support.*fsdp2"):
+        strategy_checks.check_settings(strategy, addons.run_config(**fields))

@@ -60,3 +60,9 @@ def test_plain_module_is_refused(tmp_path):
         codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "here")
     assert codes == [2], texts
     assert "stochastic_depth is 0.5, but Net is not a model of transformers" in texts[0]
+
+
+def test_none_after_the_flag_removes_the_add_on(tmp_path):
+    run_file = kit.write_yaml(tmp_path / "run.yaml", {"stochastic_depth": 0.5})
+    assert parsing.parse(["--config", str(run_file)], OPTIONS)[0].addons == (stochastic_depth,)
+    assert parsing.parse(["--config", str(run_file), "--stochastic_depth", "none"], OPTIONS)[0].addons == ()

@@ -45,3 +45,10 @@ def test_failed_push_is_a_warning(hub, tmp_path, path, fault):
 def test_name_without_an_upload_is_an_error():
     text = "hub_model_id is given without push_to_hub: give both, or neither"
     assert list(hub_upload.errors(run_config(hub_model_id="me/mine"), training=True)) == [text]
+
+
+def test_smoke_test_uploads_nothing(hub, tmp_path):
+    argv, before = recipe(tmp_path, push_to_hub=True, hub_model_id="org/smoke", smoke=True), len(hub.requests)
+    train(hub.environment(tmp_path), tmp_path, argv, HF_TOKEN=hub.token)
+    assert not [request for request in hub.requests[before:] if "repos/create" in str(request)]
+    assert (tmp_path / "run" / ".smoke").is_dir()
