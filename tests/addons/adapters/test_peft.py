@@ -9,8 +9,10 @@ import yaml
 
 from addons.adapters import peft as addon
 from src.checkpointing import model_folder
+from src.config import parsing, validation
 from src.config.addons import run_config
 from src.config.errors import UsageError
+from src.tasks import OPTIONS
 from src.training.step import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
@@ -297,6 +299,12 @@ def test_learned_temperature_is_trained(tmp_path):
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "logit_scale" in trained
     assert all("lora_" in name for name in trained - {"logit_scale"})
+
+
+def test_run_file_with_an_adapter_is_valid():
+    cfg, options = parsing.parse(["--config", str(kit.REPOSITORY / "configs" / "lora_hub.yaml")], OPTIONS)
+    validation.check(cfg, options)
+    assert cfg.addons == (addon,)
 
 
 def test_field_without_the_package_is_an_error(monkeypatch):
