@@ -8,7 +8,6 @@ from addons.techniques import Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.schedules import one_cycle_momentum
 
 
 @dataclass(eq=False)
@@ -40,6 +39,8 @@ class CycleMomentum(Technique):
             )
 
     def begin(self) -> None:
+        from addons.schedules.one_cycle import one_cycle_momentum
+
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
 
     def change_gradient(self) -> None:

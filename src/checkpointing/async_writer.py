@@ -130,7 +130,7 @@ class CheckpointWriter:
             final_model.complete_card(folder, self.cfg, state, self.final_step, average)
 
         self.thread = writer_thread.start(
-            self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step, merge=True)
+            self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step, is_final=True)
         )
 
     def copy_final(self, candidates: list[Path | None], state: TrainState, config: dict) -> None:
@@ -140,7 +140,7 @@ class CheckpointWriter:
         def card(temporary: Path, step: int) -> None:
             model_folder.write_card(temporary, self.cfg, self.model, config)
             final_model.complete_card(temporary, self.cfg, state, step)
-            model_folder.merge_adapter(temporary, self.model.task)
+            model_folder.change_final_model(temporary, self.model.task)
 
         def copy() -> None:
             self.final_step = final_model.publish_copy(folder, candidates, card, self.precision)
@@ -207,7 +207,7 @@ class CheckpointWriter:
                 error = Failure(text)
             self.error = error
 
-    def _publish(self, folder: Path, write: Callable[[Path], None], step: int, merge: bool = False) -> None:
+    def _publish(self, folder: Path, write: Callable[[Path], None], step: int, is_final: bool = False) -> None:
         """Write and publish `folder` on the main process; on other ranks write this rank's shard for it."""
         shards = folder.with_name(f".{folder.name}.{self.folders_started}.parts")
         if not self.is_main:
@@ -220,7 +220,8 @@ class CheckpointWriter:
             if self.all_ranks_write:
                 entries = self.shards.collect_shards(shards, temporary)
                 model_folder.write_index(temporary)
-            return {} if merge and model_folder.merge_adapter(temporary, self.model.task) else entries
+            changed = is_final and model_folder.change_final_model(temporary, self.model.task)
+            return {} if changed else entries
 
         atomic_folder.publish(folder, write_and_collect, step=step, mixed_precision=self.precision)
 

@@ -17,9 +17,9 @@ import torch
 
 from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
 from src.checkpointing.async_writer import CheckpointWriter, Tensors
-from src.checkpointing.hub_upload import push_to_hub
 from src.checkpointing.resume import Start
 from src.checkpointing.sharded_checkpoint import check_shared_folder
+from src.config.addons import functions_of_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.distributed import replica_check
@@ -46,6 +46,7 @@ class Checkpointer:
         self.accelerator, self.folder = run.strategy.accelerator, Path(run.cfg.output_dir)
         self.is_main = self.accelerator.is_main_process
         self.average = ""  # name of the technique with the average that final/ holds
+        self.of_addons: list[str] = []  # messages of add-ons that have used final/
         config = to_yaml(self.cfg, self.task.options)
         self.metadata = resume.run_metadata(self.accelerator, self.cfg, config, self.datasets, start.checkpoint)
         self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, run.files, signals)
@@ -167,7 +168,7 @@ class Checkpointer:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.
 
         If the best checkpoint is gone, final/ holds the last step. The average of a technique with the option `final`
-        replaces the weights, also in memory. Upload final/ if push_to_hub is set."""
+        replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
         state, writer, final, best = self.state, self.writer, self.techniques.final, None
         if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 first lowers its scale
             raise Failure(
@@ -194,7 +195,8 @@ class Checkpointer:
             elif not is_done and not is_copy:
                 writer.write_final(self._final_tensors(), state, self.metadata["config"], self.average)
         self._finish_writing()
-        self.uploaded = push_to_hub(self.cfg, self.is_main) if self.cfg.push_to_hub and self.due.complete() else ""
+        if self.is_main and self.due.complete() and not self.cfg.smoke:
+            self.of_addons = [use_final(self.cfg) for use_final in functions_of_addons(self.cfg, "final_is_written")]
 
     def _final_tensors(self) -> Tensors | None:
         """Return this rank's share of a sharded model's weights in host memory; None if the model is not sharded."""
@@ -217,7 +219,8 @@ class Checkpointer:
     def summary(self) -> str:
         """Return lines about early stopping, the best model, the pauses for saving, and the upload."""
         best = final_model.best(self.cfg, self.state, self.writer.final_step, self.average)
-        return "\n".join(filter(None, [self.due.early_stop_message(), best, self.writer.summary(), self.uploaded]))
+        lines = [self.due.early_stop_message(), best, self.writer.summary(), *self.of_addons]
+        return "\n".join(line for line in lines if line)
 
     def sample(self) -> str | None:
         """Return the task's sample from the model in final/, on the main process; warn if the sample fails."""

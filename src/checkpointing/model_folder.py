@@ -3,7 +3,6 @@
 Tests: tests/checkpointing/test_format.py, tests/distributed/test_fsdp2.py, tests/config/test_foreign_code.py.
 """
 
-import copy
 import json
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -14,10 +13,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from src.checkpointing.sharded_checkpoint import file_name
+from src.config.addons import functions_of_addons
 from src.config.redact import redact_all
 from src.config.schema import RunConfig
-from src.models import adapters
-from src.models.model_files import ADAPTER, adapter_files
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training.step import ModelWithLoss
@@ -38,10 +36,8 @@ def write_model(
     instead of the model's own weights; transformers empties the dict."""
     task = model_with_loss.task
     model = task.saved(model_with_loss.model)
-    if adapters.is_adapted(model):
-        tensors, adapter = adapters.split(model, tensors or ({} if world > 1 else model.state_dict()))
-        if adapter or world == 1:
-            _write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+    for write_own_tensors in functions_of_addons(task.cfg, "write_own_tensors"):
+        tensors = write_own_tensors(model, tensors, folder, rank, world)
     dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
     has_tensors = bool(tensors)
     if not hasattr(model, "save_pretrained"):
@@ -96,10 +92,11 @@ def _write_plain(model: torch.nn.Module, folder: Path, tensors: dict | None, ran
     """Write `tensors`, or without them the state dict, as one safetensors file, or one rank's file of several."""
     named = model.state_dict() if tensors is None else tensors
     if named or world == 1:  # a rank has no tensors if there are more ranks than layers
-        _write_tensors(named, folder / file_name("model", rank, world))
+        write_tensors(named, folder / file_name("model", rank, world))
 
 
-def _write_tensors(named: dict[str, torch.Tensor], file: Path) -> None:
+def write_tensors(named: dict[str, torch.Tensor], file: Path) -> None:
+    """Write tensors by name as one safetensors file; tied ones are written twice."""
     contiguous = {name: value.contiguous() for name, value in named.items()}
     save_file(without_sharing(contiguous), file, {"format": "pt"})
 
@@ -162,18 +159,12 @@ def write_final(
         write_card(folder, cfg, model_with_loss, config)
 
 
-def merge_adapter(folder: Path, task: Task) -> bool:
-    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft; False if it has none.
-
-    The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
-    if not task.cfg.peft:
-        return False
-    whole, lost = adapters.merge(copy.copy(task), folder)  # building a model sets attributes of its task
-    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
-        path.unlink()
-    write_model(ModelWithLoss(whole, task), folder)
-    _write_tensors(lost, folder / f"{ADAPTER}.safetensors")
-    return True
+def change_final_model(folder: Path, task: Task) -> bool:
+    """Let add-ons change the written model in `folder`, such as merging an adapter; return whether one has done so."""
+    functions = functions_of_addons(task.cfg, "change_final_model")
+    for change in functions:
+        change(folder, task)
+    return bool(functions)
 
 
 def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, config: dict) -> None:
@@ -189,12 +180,7 @@ def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, con
             "the code that trained it, evaluates it. In Python, build it from config.json and load the tensors of "
             "model*.safetensors with `load_state_dict`.\n"
         )
-    if cfg.peft:
-        usage += (
-            f"\nTrained with an adapter ({', '.join(f'{name} {value}' for name, value in cfg.peft.items())}), which is merged into the "
-            "weights here. The folder adapter/ holds it alone, for `PeftModel.from_pretrained`; adapter.safetensors holds what "
-            "an exact evaluation or further training of the adapter needs.\n"
-        )
+    usage += "".join(model_card(cfg) for model_card in functions_of_addons(cfg, "model_card"))
     sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
     data = ", ".join(_public_name(source) for source in sources if source)
     base = cfg.model_name_or_path

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 import yaml
 
 from src.checkpointing.checkpoint_list import read_state, step_of
-from src.config.addons import config_type, missing_addon
+from src.config.addons import config_type, follows_evaluations, missing_addon
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.config.yaml_files import read_yaml
 from src.models.model_files import pretrained_source
 from src.storage import atomic_folder
-from src.training.schedules import PLATEAU, make_schedule, total_steps
+from src.training.schedules import make_schedule, total_steps
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -139,7 +139,7 @@ def _may_change(cfg: RunConfig, kinds: tuple[type, type], was: dict, now: dict) 
     names = changeable_fields(*kinds) | {"model_commit", "processes"}
     for addon in kinds[0].addons:
         names |= addon.may_change() if hasattr(addon, "may_change") else set()
-    if cfg.lr_scheduler_type == PLATEAU:
+    if follows_evaluations(cfg):
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
     optional = ("validation", "data.sample", "data.labels", "data.tokenizer_files")
     names |= {name for name in optional if was.get(name) is None or now.get(name) is None}
@@ -160,7 +160,7 @@ def _has_same_rates(cfg: RunConfig, state: dict, examples: int) -> bool:
     old_length, new_length = total_steps(before, examples), total_steps(cfg, examples)
     if old_length == new_length:
         return True
-    if cfg.lr_scheduler_type == PLATEAU and cfg.eval_steps and progress.get("evaluated", 0) % cfg.eval_steps:
+    if follows_evaluations(cfg) and cfg.eval_steps and progress.get("evaluated", 0) % cfg.eval_steps:
         return False  # it has counted the evaluation at the end, which the longer run would not have had
     old_rate, new_rate = make_schedule(before, old_length), make_schedule(cfg, new_length)
     done = progress["updates"]

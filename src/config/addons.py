@@ -77,15 +77,23 @@ def run_config(**values: Any) -> RunConfig:
     return config_type(values)(**values)
 
 
+def without_addons(cfg: RunConfig) -> RunConfig:
+    """Return the core's fields of `cfg` alone."""
+    return RunConfig(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(RunConfig)})
+
+
 def missing_addon(name: str) -> str | None:
     """Return the path of the add-on that declares the field `name` in configs/schema.json, but is not here."""
     addon = _fields_in_schema().get(name, {}).get("x-add-on")
     return addon if addon and not any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")) else None
 
 
-def is_missing_task(name: str) -> bool:
-    """Return whether configs/schema.json has a task `name` for which there is no file."""
-    return name in _fields_in_schema().get("task", {}).get("enum", ()) and name not in addon_names("tasks")
+def missing_choice(field: str, value: Any) -> str | None:
+    """Return a sentence if `value` of `task` or `lr_scheduler_type` names an add-on that is not here."""
+    room, known = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(field), _fields_in_schema().get(field, {})
+    if not room or value not in known.get("enum", ()):
+        return None
+    return f"{field}: {value} is an add-on that is not here: restore addons/{room}/{value}, or choose another one"
 
 
 def _fields_in_schema() -> dict[str, dict]:
@@ -117,3 +125,17 @@ def fields_of_addons_with(cfg: RunConfig, name: str) -> dict[str, Any]:
 def _is_used(cfg: RunConfig, addon: ModuleType) -> bool:
     """Return whether a field differs from its default: config.yaml of a run names all fields, also those not given."""
     return any(getattr(cfg, name) != default for name, default in vars(addon.Fields()).items())
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------
+
+
+def schedule_addon(cfg: RunConfig) -> ModuleType | None:
+    """Return the add-on that `lr_scheduler_type` names, None for a schedule of transformers."""
+    name = cfg.lr_scheduler_type
+    return load_addon("schedules", name) if name in addon_names("schedules") else None
+
+
+def follows_evaluations(cfg: RunConfig) -> bool:
+    """Return whether the schedule depends on the results of evaluations."""
+    return hasattr(schedule_addon(cfg), "after_evaluation")

@@ -5,6 +5,7 @@ Tests: tests/training/test_state.py.
 
 from collections.abc import Collection
 
+from src.config.addons import follows_evaluations
 from src.config.errors import UsageError, did_you_mean
 from src.config.schema import RunConfig
 
@@ -40,7 +41,7 @@ def metric_warnings(cfg: RunConfig) -> list[str]:
             f"metric_for_best_model is {name}: the evaluation with the GREATEST {name} counts as the best, because the name does "
             "not end in loss (transformers' rule). If smaller is better, give --greater_is_better false"
         ]
-    uses = cfg.metric_for_best_model or cfg.early_stopping_patience or cfg.lr_scheduler_type == "reduce_lr_on_plateau"
+    uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
     if cfg.greater_is_better is not None and not uses:
         return ["greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"]
     return []

@@ -50,7 +50,7 @@ def format_help(task: str, own: dict[str, dict], options: dict[str, dict], also:
             heading = field.get("x-group", heading)
             group = groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             text = f"{field['description']}{_choices(field)}{_default(field)}".replace("%", "%%")
-            group.add_argument(f"--{name}", metavar=_placeholder(field), help=text)
+            groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=text)
     return parser.format_help().rstrip()
 
 

@@ -56,16 +56,6 @@ class ModelAndDataFields:
     dtype: str = option(
         "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
     )
-    peft: dict | None = option(
-        "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
-        "are those of the package peft (docs/techniques.md)",
-        from_checkpoint=True,
-    )
-    stochastic_depth: float | None = option(
-        "probability of dropping the last layer for a row in training: drop_path_rate of the model's config",
-        min=0,
-        below=1,
-    )
     attn_implementation: str | None = option(
         "sdpa, eager, … (default: chosen by transformers)", may_change_on_resume=True, from_checkpoint=plain_name
     )

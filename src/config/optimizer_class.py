@@ -7,8 +7,10 @@ Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py
 import importlib
 import inspect
 from collections.abc import Iterator
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from src.config.addons import addon_names, load_addon
 from src.config.errors import UsageError, did_you_mean
 from src.config.schema import RunConfig
 
@@ -20,9 +22,9 @@ BUILT_IN = {"adamw": "AdamW", "adamw_torch": "AdamW", "adamw_torch_fused": "Adam
 # Arguments that fields of the run file set, by class of torch.optim; all classes: lr and weight_decay.
 BETAS = {"betas": "adam_beta1 and adam_beta2", "eps": "adam_epsilon"}
 ARGUMENTS_OF_FIELDS = {"AdamW": BETAS, "Adam": BETAS, "NAdam": BETAS, "RAdam": BETAS, "Adamax": BETAS}
-ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}, "Muon": {}}
+ARGUMENTS_OF_FIELDS |= {"SGD": {"momentum": "adam_beta1"}}
 FOR_ALL = {"lr": "learning_rate", "weight_decay": "weight_decay", "params": "the model", "fused": "the strategy"}
-MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # these treat matrices of hidden layers in another way
+MUONS = ("muon", "adamuon", "adago", "muonclip", "normuon")  # for matrices of hidden layers: addons/optimizers/muon.py
 ADAM_FIELDS = ("adam_beta1", "adam_beta2", "adam_epsilon")
 
 
@@ -50,6 +52,12 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
             f"optim is {optim}, which trains other weights than it evaluates: use adamw or sgd with techniques: schedule_free"
         )
     return classes[name]
+
+
+def optimizer_addon(optim: str) -> ModuleType | None:
+    """Return the add-on that `optim` names, None if it names a class only; raise UsageError for a missing add-on."""
+    name = "muon" if normalized(optim) in MUONS else normalized(optim)
+    return load_addon("optimizers", name) if name == "muon" or name in addon_names("optimizers") else None
 
 
 def normalized(name: str) -> str:
@@ -81,7 +89,8 @@ def optimizer_arguments(cfg: RunConfig, kind: type) -> dict[str, Any]:
     if cfg.weight_decay and "weight_decay" not in known:
         raise UsageError(f"weight_decay is {cfg.weight_decay:g}, but {kind.__name__} has none: give --weight_decay 0")
     changed = [name for name in ADAM_FIELDS if getattr(cfg, name) != getattr(RunConfig, name)]
-    if changed and not from_fields and kind.__name__ != "Muon":
+    reads_adam_fields = from_fields or getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False)
+    if changed and not reads_adam_fields:
         raise UsageError(
             f"{changed[0]} is {getattr(cfg, changed[0]):g}, which {kind.__name__} does not read: give its own arguments in "
             "optim_args"

@@ -19,8 +19,8 @@ from src.config.addons import (
     addons_with_fields,
     config_type,
     functions_of_addons,
-    is_missing_task,
     missing_addon,
+    missing_choice,
 )
 from src.config.errors import UsageError, did_you_mean, list_errors, nearest
 from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
@@ -117,9 +117,14 @@ def parse(
         except OutOfBoundsError as error:
             values[name], out_of_bounds[name] = error.value, f"{source}{error}"
         except ValueError as error:
-            errors.append(f"{source}{error}")
+            word = value[-1] if isinstance(value, list) and value else value
+            errors.append(f"{source}{missing_choice(name, word) or error}")
     if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
         raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
+    kinds = (
+        config_type(values.keys() - field_types(options_type).keys()),
+        options_type,
+    )  # `--FIELD none` names nothing
     values["output_dir"] = values.get("output_dir") or f"runs/{Path(path).stem if path and not base else task}"
     cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
     for complete in functions_of_addons(cfg, "complete"):
@@ -137,10 +142,8 @@ def _task(given: list[Given], tasks: Tasks) -> str:
     values = [one.value for one in given if one.name == "task"]
     value = values[-1] if values else RunConfig.task
     task = str(value[-1] if isinstance(value, list) and value else value)
-    if task not in tasks and is_missing_task(task):
-        raise UsageError(
-            f"task: {task} is an add-on that is not here: restore addons/tasks/{task}, or choose another task"
-        )
+    if task not in tasks and (missing := missing_choice("task", task)):
+        raise UsageError(missing)
     if task not in tasks:
         raise UsageError(f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}")
     return task

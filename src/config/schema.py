@@ -11,11 +11,11 @@ from typing import ClassVar
 
 from src.config.fields import Auto, declared_options, option
 from src.config.model_and_data_fields import ModelAndDataFields
-from src.config.schedule_functions import OWN_SCHEDULES
+from src.config.paths import REPOSITORY
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
-SCHEDULES += (*OWN_SCHEDULES, "reduce_lr_on_plateau")
+SCHEDULES += tuple(sorted(path.stem for path in (REPOSITORY / "addons" / "schedules").glob("[a-z]*.py")))
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
 
@@ -89,7 +89,7 @@ class RunConfig(ModelAndDataFields):
         "passes over the training data", 1.0, above=0, max=10**9, may_change_on_resume=True
     )
     lr_scheduler_type: str = option(
-        "schedule of transformers or of src/config/schedule_functions.py, evaluated at the number of completed updates",
+        "schedule of transformers or of addons/schedules/, evaluated at the number of completed updates",
         "linear",
         choices=SCHEDULES,
     )
@@ -126,12 +126,6 @@ class RunConfig(ModelAndDataFields):
     max_failed_saves: int = option("fail after this many failed saves in a row", 3, min=1, may_change_on_resume=True)
     drift_check_steps: int | None = option(
         "steps between checks that model replicas are equal (default: at each save)", min=1, may_change_on_resume=True
-    )
-    push_to_hub: bool = option(
-        "upload the final model to the Hub; a new repository is private", False, may_change_on_resume=True
-    )
-    hub_model_id: str | None = option(
-        "repository for push_to_hub (default: your account and the name of the run folder)", may_change_on_resume=True
     )
 
     logging_steps: int = option("steps between train lines", 10, group="logging", min=1, may_change_on_resume=True)

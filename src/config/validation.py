@@ -1,4 +1,4 @@
-"""Rules between fields, one function each; checks of folders, Hub token and URLs before a run starts.
+"""Rules between fields, one function each; checks of folders and URLs before a run starts.
 
 src/config/schema.py declares the range of a single field. Each rule here yields one sentence per error, which names the
 fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from src.config.addons import functions_of_addons
+from src.config.addons import follows_evaluations, functions_of_addons
 from src.config.best_metric import metric_warnings
 from src.config.errors import UsageError, list_errors, warn
 from src.config.fields import range_errors
@@ -133,9 +133,9 @@ def ignored_warmup(cfg: RunConfig) -> Iterator[str]:
         yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
 
 
-def plateau_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
-    if cfg.lr_scheduler_type == "reduce_lr_on_plateau" and not cfg.eval_steps:
-        yield "lr_scheduler_type is reduce_lr_on_plateau, which acts after evaluations: give --eval_steps"
+def schedule_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
+    if follows_evaluations(cfg) and not cfg.eval_steps:
+        yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
 def group_fields(cfg: RunConfig) -> Iterator[str]:
@@ -147,20 +147,6 @@ def group_fields(cfg: RunConfig) -> Iterator[str]:
         for name, value in fields.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 yield f"parameter_groups: {pattern}: {name} is {value!r}: give a number of 0 or more"
-
-
-def hub_upload(cfg: RunConfig) -> Iterator[str]:
-    """Yield an error for a missing token before the run, not after it."""
-    if not cfg.push_to_hub:
-        if cfg.hub_model_id:
-            yield "hub_model_id is given without push_to_hub: give both, or neither"
-        return
-    from huggingface_hub import constants, get_token
-
-    if constants.HF_HUB_OFFLINE:
-        yield "push_to_hub is true, but HF_HUB_OFFLINE is set: unset one of them"
-    elif not get_token():
-        yield "push_to_hub is true, but there is no token: set HF_TOKEN, or run `hf auth login`"
 
 
 # ---- folders and credentials -----------------------------------------------------------------------------------------
@@ -203,10 +189,9 @@ RULES = [
 TRAINING_RULES = [
     optimizer_errors,
     group_fields,
-    plateau_needs_evaluations,
+    schedule_needs_evaluations,
     one_model,
     training_data,
     micro_batch_within_global_batch,
-    hub_upload,
 ]
 EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]

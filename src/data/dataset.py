@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
-from src.config.addons import function_of_addon, functions_of_addons
+from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats, task_stats
@@ -152,7 +152,7 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
             f"raise it to at least {longest:,}, or lower --max_length"
         )
     needs_evaluation = {name: getattr(cfg, name) for name in ("metric_for_best_model", "early_stopping_patience")}
-    if cfg.lr_scheduler_type == "reduce_lr_on_plateau":
+    if follows_evaluations(cfg):
         needs_evaluation["lr_scheduler_type"] = cfg.lr_scheduler_type
     for name, value in needs_evaluation.items():
         if value and "validation" not in splits:

@@ -26,14 +26,14 @@ LOW_PRECISION = {"bf16": torch.bfloat16, "fp16": torch.float16}  # mixed_precisi
 class FSDP2(Strategy):
     """Weights, gradients and moments sharded over all processes; with HSDP over groups that each hold a full copy."""
 
+    is_sharded = True
+
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
-        self.is_sharded = True
         if normalized(cfg.optim) == "sgd":
             self.can_fuse_optimizer = False  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        self.allows_tensor_parallel = not self.main_process_builds
         self._configure(cfg)
 
     def _configure(self, cfg: RunConfig) -> None:
@@ -52,8 +52,6 @@ class FSDP2(Strategy):
     @property
     def name(self) -> str:
         mesh = self.accelerator.parallelism_config
-        if self.tp_size > 1:
-            return f"tensor parallelism over {self.tp_size} processes, FSDP2 over {mesh.dp_shard_size}" + self._copies()
         if mesh is None or mesh.dp_replicate_size == 1:
             return "FSDP2"
         return f"HSDP: {mesh.dp_replicate_size} copies, each over {mesh.dp_shard_size} processes"

@@ -1,6 +1,6 @@
 """All-reduce of small vectors on the host, for decisions that all ranks must make together.
 
-Tests: tests/training/test_step.py and tests/distributed/test_tensor_parallel.py.
+Tests: tests/training/test_step.py, tests/distributed/ and tests/addons/backends/test_tensor_parallel.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from src.config.errors import Failure, Stopped, UsageError
-from src.distributed import tensor_parallel
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -22,18 +21,18 @@ class HostGroup:
 
     A rank must not decide alone to stop, save or skip. It adds its vote to a vector, and every rank reads the sum."""
 
-    def __init__(self, accelerator: "Accelerator", timeout: int):
-        """`timeout`: seconds that a sum waits for the slowest rank."""
+    def __init__(self, accelerator: "Accelerator", timeout: int, ranks_per_batch: int = 1):
+        """`timeout`: seconds that a sum waits for the slowest rank. Groups of `ranks_per_batch` ranks read the same
+        data, and add the same numbers."""
         self.is_single = accelerator.num_processes == 1
-        # The ranks of one tensor parallel group read the same data and add the same numbers.
-        self.ranks_per_batch = tensor_parallel.tp_size(accelerator)
+        self.ranks_per_batch = ranks_per_batch
         needs_group = not self.is_single and dist.get_backend() != "gloo"
         self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout)) if needs_group else None
 
     def sum(self, values: Sequence[float] | torch.Tensor) -> torch.Tensor:
         """Return `values` summed over all ranks, in float64. Collective: the shape must be the same on every rank.
 
-        The ranks of one tensor parallel group count once."""
+        Ranks that read the same data count once."""
         # A copy, because all_reduce works in place and must not change the caller's array.
         vector = torch.as_tensor(values, dtype=torch.float64).clone()
         if not self.is_single:

@@ -1,11 +1,11 @@
-"""Distributed strategies with one interface: one process, DDP, FSDP2 and DeepSpeed.
+"""Distributed strategies with one interface: one process, DDP and FSDP2; addons/backends/ has others.
 
-Only make_strategy asks accelerate which strategy a run uses. The class Strategy is one process and DDP, with or without
-tensor parallelism. fsdp2.py and deepspeed.py override the methods that differ.
+Only make_strategy asks accelerate which strategy a run uses. The class Strategy is one process and DDP; fsdp2.py and the
+add-ons override the methods that differ.
 Tests: tests/distributed/ and tests/training/test_step.py.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from src.config.addons import load_addon
 from src.config.errors import warn
 from src.config.schema import RunConfig
-from src.distributed import optimizer_state, strategy_checks, tensor_parallel
+from src.distributed import optimizer_state, strategy_checks
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.distributed.step_buffers import StepBuffers
@@ -27,11 +28,13 @@ if TYPE_CHECKING:
 
 def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
-    kind = accelerator.distributed_type.value
-    if kind == "FSDP":
-        from src.distributed.fsdp2 import FSDP2 as chosen
+    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    if mesh is not None and mesh.tp_size > 1:
+        chosen = load_addon("backends", "tensor_parallel").strategy_type(accelerator)
     elif kind == "DEEPSPEED":
-        from src.distributed.deepspeed import DeepSpeed as chosen
+        chosen = load_addon("backends", "deepspeed").DeepSpeed
+    elif kind == "FSDP":
+        from src.distributed.fsdp2 import FSDP2 as chosen
     else:
         chosen = Strategy
     strategy = chosen(accelerator, cfg)
@@ -40,17 +43,17 @@ def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
 
 
 class Strategy:
-    """One process, or DDP: each process holds the whole model (with tensor parallelism, its part of each layer)."""
+    """One process, or DDP: each process holds the whole model."""
 
-    allows_tensor_parallel = True
+    ranks_per_batch = 1  # processes that compute each micro-batch together; each of them reads the same data
+    is_sharded = False  # whether the model is sharded: then each forward and backward pass is a collective
+    unsupported: tuple[str, ...] = ()  # fields of the run file that must not be set
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         self.accelerator, self.cfg = accelerator, cfg
-        self.tp_size = tensor_parallel.tp_size(accelerator)
-        # The processes of one tensor parallel group read the same data and count as one data rank.
-        self.data_rank, self.data_world_size = tensor_parallel.data_parallel_rank_and_size(accelerator)
-        # Whether the model is sharded: then each forward and backward pass is a collective.
-        self.is_sharded = self.tp_size > 1
+        # Processes that read the same data count as one data rank.
+        self.data_rank = accelerator.process_index // self.ranks_per_batch
+        self.data_world_size = accelerator.num_processes // self.ranks_per_batch
         # With a gradient scaler (fp16), a fused kernel would skip updates unnoticed by the learning rate schedule.
         self.can_fuse_optimizer = accelerator.mixed_precision != "fp16"
         self.is_first_step = True  # of this process, until its last backward pass
@@ -60,20 +63,14 @@ class Strategy:
     @property
     def name(self) -> str:
         """Return the strategy in words, for the run plan and environment.json."""
-        if self.tp_size > 1:
-            return f"tensor parallelism over {self.tp_size} processes" + self._copies()
         if self.accelerator.num_processes == 1:
             return "one process"
         return "DDP over " + torch.distributed.get_backend()
 
-    def _copies(self) -> str:
-        mesh = self.accelerator.parallelism_config
-        return f", {mesh.dp_replicate_size} copies" if mesh.dp_replicate_enabled else ""
-
     @cached_property
     def hosts(self) -> HostGroup:
         """The group in which all ranks sum small vectors on the host; its first use is a collective."""
-        return HostGroup(self.accelerator, self.cfg.ddp_timeout)
+        return HostGroup(self.accelerator, self.cfg.ddp_timeout, self.ranks_per_batch)
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -87,9 +84,7 @@ class Strategy:
                 "mixed_precision is fp16, but the model was trained in bfloat16: activations above 65,504, the largest "
                 "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
             )
-        model = task.build_model(weights)
-        tensor_parallel.split_layers(self.accelerator, model)
-        return model
+        return task.build_model(weights)
 
     def prepare(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -187,15 +182,16 @@ class Strategy:
             self.accelerator.unscale_gradients()
             self.is_unscaled = True
 
+    def clip(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+        """Clip the gradient to a norm of `max_norm`; return its norm before clipping."""
+        if self.accelerator.scaler is not None:  # accelerate's would unscale again, which torch refuses
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return self.accelerator.clip_grad_norm_(parameters, max_norm)
+
     def clip_grad_norm(self, module: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradient to `max_norm`, if it is not 0; return its norm before clipping, on the device."""
         self.unscale_gradients()
-        clip = self.accelerator.clip_grad_norm_
-        if self.accelerator.scaler is not None:
-            clip = torch.nn.utils.clip_grad_norm_  # accelerate's would unscale again, which torch refuses
-        if self.tp_size > 1:
-            clip = tensor_parallel.clip
-        norm = clip(module.parameters(), max_norm or float("inf"))
+        norm = self.clip(module.parameters(), max_norm or float("inf"))
         return norm.full_tensor() if is_partial(norm) else norm
 
     def step_unless_not_finite(self, optimizer: Any, norm: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Checks of the distributed settings before training; device-mesh sizes that are not given are computed.
 
-Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py and test_tensor_parallel.py.
+Tests: tests/distributed/test_accelerate_configs.py, test_fsdp2.py and test_unused_parameters.py.
 """
 
 import os
@@ -76,16 +76,17 @@ def check_precision_of_fsdp2(precision: str, cfg: RunConfig) -> None:
 
 def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
     """Raise UsageError for settings that this strategy does not support; warn about settings that it ignores."""
-    _check_mesh(strategy, cfg)
-    _check_unused_parameters(strategy, cfg)
+    _check_mesh(strategy)
+    for name in strategy.unsupported:
+        if value := getattr(cfg, name, None):  # it may belong to an add-on that the run file does not name
+            raise UsageError(
+                f"{name} is {str(value).lower()}, which {strategy.name} does not support: remove it, or use DDP or FSDP2 "
+                "(accelerate_configs/ddp.yaml, fsdp2.yaml)"
+            )
     if cfg.per_device_batch_size == "auto" and strategy.is_sharded:
         raise UsageError(
             f"per_device_batch_size is auto, but under {strategy.name} each pass is a collective, in which all ranks would "
             "wait for one that has run out of memory: give a number"
-        )
-    if cfg.peft and (strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED"):
-        raise UsageError(
-            f"peft is set, which {strategy.name} does not support: use DDP or FSDP2 (accelerate_configs/ddp.yaml, fsdp2.yaml)"
         )
     accelerator = strategy.accelerator
     if cfg.ddp_comm_hook != "no" and (strategy.is_sharded or accelerator.num_processes == 1):
@@ -96,7 +97,7 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
         warn("sync_each_batch is ignored: it saves memory only if gradients are sharded")
 
 
-def _check_mesh(strategy: "Strategy", cfg: RunConfig) -> None:
+def _check_mesh(strategy: "Strategy") -> None:
     mesh = strategy.accelerator.parallelism_config
     for name, meaning in (("cp", "context"), ("sp", "sequence")):
         if mesh and (size := getattr(mesh, f"{name}_size")) > 1:
@@ -104,21 +105,6 @@ def _check_mesh(strategy: "Strategy", cfg: RunConfig) -> None:
                 f"parallelism_config_{name}_size is {size}: {meaning} parallelism is not supported. Remove the key; "
                 "docs/scaling.md says why, and what to use instead"
             )
-    if strategy.tp_size > 1 and (cfg.compile or not strategy.allows_tensor_parallel):
-        raise UsageError(
-            f"tp_size is {strategy.tp_size}: tensor parallelism needs no compile, and either FSDP2 with "
-            "fsdp_cpu_ram_efficient_loading: false, or neither FSDP nor DeepSpeed"
-        )
-
-
-def _check_unused_parameters(strategy: "Strategy", cfg: RunConfig) -> None:
-    if not cfg.ddp_find_unused_parameters:
-        return
-    if strategy.tp_size > 1 or strategy.accelerator.distributed_type.value == "DEEPSPEED":
-        raise UsageError(
-            f"ddp_find_unused_parameters is true, which {strategy.name} does not support: use DDP or FSDP2 "
-            "(accelerate_configs/ddp.yaml, fsdp2.yaml), or set it to false"
-        )
 
 
 # ---- before the model is wrapped -------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.config.untrusted_values import plain_name
 from src.config.yaml_files import read_yaml
 from src.models.model_files import model_folder, reason
-from src.models.stochastic_depth import set_stochastic_depth
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ POSITIVE_SIZES = (
 )
 # A config.json that save_pretrained wrote has one of these. It may have fields of other versions of transformers.
 PUBLISHED = {"architectures", "transformers_version"}
+LAYERDROP = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -53,8 +54,19 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
         config = pretrained_config(cfg, str(cfg.model_name_or_path))
     else:
         config = _config_from_file(cfg, tokenizer)
-    set_stochastic_depth(cfg, config)
+    _switch_layerdrop_off(config)
+    for change_config in functions_of_addons(cfg, "change_config"):
+        change_config(cfg, config)
     return config
+
+
+def _switch_layerdrop_off(config: "PreTrainedConfig") -> None:
+    """Switch LayerDrop off, with a warning: it skips whole layers, so DDP would find no gradient, and ranks of a sharded
+    model would wait forever."""
+    for name in LAYERDROP:
+        if value := getattr(config, name, 0.0):
+            setattr(config, name, 0.0)
+            warn(f"{name} is {value:g} in the model's configuration: set to 0, because every rank must run every layer")
 
 
 def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_path") -> "PreTrainedConfig":

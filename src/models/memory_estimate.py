@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from src.config.addons import load_addon
 from src.config.schema import RunConfig
 
 
@@ -28,44 +29,38 @@ def describe_memory(
     """Return one line: the memory per device under this launch's strategy.
 
     `copies`: copies of the trained weights that techniques have."""
-    name, stage, shards, offload = strategy_of_launch()
-    size = format_size(sum(resting_bytes(cfg, *count_parameters(model), stage, shards, copies).values()))
+    if _env("ACCELERATE_USE_DEEPSPEED") == "true":
+        deepspeed = load_addon("backends", "deepspeed")
+        name, sizes, offload = deepspeed.memory_of_launch(cfg, *count_parameters(model), copies)
+    else:
+        name, shards, offload = strategy_of_launch()
+        sizes = resting_bytes(cfg, *count_parameters(model), shards, copies)
+    size = format_size(sum(sizes.values()))
     where = f"rest in host memory ({name}, offload)" if offload else f"per device ({name})"
     extra = f" ({copies} extra cop{'ies' if copies > 1 else 'y'} for techniques)" if copies else ""
     more = "plus activations: a short run shows them (docs/scaling.md)"
     return f"{size} {where} for weights{extra}, gradients and optimizer; {more}"
 
 
-def resting_bytes(
-    cfg: RunConfig, parameters: int, trained: int, stage: int | None, shards: int, copies: int = 0
-) -> dict[str, float]:
+def resting_bytes(cfg: RunConfig, parameters: int, trained: int, shards: int, copies: int = 0) -> dict[str, float]:
     """Return the bytes of weights, gradients and optimizer state that a process keeps between steps.
 
-    `stage`: of ZeRO, else None. `shards` processes together hold one copy of what the strategy shards. `copies` of the
-    trained weights, in float32, count as weights."""
+    `shards` processes together hold one copy. `copies` of the trained weights, in float32, count as weights."""
     width = getattr(torch, cfg.dtype).itemsize
     weights, gradients = width * parameters / shards, width * trained / shards
-    if stage is not None:
-        compute = 2 if _env("ACCELERATE_MIXED_PRECISION", "no") != "no" and cfg.dtype == "float32" else width
-        # DeepSpeed adds a float32 master copy, sharded at every stage, even if the weights are float32.
-        weights = compute * parameters / (shards if stage == 3 else 1) + 4 * trained / shards
-        gradients = 4 * trained / (shards if stage > 1 else 1)
     weights += copies * max(width, 4) * trained / shards
     return {"weights": weights, "gradients": gradients, "optimizer": optimizer_moments(cfg) * width * trained / shards}
 
 
-def strategy_of_launch() -> tuple[str, int | None, int, bool]:
-    """Return (name, stage of ZeRO or None, shards, whether weights are in host memory) from the launcher's variables."""
+def strategy_of_launch() -> tuple[str, int, bool]:
+    """Return (name, shards, whether weights are in host memory) from the launcher's variables, for DDP and FSDP2."""
     world = int(_env("WORLD_SIZE", "1"))
-    if _env("ACCELERATE_USE_DEEPSPEED") == "true":
-        stage = int(_env("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-        return f"ZeRO-{stage}", stage, world, _env("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
     if _env("ACCELERATE_USE_FSDP") == "true":
         copies = int(_env("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
         tp_size = int(_env("PARALLELISM_CONFIG_TP_SIZE", "1"))  # it splits most weights further: an upper bound
         shards = max(1, world // copies // tp_size)
-        return "HSDP" if copies > 1 else "FSDP2", None, shards, _env("FSDP_OFFLOAD_PARAMS") == "true"
-    return "DDP" if world > 1 else "one device", None, 1, False
+        return "HSDP" if copies > 1 else "FSDP2", shards, _env("FSDP_OFFLOAD_PARAMS") == "true"
+    return "DDP" if world > 1 else "one device", 1, False
 
 
 def _env(name: str, default: str = "") -> str:

@@ -5,6 +5,7 @@ Tests: tests/models/test_loading.py.
 
 from pathlib import Path
 
+from src.config.addons import functions_of_addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.download import fetch_records, hub
@@ -33,7 +34,8 @@ def adapter_files(folder: Path) -> list[Path]:
 
 def refuse_base_without_adapter(cfg: RunConfig, folder: Path) -> None:
     """Raise UsageError if `folder` is a checkpoint with an adapter, whose base model alone this run would load."""
-    if not cfg.peft and adapter_files(folder) and not (folder / ADAPTER).is_dir():
+    loads_adapter = functions_of_addons(cfg, "write_own_tensors")
+    if not loads_adapter and adapter_files(folder) and not (folder / ADAPTER).is_dir():
         raise UsageError(
             f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give that run's peft, or "
             "its final/, where the adapter is merged"

@@ -17,7 +17,6 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import weight_dtype
 from src.models.model_files import model_folder, reason, refuse_base_without_adapter
-from src.models.stochastic_depth import refuse_stochastic_depth
 
 
 def saved_config(cfg: RunConfig) -> dict[str, Any]:
@@ -47,7 +46,6 @@ def build_plain_model(
     module do not have the same parameters and buffers."""
     torch.manual_seed(cfg.seed)
     model, dtype = make(), weight_dtype(cfg)
-    refuse_stochastic_depth(cfg, f"{type(model).__name__} is not a model of transformers, whose config sets it")
     for value in (*model.parameters(), *model.buffers()):
         if value.is_floating_point():
             value.data = value.data.to(dtype)

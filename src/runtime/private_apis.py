@@ -43,13 +43,6 @@ def skip_update_on_device(optimizer: torch.optim.Optimizer, skip: torch.Tensor |
     optimizer.found_inf = None if skip is None else skip.float()
 
 
-def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply all tensors in place in one kernel. Public functions do not take DTensors of different meshes.
-
-    Test: tests/distributed/test_tensor_parallel.py."""
-    torch._foreach_mul_(tensors, factor)
-
-
 def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each source into its target in one kernel for all. Test: tests/training/test_step_buffers.py."""
     torch._foreach_copy_(targets, sources)
@@ -222,20 +215,6 @@ def shard_over_gloo() -> None:
     os.environ.pop("ACCELERATE_USE_CPU", None)  # with it accelerate uses DDP
 
 
-def skip_tensor_parallel_preparation(accelerator: Any, tp_size: int) -> None:
-    """Make `prepare` keep a tensor-parallel model unchanged: accelerate imports a class that transformers 5.1 removed.
-
-    Test: tests/distributed/test_tensor_parallel.py."""
-
-    def mark_as_parallel(*objects):
-        for item in objects:
-            if isinstance(item, torch.nn.Module):
-                item.tp_size = tp_size  # accelerate refuses a model without it
-        return objects
-
-    accelerator._prepare_tp = mark_as_parallel
-
-
 # ---- datasets 5.2 ----------------------------------------------------------------------------------------------------
 
 
@@ -245,32 +224,3 @@ def replace_table_reader(builder: type, read_tables: Callable) -> None:
     Test: tests/data/test_file_readers.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables
-
-
-# ---- DeepSpeed 0.19: tests/distributed/test_deepspeed.py -------------------------------------------------------------
-
-
-def flat_weights(zero_optimizer: Any) -> list[torch.Tensor]:
-    """Return the flat float32 weights that the base optimizer updates."""
-    return (
-        getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
-    )
-
-
-def link_moments(zero_optimizer: Any) -> None:
-    """Link parameters to their optimizer state again: ZeRO-1 and 2 do this when only the first group has a state."""
-    if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
-        zero_optimizer._hp_optimizer_states_linked = False
-        zero_optimizer._lazy_init_hp_params_optimizer_state()
-
-
-def set_shard(parameter: torch.nn.Parameter, full: torch.Tensor, key: str | None = None) -> None:
-    """Copy this rank's shard of a full weight, or of its optimizer moment `key`, into the optimizer."""
-    if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2
-        parameter.set_full_hp_param(full, key)
-        return
-    count, rank = parameter.partition_numel(), torch.distributed.get_rank()
-    mine = full.flatten()[count * rank : count * (rank + 1)]
-    shard = torch.zeros(count, dtype=torch.float32)  # the last shards are padded
-    shard[: len(mine)] = mine
-    parameter._z3_optimizer.set_local_hp_param(shard, parameter, key)

@@ -7,7 +7,6 @@ from typing import Any
 
 from src.config.addons import addon_names
 from src.config.schema import RunConfig
-from src.models.adapter_options import read_options
 from src.tasks.base import Batch, Task
 
 __all__ = ["MODULES", "OPTIONS", "Batch", "Task", "make_task"]
@@ -27,7 +26,5 @@ OPTIONS = {name: partial(_options, name) for name in MODULES}
 
 
 def make_task(cfg: RunConfig, options: Any) -> Task:
-    """Return the task that `cfg.task` names; raise UsageError for options of `peft` that are wrong."""
-    if cfg.peft is not None:
-        read_options(cfg)  # raises UsageError for invalid ones
+    """Return the task that `cfg.task` names."""
     return import_module(MODULES[cfg.task]).Task(cfg, options)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.models import adapters
 
 if TYPE_CHECKING:
     from datasets import Dataset, Features
@@ -99,10 +99,10 @@ class Task:
         raise NotImplementedError
 
     def build_model(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        """Return what `build` returns, with the adapter that the field `peft` asks for. Everything else calls this."""
+        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this."""
         model = self.build(weights, empty=True) if empty else self.build(weights)
-        if self.cfg.peft:
-            adapters.add_adapter(self, model, weights, empty)
+        for change_built_model in functions_of_addons(self.cfg, "change_built_model"):
+            change_built_model(self, model, weights, empty)
         return model
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:

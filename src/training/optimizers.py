@@ -1,16 +1,14 @@
 """Optimizers by name: the one that `optim` names, with its parameter groups.
 
-src/config/optimizer_class.py finds the class, parameter_groups.py makes the groups.
+src/config/optimizer_class.py finds the class or the add-on, parameter_groups.py makes the groups.
 Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py.
 """
 
 import torch
 
 from src.config.errors import UsageError
-from src.config.optimizer_class import find_class, optimizer_arguments
+from src.config.optimizer_class import find_class, optimizer_addon, optimizer_arguments
 from src.config.schema import RunConfig
-from src.distributed.tensor_parallel import split_by_sharding
-from src.training.muon import MuonWithAdamW
 from src.training.parameter_groups import freeze, parameter_groups
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device
@@ -21,7 +19,7 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
 
     With `fused`, one kernel updates all parameters, where torch has one that can skip an update on the device."""
     freeze(model, cfg)
-    groups = [part for group in parameter_groups(model, cfg) for part in split_by_sharding(group)]
+    groups = parameter_groups(model, cfg)
     if not groups:
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     kind = find_class(cfg.optim)
@@ -29,9 +27,8 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     if kind in FUSED:
         options["fused"] = fused
     try:
-        if kind is torch.optim.Muon:
-            adamw = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon}
-            return MuonWithAdamW(groups, options, adamw)
+        if addon := optimizer_addon(cfg.optim):
+            return addon.make(cfg, kind, groups, options)
         return kind(groups, **options)
     except Exception as error:
         raise UsageError(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from src.config.errors import UsageError
-from src.config.optimizer_class import MUONS, normalized
+from src.config.optimizer_class import optimizer_addon
 from src.config.schema import RunConfig
 from src.training.parameter_names import first_match, named_parameters
 from src.training.step import ModelWithLoss
@@ -20,7 +20,7 @@ class Group(NamedTuple):
 
     weight_decay: float
     lr_factor: float  # rate of the group = learning rate of the schedule × this
-    hidden: bool = False  # updated by Muon
+    hidden: bool | None = None  # whether these are hidden matrices; None: the optimizer treats all alike
 
 
 def freeze(model: torch.nn.Module, cfg: RunConfig) -> None:
@@ -33,7 +33,7 @@ def freeze(model: torch.nn.Module, cfg: RunConfig) -> None:
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
     """Return the trainable parameters in groups: weight decay for two or more dimensions, none for the rest.
 
-    `parameter_groups`, `lr_layer_decay` and Muon split them further."""
+    `parameter_groups`, `lr_layer_decay` and an optimizer for hidden matrices split them further."""
     grouped: dict[Group, list[torch.nn.Parameter]] = {}
     parameters = named_parameters(model)
     for name, group in _groups_by_name(model, cfg).items():
@@ -46,14 +46,9 @@ def _fields(group: Group, cfg: RunConfig) -> dict:
     fields: dict = {"weight_decay": group.weight_decay}
     if group.lr_factor != 1.0:
         fields |= {"lr": cfg.learning_rate * group.lr_factor, "lr_factor": group.lr_factor}
-    if uses_hidden(cfg):
+    if group.hidden is not None:
         fields |= {"hidden": group.hidden, "use_muon": group.hidden}  # ours, and that of pytorch_optimizer
     return fields
-
-
-def uses_hidden(cfg: RunConfig) -> bool:
-    """Return whether the optimizer treats hidden matrices in another way than the rest."""
-    return normalized(cfg.optim) in MUONS
 
 
 def _groups_by_name(model: torch.nn.Module, cfg: RunConfig) -> dict[str, Group]:
@@ -61,23 +56,23 @@ def _groups_by_name(model: torch.nn.Module, cfg: RunConfig) -> dict[str, Group]:
     parameters = named_parameters(model)
     rules = cfg.parameter_groups or {}
     pattern_of = first_match(rules, parameters, "parameter_groups")
-    depths, layers = layer_depths(model) if cfg.lr_layer_decay or uses_hidden(cfg) else ({}, 0)
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
-    found = {}
-    for name, parameter in sorted(parameters.items(), key=lambda item: _dim(item[1]) < 2):
+    depths, layers = layer_depths(model) if cfg.lr_layer_decay else ({}, 0)
+    addon, found = optimizer_addon(cfg.optim), {}
+    hidden = addon.hidden_matrices(model) if hasattr(addon, "hidden_matrices") else None
+    for name, parameter in sorted(parameters.items(), key=lambda item: dimensions(item[1]) < 2):
         if parameter.requires_grad:
             given = rules.get(pattern_of.get(name, ""), {})
             factor = given.get("lr_factor", 1.0)
             if cfg.lr_layer_decay:
                 factor *= cfg.lr_layer_decay ** (layers + 1 - depths[name])
-            decay = cfg.weight_decay if _dim(parameter) >= 2 else 0.0
-            inside = 0 < depths.get(name, 0) <= layers
-            hidden = uses_hidden(cfg) and inside and _dim(parameter) == 2 and id(parameter) not in tables
-            found[name] = Group(given.get("weight_decay", decay), factor, hidden)
+            decay = cfg.weight_decay if dimensions(parameter) >= 2 else 0.0
+            is_hidden = None if hidden is None else name in hidden
+            found[name] = Group(given.get("weight_decay", decay), factor, is_hidden)
     return found
 
 
-def _dim(parameter: torch.nn.Parameter) -> int:
+def dimensions(parameter: torch.nn.Parameter) -> int:
+    """Return the number of dimensions of a parameter, which may be sharded."""
     return len(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: under ZeRO-3
 
 
@@ -93,7 +88,7 @@ def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
     count = len(depth_of_module)
     if not count:
         raise UsageError(
-            f"lr_layer_decay or muon: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
+            f"lr_layer_decay or optim: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
             "layers in a torch.nn.ModuleList"
         )
     layer_of = {
@@ -119,7 +114,7 @@ def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
     """Return one line for each group: parameters, rate, weight decay; an empty text without special groups."""
-    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or uses_hidden(cfg)):
+    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or optimizer_addon(cfg.optim)):
         return ""
     sizes: dict[Group, int] = {}
     parameters = named_parameters(model)
@@ -127,7 +122,7 @@ def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
         parameter = parameters[name]
         sizes[group] = sizes.get(group, 0) + getattr(parameter, "ds_numel", parameter.numel())
     words = [
-        f"{size:,} at rate × {group.lr_factor:.4g}, weight decay {group.weight_decay:g}{' (Muon)' if group.hidden else ''}"
+        f"{size:,} at rate × {group.lr_factor:.4g}, weight decay {group.weight_decay:g}{' (hidden layers)' if group.hidden else ''}"
         for group, size in sizes.items()
     ]
     frozen = sum(getattr(p, "ds_numel", p.numel()) for p in parameters.values() if not p.requires_grad)

@@ -46,7 +46,6 @@ def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, a
         "output_dir": str(folder),
         "max_eval_examples": rows,
         "report_to": [],
-        "push_to_hub": False,
     }
 
     def run_pass(resume: str) -> Snapshot:

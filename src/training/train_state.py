@@ -89,7 +89,7 @@ class TrainState:
     evals_without_improvement: int = 0  # evaluations since the best one
     learning_rate: float | None = None  # of the last update
     grad_norm: torch.Tensor | float | None = None  # of the last update, before clipping; a number in a checkpoint
-    plateau: dict | None = None  # state of lr_scheduler_type reduce_lr_on_plateau
+    plateau: dict | None = None  # state of a schedule that follows evaluations (reduce_lr_on_plateau)
     stream: dict | None = None  # position in training data that is read during training; None: the step tells it
 
     def __post_init__(self):

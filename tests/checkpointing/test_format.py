@@ -105,7 +105,7 @@ def trainable(tied: bool) -> tuple[ModelWithLoss, dict]:
 
     torch.manual_seed(1)
     config = AutoConfig.for_model(**kit.TINY, tie_word_embeddings=tied)
-    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=base.Task(None, None))
+    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=base.Task(RunConfig(), None))
     average = AveragedModel(model_with_loss.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     optimizer = torch.optim.AdamW(model_with_loss.model.parameters(), lr=0.1)
     return model_with_loss, {"optimizer": optimizer, "average": average}

@@ -150,24 +150,6 @@ def test_length_may_change_if_past_rates_stay_the_same(tmp_path, schedule, steps
         assert check(tmp_path, now, was=was) == [f"changed since step_00000008: max_steps: 12 → {steps}"]
 
 
-def test_plateau_may_be_extended_unless_its_last_evaluation_was_an_extra_one(tmp_path):
-    was, now = (run_of("reduce_lr_on_plateau", max_steps=steps, eval_steps=5) for steps in (12, 30))
-    for evaluated in (0, 10):  # resumed before the end
-        assert check(tmp_path, now, was=was, evaluated=evaluated) == ["changed since step_00000008: max_steps: 12 → 30"]
-    assert "(max_steps: 12 → 30)" in refusal(tmp_path, now, was=was, evaluated=12)
-
-
-@pytest.mark.parametrize(
-    "field, value", [("eval_steps", 3), ("metric_for_best_model", "accuracy"), ("greater_is_better", True)]
-)
-def test_what_decides_the_rate_of_plateau_may_not_change(tmp_path, field, value):
-    was = run_of("reduce_lr_on_plateau", max_steps=12, eval_steps=5)
-    now = dataclasses.replace(was, **{field: value})
-    assert f"({field}: {getattr(was, field)} → {value})" in refusal(tmp_path, now, was=was)
-    was = dataclasses.replace(was, lr_scheduler_type="constant")
-    assert check(tmp_path, dataclasses.replace(was, **{field: value}), was=was)
-
-
 def test_length_in_epochs_counts_as_its_steps(tmp_path):
     """11 steps of 8 of 83 examples are an epoch."""
     was = run_of("linear", max_steps=22)

@@ -98,7 +98,7 @@ def test_harmful_fields_of_a_checkpoint_are_not_used(run, capsys):
     for name in (checkpoint, run):
         cfg, options, step = parse_evaluation("--checkpoint", name)
         assert "evil" not in json.dumps([vars(cfg), vars(options)])
-        assert (cfg.trust_remote_code, cfg.push_to_hub, cfg.report_to) == (False, False, [])
+        assert (cfg.trust_remote_code, getattr(cfg, "push_to_hub", False), cfg.report_to) == (False, False, [])
         assert (cfg.output_dir, step) == (str(run), 3)
         warnings = capsys.readouterr().err
         for flag in ("--trust_remote_code true", "--cache_dir /evil/cache", "--attn_implementation evil/kernel"):

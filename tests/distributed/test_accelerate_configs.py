@@ -121,7 +121,7 @@ def test_deepspeed_files_say_where_not_what(name):
     assert made["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == name[4]
     assert (
         "ACCELERATE_GRADIENT_CLIPPING" not in made
-    )  # accelerate's "auto", which src/distributed/deepspeed.py replaces
+    )  # accelerate's "auto", which addons/backends/deepspeed.py replaces
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in made
     assert made.get("ACCELERATE_DEEPSPEED_ZERO3_INIT", "false") == "false"
     offload = "cpu" if name.endswith("offload") else None

@@ -1,4 +1,4 @@
-"""Plain torch modules under FSDP2 and ZeRO: the numbers of one process, resumed, evaluated, whole in final/."""
+"""Plain torch modules under FSDP2: the numbers of one process, resumed, evaluated, whole in final/."""
 
 import shutil
 
@@ -41,18 +41,3 @@ def test_layers_that_share_a_parameter_are_found():
         model = ModelWithLoss(plain_task.Net(tied=tied), Task(None, None))
         assert layers_that_share(model) == ({"Block"} if tied else set())
         assert model.tied == ([["blocks.0.linear.weight", "blocks.3.linear.weight"]] if tied else [])
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
-    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
-    argv = flags(plain, dtype="float32", teacher=name == "zero3")
-    one = kit.run_training(1, tmp_path / "one", *argv)
-    two = kit.run_training(2, tmp_path / "two", *argv, env=where(name, 2), timeout=500)
-    assert kit.distance(one.weights, two.weights) <= 1e-4
-    shutil.rmtree(two.folder / "final")
-    shutil.rmtree(two.folder / "checkpoints" / "step_00000024")
-    run = kit.run_training(2, two.folder, *argv, env=where(name, 2), timeout=500)
-    assert kit.distance(run.weights, two.weights) <= 1e-6
-    line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", two.folder)
-    assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)

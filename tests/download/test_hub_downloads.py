@@ -1,4 +1,4 @@
-"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks, and pushed."""
+"""Datasets and models of the Hub: looked up and fetched once, one commit for all ranks."""
 
 import json
 from contextlib import contextmanager
@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from src.checkpointing import hub_upload
 from src.config.errors import UsageError
 from src.download import hub as hub_module
 from tests.helpers import kit
@@ -175,7 +174,7 @@ def test_tokenizer_of_another_repository(served, tmp_path):
 
 def impatient():
     """Wait one second where half a minute is allowed."""
-    hub_upload.SILENCE = hub_module.TIMEOUT = 1
+    hub_module.TIMEOUT = 1
 
 
 def test_training_without_a_network(served, trained, tmp_path):
@@ -228,35 +227,3 @@ def test_private_and_missing_repositories(hub, tmp_path):
     refused(environment, tmp_path, missing, "model_name_or_path: org/missing")
     refused(environment, tmp_path, recipe(tmp_path, dataset_revision="v9"), "dataset_name: org/ds", "v9")
     train(environment, tmp_path, secret, HF_TOKEN=hub.token)
-
-
-# ---- pushed ----------------------------------------------------------------------------------------------------------
-
-
-def test_final_model_is_pushed_and_read_back(hub, tmp_path):
-    environment, fields = hub.environment(tmp_path), {"push_to_hub": True, "hub_model_id": "org/pushed"}
-    before = len(hub.requests)
-    refused(environment, tmp_path, recipe(tmp_path, **fields), "push_to_hub", "no token", world=2)
-    assert hub.requests[before:] == []  # before anything is fetched
-
-    text = train(environment, tmp_path, recipe(tmp_path, **fields), 2, HF_TOKEN=hub.token)
-    final, pushed = tmp_path / "run/final", hub.folder / "models/org/pushed"
-    for file in (path for path in final.rglob("*") if path.is_file()):
-        assert (pushed / file.relative_to(final)).read_bytes() == file.read_bytes()
-    assert "org/pushed" in hub.private
-    assert f"{hub.url}/org/pushed" in text
-    train(environment, tmp_path, recipe(tmp_path, "again", model_name_or_path="org/pushed"), HF_TOKEN=hub.token)
-    assert kit.same(kit.Run(tmp_path / "again").weights, kit.Run(tmp_path / "run").weights)
-
-
-@pytest.mark.parametrize(
-    "path, fault",
-    [("/api/repos/create", Fault(status=403)), ("/api/models/org/failing/commit/*", Fault(silent=True))],
-)
-def test_failed_push_is_a_warning(hub, tmp_path, path, fault):
-    hub.faults[path] = fault
-    argv = recipe(tmp_path, push_to_hub=True, hub_model_id="org/failing")
-    text = train(hub.environment(tmp_path), tmp_path, argv, 1, impatient, HF_TOKEN=hub.token)
-    assert "warning: push_to_hub" in text
-    assert f"hf upload org/failing {tmp_path / 'run/final'}" in text
-    assert (tmp_path / "run/final/model.safetensors").exists()

@@ -231,3 +231,10 @@ def test_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, war
     task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build_model=lambda weights: "the model")
     assert Strategy(accelerator, RunConfig()).build_model(task, None) == "the model"
     assert ("mixed_precision is fp16" in capsys.readouterr().err) == warned
+
+
+def test_layerdrop_is_switched_off(tmp_path, capsys):
+    """Ranks would wait for each other's layers."""
+    bart = load_config(config_file(tmp_path, model_type="bart", encoder_layerdrop=0.5), None)
+    assert bart.encoder_layerdrop == 0
+    assert "encoder_layerdrop is 0.5" in capsys.readouterr().err

@@ -49,21 +49,12 @@ def _held_bytes(argv):
 def test_copies_of_techniques_are_counted():
     for dtype, width in (("bfloat16", 4), ("float32", 4), ("float64", 8)):
         cfg = RunConfig(dtype=dtype)
-        more, less = (resting_bytes(cfg, 1000, 100, None, 2, copies) for copies in (3, 0))
+        more, less = (resting_bytes(cfg, 1000, 100, 2, copies) for copies in (3, 0))
         assert {name: more[name] - less[name] for name in more} == {
             "weights": 3 * width * 100 / 2,
             "gradients": 0,
             "optimizer": 0,
         }
-
-
-def test_zero_keeps_master_weights_in_float32(monkeypatch):
-    """docs/scaling.md has the formulas; with DeepSpeed they were compared with the tensors of two ranks."""
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    expected = {1: (2000 + 200, 400), 2: (2000 + 200, 200), 3: (1000 + 200, 200)}
-    for stage, (weights, gradients) in expected.items():
-        found = resting_bytes(RunConfig(), 1000, 100, stage, 2)
-        assert found == {"weights": weights, "gradients": gradients, "optimizer": 400}
 
 
 def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
@@ -74,8 +65,8 @@ def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
     ranks = kit.spawn(2, _held_bytes, argv, out=tmp_path / "out", env=env)
     task, _ = kit.open_data(**fields)
     sizes = count_parameters(task.build())
-    assert ranks == [resting_bytes(RunConfig(), *sizes, None, 2)] * 2
-    assert ranks[0] != resting_bytes(RunConfig(), *sizes, None, 1)  # the mutant: the arithmetic of a replica
+    assert ranks == [resting_bytes(RunConfig(), *sizes, 2)] * 2
+    assert ranks[0] != resting_bytes(RunConfig(), *sizes, 1)  # the mutant: the arithmetic of a replica
 
 
 # ---- the line of a run -----------------------------------------------------------------------------------------------
@@ -94,16 +85,13 @@ def test_dry_run_counts_for_the_strategy_of_its_launch(files, tmp_path):
     assert "plus activations" in line
 
 
-LAUNCHES = {  # accelerate file -> name, stage of ZeRO, shards, offload
-    "gpu": ("one device", None, 1, False),
-    "ddp": ("DDP", None, 1, False),
-    "multi_node": ("DDP", None, 1, False),
-    "fsdp2": ("FSDP2", None, 4, False),
-    "fsdp2_offload": ("FSDP2", None, 4, True),
-    "hsdp": ("HSDP", None, 2, False),
-    "zero2": ("ZeRO-2", 2, 4, False),
-    "zero3": ("ZeRO-3", 3, 4, False),
-    "zero3_offload": ("ZeRO-3", 3, 4, True),
+LAUNCHES = {  # accelerate file -> name, shards, offload
+    "gpu": ("one device", 1, False),
+    "ddp": ("DDP", 1, False),
+    "multi_node": ("DDP", 1, False),
+    "fsdp2": ("FSDP2", 4, False),
+    "fsdp2_offload": ("FSDP2", 4, True),
+    "hsdp": ("HSDP", 2, False),
 }
 
 

@@ -1,18 +1,16 @@
 """Parameter groups: weight decay, frozen parameters, fused kernels."""
 
-import json
 import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed.strategy_checks import check_groups, rate_factor
 from src.training.optimizers import make_optimizer
 from src.training.parameter_groups import parameter_groups
-from tests.helpers import kit, technique_runs
+from tests.helpers import kit
 
 
 def small_model():
@@ -73,14 +71,14 @@ def _rates(argv) -> list[list[float]]:
     return rates
 
 
-@pytest.mark.parametrize("place", [None, pytest.param("zero2", marks=pytest.mark.cluster)])
-def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path, place):
+def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path):
+    check_factors(files, tmp_path)
+
+
+def check_factors(files, tmp_path, world: int = 1, env: dict | None = None) -> None:
+    """Assert the rates of two groups in each step of a straight and a resumed run."""
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "learning_rate": 1e-3}
     argv = [*kit.flags(**fields, max_steps=6, warmup_steps=2), "--output_dir", tmp_path / "run"]
-    if place:
-        pytest.importorskip("deepspeed")
-    env = kit.where(place, 2, mixed_precision="no") if place else None
-    world = 2 if place else 1
     straight = kit.spawn(world, _rates, [*argv, "--save_steps", 3], out=tmp_path / "straight", env=env)[0]
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
     shutil.rmtree(tmp_path / "run" / "final")
@@ -147,60 +145,3 @@ def test_arguments_reach_the_optimizer():
 def test_optimizers_that_cannot_work_are_refused(given, text):
     with pytest.raises(UsageError, match=text):
         make(**given)
-
-
-# ---- Muon --------------------------------------------------------------------------------------------------------------
-
-
-def muon_fields(folder) -> dict:
-    return technique_runs.files(folder) | {"optim": "muon", "optim_args": json.dumps({"momentum": 0.9})}
-
-
-def plain_muon(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor]:
-    """Return the weights of a plain loop with two optimizers; with `embeddings`, Muon also updates the embeddings."""
-    plain = technique_runs.Plain(values)
-    named = dict(plain.model.named_parameters())
-    hidden = {n for n, p in named.items() if p.dim() == 2 and (".h." in n or embeddings)}
-    options = {"momentum": 0.9, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"}
-    muon = torch.optim.Muon([named[name] for name in hidden], lr=1e-2, **options)
-    rest = [{"params": [p], "weight_decay": 0.1 * (p.dim() == 2)} for n, p in named.items() if n not in hidden]
-    adamw = torch.optim.AdamW(rest, lr=1e-2)
-
-    def update(step: int) -> None:
-        plain.model.zero_grad()
-        plain.loss().backward()
-        muon.step()
-        adamw.step()
-
-    return plain.train(update)
-
-
-def test_muon_is_exact_for_every_split(tmp_path):
-    values = muon_fields(tmp_path)
-    first = technique_runs.check_splits(tmp_path, values, plain_muon(values))
-    mutant = plain_muon(values, embeddings=True)
-    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
-
-
-def test_muon_resumes_with_the_moments_of_both(tmp_path):
-    run = technique_runs.check_resume(tmp_path, muon_fields(tmp_path))
-    moments = load_file(next(iter(sorted((run.folder / "checkpoints").iterdir()))) / "optimizer.safetensors")
-    assert {name.split("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
-
-
-def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypatch):
-    from src.distributed import optimizer_state
-
-    nested = optimizer_state._nested
-    monkeypatch.setattr(optimizer_state, "_nested", lambda flat: {} if "momentum_buffer" in flat else nested(flat))
-    with pytest.raises(AssertionError):
-        technique_runs.check_resume(tmp_path, muon_fields(tmp_path), world=1, micro=16)
-
-
-@pytest.mark.cluster
-def test_muon_under_fsdp2(tmp_path):
-    """In float64: Muon multiplies in bfloat16, and another last bit of a float32 gradient may be rounded the other way."""
-    values, env = muon_fields(tmp_path), kit.where("fsdp2", 2, mixed_precision="no")
-    one = technique_runs.train(tmp_path / "one", values, 1, 4)
-    sharded = technique_runs.check_resume(tmp_path, values, 2, 4, env, bar=1e-10, units=1)
-    assert kit.distance(sharded.weights, one.weights) <= 1e-10

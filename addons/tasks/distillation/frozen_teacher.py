@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from src.config.addons import without_addons
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
@@ -145,7 +146,7 @@ class FrozenModel:
         from transformers import AutoModelForCausalLM
 
         # Without model_name_or_path: under eval.py it is the trained checkpoint. Without the adapter of the trained model.
-        cfg = replace(self.cfg, model_name_or_path=None, peft=None)
+        cfg = replace(without_addons(self.cfg), model_name_or_path=None)
         return build_model(cfg, self.config, AutoModelForCausalLM, self.folder, empty=empty)
 
 

@@ -2,10 +2,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from addons.schedules.one_cycle import one_cycle_momentum
 from addons.techniques.cycle_momentum import CycleMomentum
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.schedules import make_schedule, one_cycle_momentum
+from src.training.schedules import make_schedule
 from tests.helpers import kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 

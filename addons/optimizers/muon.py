@@ -2,7 +2,8 @@
 
 Muon orthogonalizes the momentum of a matrix (Jordan 2024, https://kellerjordan.github.io/posts/muon; torch.optim.Muon).
 Its rate is scaled to the size of AdamW's updates (Liu 2025, arXiv:2502.16982), so that one learning_rate fits both.
-Tests: tests/training/test_optimizers.py.
+The relatives of Muon in the package pytorch_optimizer (adamuon, normuon, …) get the same groups.
+Tests: tests/addons/optimizers/test_muon.py.
 """
 
 from collections import defaultdict
@@ -10,6 +11,27 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from src.config.schema import RunConfig
+from src.training.parameter_groups import dimensions, layer_depths
+from src.training.parameter_names import named_parameters
+
+reads_adam_fields = True  # adam_beta1 and others, for the part that AdamW updates
+
+
+def hidden_matrices(model: torch.nn.Module) -> set[str]:
+    """Return the names of the matrices in the layers of the model that are no embeddings."""
+    depths, layers = layer_depths(model)
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = {name: p for name, p in named_parameters(model).items() if dimensions(p) == 2 and id(p) not in tables}
+    return {name for name in matrices if 0 < depths[name] <= layers}
+
+
+def make(cfg: RunConfig, kind: type, groups: list[dict], options: dict[str, Any]) -> torch.optim.Optimizer:
+    """Return the optimizer of these groups: that of torch together with AdamW, or one of pytorch_optimizer."""
+    if kind is not torch.optim.Muon:
+        return kind(groups, **options)
+    return MuonWithAdamW(groups, options, {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon})
 
 
 class MuonWithAdamW(torch.optim.Optimizer):

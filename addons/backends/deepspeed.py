@@ -1,8 +1,9 @@
 """DeepSpeed ZeRO: configuration, optimizer step, weights and optimizer state as named tensors.
 
-Imported only if the launch uses DeepSpeed. Tests: tests/distributed/test_deepspeed.py.
+Tests: tests/addons/backends/test_deepspeed.py.
 """
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
 from src.distributed.strategies import Strategy
-from src.runtime import private_apis
+from src.models.memory_estimate import optimizer_moments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 class DeepSpeed(Strategy):
     """ZeRO-1, 2 and 3: DeepSpeed's engine runs the backward pass, clips and updates."""
 
-    allows_tensor_parallel = False
+    is_sharded = True
+    unsupported = ("ddp_find_unused_parameters", "peft")
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig):
         super().__init__(accelerator, cfg)
-        self.is_sharded = True
         _configure(accelerator, cfg)
 
     @property
@@ -41,7 +42,7 @@ class DeepSpeed(Strategy):
         if self.accelerator.mixed_precision != "no":  # DeepSpeed has copied the master weights from rounded ones
             for name, parameter in model_with_loss.named_parameters():
                 if name in originals:
-                    private_apis.set_shard(parameter, originals[name])
+                    set_shard(parameter, originals[name])
         return self.engine, self.engine.optimizer
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ class DeepSpeed(Strategy):
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
-        private_apis.link_moments(self.engine.optimizer)
+        link_moments(self.engine.optimizer)
         found: dict[str, Any] = {}
         states = list(self.engine.optimizer.optimizer.state.values())
         for key, value in states[0].items() if states else ():
@@ -109,7 +110,7 @@ class DeepSpeed(Strategy):
             key, name = path.split("/", 1)
             value = reader.whole(path)
             if value.dim():
-                private_apis.set_shard(trained[name], value, key)
+                set_shard(trained[name], value, key)
             else:
                 for state in states.values():
                     state[key] = value.clone()
@@ -120,10 +121,10 @@ class DeepSpeed(Strategy):
     def _allocate_moments(self, keys: Iterable[str]) -> None:
         """Create zero moments, which the optimizer itself would create only in its first step."""
         zero = self.engine.optimizer
-        for flat in private_apis.flat_weights(zero):
+        for flat in flat_weights(zero):
             for key in keys:
                 zero.optimizer.state[flat][key] = torch.zeros_like(flat)
-        private_apis.link_moments(self.engine.optimizer)
+        link_moments(self.engine.optimizer)
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -183,6 +184,20 @@ def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
         config["bf16"] = {"enabled": True, "check_grad_overflow": True}
 
 
+def memory_of_launch(cfg: RunConfig, parameters: int, trained: int, copies: int) -> tuple[str, dict[str, float], bool]:
+    """Return (name, bytes that a process keeps between steps, whether they are in host memory), by the launcher's
+    variables. `copies` of the trained weights, in float32, count as weights."""
+    shards, stage = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+    width = getattr(torch, cfg.dtype).itemsize
+    compute = 2 if os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no" and cfg.dtype == "float32" else width
+    # DeepSpeed adds a float32 master copy, sharded at every stage, even if the weights are float32.
+    weights = compute * parameters / (shards if stage == 3 else 1) + (1 + copies) * 4 * trained / shards
+    gradients = 4 * trained / (shards if stage > 1 else 1)
+    moments = optimizer_moments(cfg) * width * trained / shards
+    offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none") != "none"
+    return f"ZeRO-{stage}", {"weights": weights, "gradients": gradients, "optimizer": moments}, offload
+
+
 def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
@@ -208,3 +223,32 @@ def _moment_ref(parameter: torch.nn.Parameter, key: str) -> ShardedTensorRef:
     from deepspeed.utils import safe_get_full_optimizer_state
 
     return ShardedTensorRef(_float32_bytes(parameter), lambda: safe_get_full_optimizer_state(parameter, key))
+
+
+# ---- private APIs of DeepSpeed 0.19; the tests named above fail if one has changed ---------------------------------------
+
+
+def flat_weights(zero_optimizer: Any) -> list[torch.Tensor]:
+    """Return the flat float32 weights that the base optimizer updates."""
+    return (
+        getattr(zero_optimizer, "fp32_partitioned_groups_flat", None) or zero_optimizer.single_partition_of_fp32_groups
+    )
+
+
+def link_moments(zero_optimizer: Any) -> None:
+    """Link parameters to their optimizer state again: ZeRO-1 and 2 do this when only the first group has a state."""
+    if hasattr(zero_optimizer, "_lazy_init_hp_params_optimizer_state"):
+        zero_optimizer._hp_optimizer_states_linked = False
+        zero_optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def set_shard(parameter: torch.nn.Parameter, full: torch.Tensor, key: str | None = None) -> None:
+    """Copy this rank's shard of a full weight, or of its optimizer moment `key`, into the optimizer."""
+    if not hasattr(parameter, "ds_id"):  # ZeRO-1 and 2
+        parameter.set_full_hp_param(full, key)
+        return
+    count, rank = parameter.partition_numel(), torch.distributed.get_rank()
+    mine = full.flatten()[count * rank : count * (rank + 1)]
+    shard = torch.zeros(count, dtype=torch.float32)  # the last shards are padded
+    shard[: len(mine)] = mine
+    parameter._z3_optimizer.set_local_hp_param(shard, parameter, key)

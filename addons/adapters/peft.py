@@ -1,13 +1,14 @@
-"""Adapters (LoRA and others of the package peft) around any model: injection, files, merged weights.
+"""Adapters (LoRA and others of the package peft) around any model: the field `peft`.
 
 A checkpoint holds the base model under its own names, so that `build` loads it, and adapter.safetensors beside it.
-Tests: tests/models/test_adapters.py.
+Tests: tests/addons/adapters/test_peft.py.
 """
 
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,115 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from src.checkpointing.model_folder import write_model, write_tensors
+from src.checkpointing.sharded_checkpoint import file_name
 from src.config.errors import UsageError, did_you_mean
+from src.config.fields import option
 from src.config.paths import locate
-from src.config.schema import RunConfig
-from src.models.adapter_options import read_options
 from src.models.model_files import ADAPTER, adapter_files, model_folder, reason
+from src.training.step import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
+TASK_TYPES = {  # for the Auto classes of peft
+    "causal_lm": "CAUSAL_LM",
+    "distillation": "CAUSAL_LM",
+    "preference": "CAUSAL_LM",
+    "seq2seq": "SEQ_2_SEQ_LM",
+    "text_classification": "SEQ_CLS",
+    "token_classification": "TOKEN_CLS",
+    "embeddings": "FEATURE_EXTRACTION",
+}
+REFUSED_TYPES = {  # peft would train them, but to a wrong result
+    "adalora": "it changes its ranks and its loss in every step",
+    "poly": "it needs a task for each row",
+    "xlora": "it mixes other adapters",
+    "shadow": "peft does not inject it into a model",
+    "osf": "it replaces the weights of the base model",
+}
+REFUSED_OPTIONS = {
+    "peft_type": "give type",
+    "megatron_core": "it imports a module by name",
+    "module_dropout": "it skips layers at random, whose gradients other processes wait for: give rank_dropout",
+}
+INITIAL = (True, False, "gaussian", "orthogonal")  # values of init_lora_weights that leave the base model as it is
+
+
+@dataclass(frozen=True)
+class Fields:
+    peft: dict | None = option(
+        "adapter around the model, which alone is trained: {type: lora, r: 8, target: [q_proj, v_proj], …}; types and options "
+        "are those of the package peft (docs/techniques.md)",
+        group="model",
+        from_checkpoint=True,
+    )
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+def errors(cfg: Any, training: bool) -> Iterator[str]:
+    """Yield the error of the field `peft`, if there is one."""
+    try:
+        read_options(cfg)
+    except UsageError as error:
+        yield str(error)
+
+
+def read_options(cfg: Any) -> tuple[type, Any]:
+    """Return peft's classes for the field `peft`: the tuner, which injects layers, and its configuration.
+
+    Raise UsageError for an unknown type or option, and for what would silently train something else."""
+    if not cfg.peft:
+        raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
+    try:
+        from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+    except ImportError as error:
+        raise UsageError(
+            f"peft: the package peft cannot be imported: {error}; install it: pip install peft (requirements-extra.txt)"
+        ) from error
+    given = {name: value for name, value in cfg.peft.items() if value is not None}
+    configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
+    works = sorted(name for name in configs if _why_refused(name, configs[name], tuners.get(name)) is None)
+    name = str(given.pop("type", "lora")).lower()
+    if name not in configs:
+        raise UsageError(
+            f"peft: type: unknown value {name!r}{did_you_mean(name, works)}; choose from {', '.join(works)}"
+        )
+    if why := _why_refused(name, configs[name], tuners.get(name)):
+        raise UsageError(f"peft: type is {name}, which cannot train here: {why}; choose from {', '.join(works)}")
+    if "target" in given:
+        if "target_modules" in given:
+            raise UsageError("peft: target and target_modules are the same option: keep one")
+        given["target_modules"] = given.pop("target")
+    if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
+        raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
+    if (value := given.get("init_lora_weights", True)) not in INITIAL:
+        raise UsageError(
+            f"peft: init_lora_weights is {value!r}, which changes the base model or needs data: give one of "
+            f"{', '.join(str(one).lower() for one in INITIAL)}"
+        )
+    try:
+        return tuners[name], configs[name](**given, task_type=TASK_TYPES.get(cfg.task))
+    except Exception as error:  # also a package that one type needs
+        raise UsageError(f"peft: {reason(error)}") from error
+
+
+def _why_refused(name: str, config: type, tuner: Any) -> str | None:
+    if name in REFUSED_TYPES:
+        return REFUSED_TYPES[name]
+    if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
+        return "it changes the forward pass of the model instead of layers in it"
+    return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+
 
 # ---- injection -------------------------------------------------------------------------------------------------------
+
+
+def change_built_model(task: Any, model: torch.nn.Module, weights: str | Path | None, empty: bool) -> None:
+    """Add the adapter to a model that the task has built."""
+    add_adapter(task, model, weights, empty)
 
 
 def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
@@ -70,14 +170,14 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     return tuner
 
 
-def _check_names(model: torch.nn.Module, given: Mapping[str, Any]) -> None:
+def _check_names(model: torch.nn.Module, given: dict[str, Any]) -> None:
     """Raise UsageError for a name of a module that the model lacks: peft ignores it if another one exists."""
     modules = [f".{name}" for name, _ in model.named_modules()]
-    for option, before in (("target", "."), ("target_modules", "."), ("modules_to_save", "")):
-        for name in given[option] if isinstance(given.get(option), list) else ():
+    for field, before in (("target", "."), ("target_modules", "."), ("modules_to_save", "")):
+        for name in given[field] if isinstance(given.get(field), list) else ():
             if not any(module.endswith(f"{before}{name}") for module in modules):
                 leaves = sorted({module.rpartition(".")[2] for module in modules})
-                raise UsageError(f"peft: {option}: this model has no module {name!r}{did_you_mean(name, leaves)}")
+                raise UsageError(f"peft: {field}: this model has no module {name!r}{did_you_mean(name, leaves)}")
 
 
 def _architecture(model: torch.nn.Module) -> str | None:
@@ -141,19 +241,21 @@ def _check_mergeable(model: torch.nn.Module, kind: type) -> None:
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 
-def split(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Return (tensors of the base model under its own names, tensors of the adapter)."""
+def write_own_tensors(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor] | None, folder: Path, rank: int, world: int
+) -> dict[str, torch.Tensor] | None:
+    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
+    if "base_names" not in vars(model):
+        return tensors  # the adapter is merged
     base: dict[str, str] = vars(model)["base_names"]
-    own = {name: value for name, value in tensors.items() if name not in base}
-    return {base[name]: value for name, value in tensors.items() if name in base}, own
+    tensors = tensors or ({} if world > 1 else model.state_dict())
+    adapter = {name: value for name, value in tensors.items() if name not in base}
+    if adapter or world == 1:
+        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+    return {base[name]: value for name, value in tensors.items() if name in base}
 
 
-def is_adapted(model: torch.nn.Module) -> bool:
-    """Return whether the model has an adapter."""
-    return "base_names" in vars(model)
-
-
-def _folder_with_adapter(cfg: RunConfig, weights: str | Path | None) -> Path | None:
+def _folder_with_adapter(cfg: Any, weights: str | Path | None) -> Path | None:
     name = str(weights or cfg.model_name_or_path or "")
     folder = Path(locate(name) if weights else model_folder(cfg, name)) if name else None
     return folder if folder and adapter_files(folder) else None
@@ -174,6 +276,27 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
                 loaded.add(name)
     if missing := sorted(state.keys() - vars(model)["base_names"].keys() - loaded):
         raise UsageError(f"{wrong} ({missing[0]}): give the options of the run that saved it")
+
+
+def change_final_model(folder: Path, task: Any) -> None:
+    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
+
+    The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
+    whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
+    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+        path.unlink()
+    write_model(ModelWithLoss(whole, task), folder)
+    write_tensors(lost, folder / f"{ADAPTER}.safetensors")
+
+
+def model_card(cfg: Any) -> str:
+    """Return the paragraph of the model card about the adapter."""
+    options = ", ".join(f"{name} {value}" for name, value in cfg.peft.items())
+    return (
+        f"\nTrained with an adapter ({options}), which is merged into the "
+        "weights here. The folder adapter/ holds it alone, for `PeftModel.from_pretrained`; adapter.safetensors holds what "
+        "an exact evaluation or further training of the adapter needs.\n"
+    )
 
 
 @torch.no_grad()

@@ -8,10 +8,15 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import train
+from addons.backends import deepspeed
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from tests.helpers import kit
+from src.tasks import text_classification
+from tests.distributed import test_unused_parameters as unused
+from tests.helpers import kit, plain_task, routed_model
 from tests.helpers.strategy_runs import check_same_run, recipe, where
+from tests.training.test_optimizers import check_factors
+from tests.training.test_smoke import check_sound_run
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
@@ -119,8 +124,6 @@ def test_what_deepspeed_cannot_do_is_refused(files, tmp_path, field, value):
 
 
 def test_its_gradient_clipping_is_ignored_and_its_optimizer_refused(capsys):
-    from src.distributed import deepspeed
-
     plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 5.0})
     accelerator = SimpleNamespace(mixed_precision="no", state=SimpleNamespace(deepspeed_plugin=plugin))
     deepspeed._configure(accelerator, RunConfig(max_grad_norm=0.5))
@@ -129,3 +132,39 @@ def test_its_gradient_clipping_is_ignored_and_its_optimizer_refused(capsys):
     plugin.deepspeed_config["optimizer"] = {}
     with pytest.raises(UsageError, match="optimizer"):
         deepspeed._configure(accelerator, RunConfig())
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
+    argv = plain_task.flags(plain, dtype="float32", teacher=name == "zero3")
+    one = kit.run_training(1, tmp_path / "one", *argv)
+    two = kit.run_training(2, tmp_path / "two", *argv, env=where(name, 2), timeout=500)
+    assert kit.distance(one.weights, two.weights) <= 1e-4
+    shutil.rmtree(two.folder / "final")
+    shutil.rmtree(two.folder / "checkpoints" / "step_00000024")
+    run = kit.run_training(2, two.folder, *argv, env=where(name, 2), timeout=500)
+    assert kit.distance(run.weights, two.weights) <= 1e-6
+    line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", two.folder)
+    assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_smoke_test_passes(plain, tmp_path, name):
+    check_sound_run(plain, tmp_path, name, 2, dtype="float32")
+
+
+def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path):
+    check_factors(files, tmp_path, 2, where("zero2", 2))
+
+
+def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):
+    folder, env = tmp_path, kit.where("zero2", 2, mixed_precision="no")
+    monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
+    codes, texts = unused.command(folder, tmp_path / "experts", 2, env=env, max_steps=3, dtype="float32")
+    assert codes == [2, 2], texts
+    assert "experts" in texts[0]
+    unused.model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
+    codes, texts = unused.command(folder, tmp_path / "zero", 2, env=env, max_steps=3, dtype="float32")
+    assert codes == [0, 0], texts
+    codes, texts = unused.command(folder, tmp_path / "refused", 2, *unused.ALLOW, env=env, max_steps=3, dtype="float32")
+    assert codes == [2, 2], texts

@@ -1,0 +1,62 @@
+"""What the DeepSpeed add-on does without the package deepspeed: memory, parameters of a loss, a missing add-on."""
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from addons.backends import deepspeed, tensor_parallel
+from src.config import addons
+from src.config.errors import UsageError
+from src.config.schema import RunConfig
+from src.distributed import strategies, strategy_checks
+from src.models.memory_estimate import describe_memory
+from tests.helpers import kit
+
+
+def test_reached_parameters_are_those_with_a_gradient():
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(3)])
+    layers[1].bias.requires_grad_(False)
+    checkpointed = partial(torch.utils.checkpoint.checkpoint, layers[1], use_reentrant=False)
+    loss = checkpointed(layers[0](torch.ones(1, 2))).sum()
+    reached = {id(p) for p in deepspeed.reached_parameters(loss)}
+    loss.backward()
+    assert reached == {id(p) for p in layers.parameters() if p.grad is not None}
+
+
+def test_zero_keeps_master_weights_in_float32(monkeypatch):
+    """docs/scaling.md has the formulas; with DeepSpeed they were compared with the tensors of two ranks."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    expected = {1: (2000 + 200, 400), 2: (2000 + 200, 200), 3: (1000 + 200, 200)}
+    for stage, (weights, gradients) in expected.items():
+        monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
+        _, found, _ = deepspeed.memory_of_launch(RunConfig(), 1000, 100, 0)
+        assert found == {"weights": weights, "gradients": gradients, "optimizer": 400}
+
+
+@pytest.mark.parametrize(
+    "name, expected", [("zero2", "per device (ZeRO-2)"), ("zero3", "(ZeRO-3)"), ("zero3_offload", "(ZeRO-3, offload)")]
+)
+def test_memory_is_that_of_the_launch(monkeypatch, name, expected):
+    for key, value in (kit.where(name, 4) | {"WORLD_SIZE": "4"}).items():
+        monkeypatch.setenv(key, value)
+    assert expected in describe_memory(RunConfig(), torch.nn.Linear(4, 4), str)
+
+
+def test_launch_without_the_add_on_is_refused(tmp_path, monkeypatch):
+    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"), parallelism_config=None)
+    monkeypatch.setattr(addons, "ADDONS", tmp_path)
+    with pytest.raises(UsageError, match="restore addons/backends/deepspeed"):
+        strategies.make_strategy(accelerator, RunConfig())
+
+
+@pytest.mark.parametrize("fields", [{"peft": {"type": "lora"}}, {"ddp_find_unused_parameters": True}], ids=str)
+@pytest.mark.parametrize("kind", [deepspeed.DeepSpeed, tensor_parallel.TensorParallel])
+def test_fields_that_an_add_on_does_not_support_are_refused(kind, fields):
+    accelerator = SimpleNamespace(parallelism_config=None)
+    strategy: Any = SimpleNamespace(accelerator=accelerator, unsupported=kind.unsupported, name="other strategy")
+    with pytest.raises(UsageError, match=f"{next(iter(fields))} is .* other strategy does not support.*fsdp2"):
+        strategy_checks.check_settings(strategy, addons.run_config(**fields))
