@@ -150,9 +150,8 @@ def test_missing_addon_is_one_sentence_and_exit_code_2(core, tmp_path):
     codes = python(core, "-c", TRIES, json.dumps(argvs), tmp_path).split()
     assert codes == ["2"] * len(here)
     for number, name in enumerate(here):
-        errors = [
-            line for line in (tmp_path / f"{number}.txt").read_text().splitlines() if not line.startswith("No run")
-        ]
+        lines = (tmp_path / f"{number}.txt").read_text().splitlines()
+        errors = [line for line in lines if line and not line.startswith("No run file")]
         assert len(errors) == 1, errors
         assert errors[0].startswith("error: ")
         assert f"addons/{name}" in errors[0]
