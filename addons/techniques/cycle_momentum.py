@@ -1,3 +1,4 @@
+# Needs addons/schedules/one_cycle.py.
 """Momentum that falls while the rate of one_cycle rises, and rises while it falls (Smith 2018, arXiv:1803.09820)."""
 
 from dataclasses import dataclass
