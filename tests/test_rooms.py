@@ -90,10 +90,8 @@ def is_of_deleted_addon(file: str) -> bool:
 
 def missing_tests(text: str) -> list[str]:
     """Return the linked tests that do not exist."""
-    missing, has_addons = [], (kit.REPOSITORY / "tests" / "addons").exists()
+    missing = []
     for file, name in linked_tests(text):
-        if file.startswith("tests/addons/") and not has_addons:
-            continue
         path = kit.REPOSITORY / file
         if not path.exists() and is_of_deleted_addon(file):
             continue

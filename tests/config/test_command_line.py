@@ -50,7 +50,7 @@ def test_train_and_eval_from_other_folders_report_the_same_loss(files, tmp_path)
 
 def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
     """The sample is trained and evaluated; its data is not written into the clone."""
-    for name in ("train.py", "eval.py", "src", "configs"):
+    for name in ("train.py", "eval.py", "src", "samples", "configs"):
         copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
         copy(kit.REPOSITORY / name, tmp_path / name)
     none = command(sys.executable, "eval.py", folder=tmp_path)

@@ -384,12 +384,11 @@ GROUPS = [
     "batch",
     "optimizer",
     "schedule",
-    "techniques",
     "evaluation",
     "checkpoints",
     "logging",
 ]
-GROUPS += ["performance"]
+GROUPS += ["performance", *(["techniques"] if addons.addon_names("techniques") else [])]
 
 
 @pytest.mark.parametrize("task", OPTIONS)

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from accelerate import Accelerator
@@ -223,5 +224,5 @@ def test_wandb_variables_win_over_our_defaults(tmp_path, monkeypatch):
         monkeypatch.setenv(f"WANDB_{variable}", variable)
     theirs = {option: variable for variable, option in names.items()}
     assert trackers.tracker_options(run, 0)["wandb"] == theirs
-    run.run_name = "mine"
-    assert trackers.tracker_options(run, 0)["wandb"] == theirs | {"name": "mine"}
+    named = replace(run, run_name="mine")
+    assert trackers.tracker_options(named, 0)["wandb"] == theirs | {"name": "mine"}

@@ -349,11 +349,11 @@ def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
         kit.until((tmp_path / "reached").exists)
 
     monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
-    before_each_block(monkeypatch, act)
-    codes, texts = command(tiny, tmp_path / "here", 2, preprocessing_num_workers=3)
+    with monkeypatch.context() as patch:
+        before_each_block(patch, act)
+        codes, texts = command(tiny, tmp_path / "here", 2, preprocessing_num_workers=3)
     assert codes == [1, 1], texts
     assert "(exit code -9;" in texts[0]
-    monkeypatch.undo()
     codes, texts = command(tiny, tmp_path / "here", 2)  # the same command uses the pieces
     assert codes == [0, 0], texts
 

@@ -1,0 +1,107 @@
+"""Whether a checkpoint is of the same run, if techniques differ."""
+
+import dataclasses
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from addons.techniques import TECHNIQUES, complete
+from src.config.addons import run_config
+from src.config.parsing import to_yaml
+from src.config.schema import RunConfig
+from src.tasks import OPTIONS
+from tests.checkpointing.test_run_identity import check, refusal
+
+EMA_CLASS = TECHNIQUES["ema"]()
+
+
+def test_removed_options_of_spike_watch(tmp_path):
+    """A checkpoint of a version that could roll back is resumed if it did not."""
+    now = run_config(output_dir="run", max_steps=12, dataset_name="data", techniques={"spike_watch": None})
+    for action in ("skip", "roll_back"):
+        was = dataclasses.replace(now, techniques={"spike_watch": {"action": action, "max_rollbacks": 10}})
+        if action == "skip":
+            assert check(tmp_path, now, was=was) == []
+        else:
+            assert "techniques.spike_watch: " in refusal(tmp_path, now, was=was)
+
+
+def with_techniques(techniques: dict | None) -> RunConfig:
+    """Return a run's fields as train.py has them once it has read the techniques."""
+    cfg = run_config(output_dir="run", max_steps=12, techniques=techniques)
+    return replace(cfg, **complete(cfg))
+
+
+EMA = {"ema": {"decay": 0.999}}
+STATISTICS = {"gradient_statistics": {"values": ["weight_norm"]}}
+
+
+def test_techniques_are_recorded_with_all_options_in_the_order_of_the_registry():
+    cfg = with_techniques({"clip_by_value": {"limit": "2"}, "sam": None, "gradient_statistics": {"groups": None}})
+    recorded = yaml.safe_load(to_yaml(cfg, OPTIONS[cfg.task]()()))["techniques"]
+    statistics = {"values": ["grad_norm"], "groups": None}
+    expected = {"gradient_statistics": statistics, "sam": {"rho": 0.05}, "clip_by_value": {"limit": 2.0}}
+    assert list(recorded.items()) == list(expected.items())
+    assert with_techniques(recorded).techniques == recorded  # config.yaml is a run file
+
+
+@pytest.mark.parametrize(
+    "was, now",
+    [
+        ({"ema": None}, EMA),
+        ({"ema": {"decay": "0.999", "final": "no"}}, EMA),
+        (EMA | {"sam": None}, {"sam": {"rho": 5e-2}} | EMA),
+    ],
+)
+def test_the_same_techniques_in_other_words_are_the_same_run(tmp_path, was, now):
+    assert check(tmp_path, with_techniques(now), was=with_techniques(was)) == []
+    as_given = dataclasses.replace(with_techniques(None), techniques=was)  # a checkpoint of an older version
+    if "final" not in (was["ema"] or {}):
+        assert check(tmp_path, with_techniques(now), was=as_given) == []
+
+
+@pytest.mark.parametrize(
+    "was, now, text",
+    [
+        (
+            EMA,
+            {"ema": {"decay": 0.99, "final": True}},
+            "(techniques.ema: {'decay': 0.999, 'warmup': False, 'final': False} → {'decay': 0.99, 'warmup': False, 'fin",
+        ),
+        (None, EMA | STATISTICS, "(techniques.ema: None → {'decay': 0.999, 'warmup': False, 'final': False})"),
+        (
+            {"unfreeze": {"steps": {"*.h.*": 5, "*": 9}}},
+            {"unfreeze": {"steps": {"*": 9, "*.h.*": 5}}},  # the first pattern that matches decides
+            "(techniques.unfreeze: {'steps': [('*.h.*', 5), ('*', 9)]} → {'steps': [('*', 9), ('*.h.*', 5)]})",
+        ),
+        ({"sam": None} | EMA, EMA, "(techniques.sam: {'rho': 0.05} → None)"),
+    ],
+)
+def test_another_technique_or_option_is_refused_by_name(tmp_path, was, now, text):
+    assert text in refusal(tmp_path, with_techniques(now), was=with_techniques(was))
+
+
+def test_a_removed_technique_is_refused_by_name(tmp_path):
+    cfg = with_techniques(None)
+    was = dataclasses.replace(cfg, techniques={"l2sp": {"alpha": 0.1}})
+    assert "(techniques.l2sp: {'alpha': 0.1} → None)" in refusal(tmp_path, cfg, was=was)
+
+
+def test_a_changed_default_is_refused(tmp_path, monkeypatch):
+    was = with_techniques({"ema": None})
+    monkeypatch.setattr(EMA_CLASS.__init__, "__defaults__", (0.99, *EMA_CLASS.__init__.__defaults__[1:]))
+    assert "(techniques.ema: {'decay': 0.999, " in refusal(tmp_path, with_techniques({"ema": None}), was=was)
+
+
+@pytest.mark.parametrize(
+    "was, now, text",
+    [
+        (EMA, EMA | STATISTICS, "None → {'values': ['weight_norm']"),
+        (EMA | STATISTICS, EMA, "{'values': ['weight_norm'], 'groups': None} → None"),
+        ({"gradient_statistics": None}, STATISTICS, "{'values': ['grad_norm'], 'groups': None} → {'values': ['weight"),
+    ],
+)
+def test_a_technique_that_changes_no_number_may_change(tmp_path, was, now, text):
+    [remark] = check(tmp_path, with_techniques(now), was=with_techniques(was))
+    assert f"changed since step_00000008: techniques.gradient_statistics: {text}" in remark
