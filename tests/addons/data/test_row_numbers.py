@@ -14,12 +14,12 @@ from addons.data._row_numbers import Column
 from addons.data.curriculum import Curriculum
 from addons.data.row_weights import WeightedDraws
 from addons.data.size_warmups import Ramp, WarmupSizes
+from addons.tools import ledger
 from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan
 from src.data.row_order import permute
 from src.data.step_sizes import StepSizes
-from src.reporting import ledger
 from src.text import encode_rows
 from tests.helpers import kit, technique_runs
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from addons.data.size_warmups import Ramp, WarmupSizes, step_sizes
+from addons.tools import ledger
 from src.config import validation
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan, training_order
 from src.data.row_order import permute
-from src.reporting import ledger
 from src.tasks.causal_lm import Options
 from src.text.padding import shorten_row
 from tests.helpers import kit, plain_task, technique_runs

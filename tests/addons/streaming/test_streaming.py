@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from addons.streaming.shards import BLOCK
+from addons.tools import ledger
 from src.config import validation
 from src.config.errors import UsageError
 from src.data.data_loader import train_batches
-from src.reporting import ledger
 from src.tasks import OPTIONS
 from src.training.train_state import TrainState
 from tests.data.test_dataset_split import write_splits
