@@ -6,7 +6,6 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_folder.p
 import json
 import os
 import shutil
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -35,10 +34,8 @@ class ResumePoint(NamedTuple):
 def choose_on_all_ranks(accelerator: "Accelerator", cfg: RunConfig, options, splits: dict) -> ResumePoint:
     """Return the main process's ResumePoint on every rank, or raise its error on every rank.
 
-    Replace `per_device_batch_size: auto` by the value in the checkpoint. Set `run_status.launch`."""
-    start, run_status.launch = run_on_main(
-        accelerator, lambda: (_choose_on_main(accelerator, cfg, options, splits), f"{os.getpid()}_{time.time_ns()}")
-    )
+    Replace `per_device_batch_size: auto` by the value in the checkpoint."""
+    start = run_on_main(accelerator, lambda: _choose_on_main(accelerator, cfg, options, splits))
     if start.folder and cfg.per_device_batch_size == "auto":
         cfg.per_device_batch_size = read_state(start.folder)["config"]["per_device_batch_size"]
     return start
@@ -52,7 +49,6 @@ def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits:
             for path in (folder / "final", folder / "checkpoints" / "step_*"):
                 atomic_folder.remove_leftovers(path.parent, path.name)
         start = find(cfg, options, identity(accelerator, cfg, splits))
-        run_status.clear_failure(folder)
     except OSError as error:
         raise UsageError(f"resume: {error}") from error
     return start

@@ -43,7 +43,6 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
         pa.ipc.new_stream(file, schema) as writer,
     ):
         for start in starts:
-            work.peers.raise_if_failed()
             ids = range(start, min(start + starts.step, starts.stop))
             if raw.source.held_out:
                 kept.append(_choose_rows(raw, ids))
@@ -86,7 +85,7 @@ def published(final: Path, work: SharedWork) -> Iterator[Path]:
 
 
 def temporary_path(final: Path, work: SharedWork) -> Path:
-    return final.with_name(f"{final.name}.{work.peers.host}.{os.getpid()}.tmp")
+    return final.with_name(f"{final.name}.{work.host}.{os.getpid()}.tmp")
 
 
 def _choose_rows(raw: RawRows, ids: range) -> np.ndarray:

@@ -151,7 +151,6 @@ def _transfer_http(url: str, field: str, version: dict, part: Path, work: Shared
                 file.write(chunk)
                 file.flush()  # if this process is killed, the next one resumes here
                 bar.update(len(chunk))
-                work.peers.raise_if_failed()
         if not remote_version.is_plain(answer.headers):
             _decompress(part, answer.headers["Content-Encoding"])
         if "Content-Length" not in answer.headers and "chunked" not in answer.headers.get("Transfer-Encoding", ""):

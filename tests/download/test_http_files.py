@@ -56,7 +56,6 @@ def fetch(tmp_path, monkeypatch):
 
     def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
         fetch_records.records.clear()
-        shutil.rmtree(cache / "crews", ignore_errors=True)
         return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
 
     return fetch
@@ -400,9 +399,9 @@ def start(hub, folder, argv, world: int, before=lambda: None, **environment) -> 
 
 
 def fails(ended: Ended, *words: str) -> None:
-    """Assert that all ranks ended with exit code 2, and that one of them, and no other, printed why."""
+    """Assert that all ranks ended with exit code 2 and printed why."""
     assert set(ended.codes) == {2}, (ended.codes, ended.texts)
-    assert all(ended.count(word) == 1 for word in words), ended.texts
+    assert all(ended.count(word) == len(ended.codes) for word in words), ended.texts
 
 
 @contextmanager
