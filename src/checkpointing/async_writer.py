@@ -21,7 +21,8 @@ from src.config.errors import Failure, warn
 from src.config.schema import RunConfig
 from src.distributed.stop_signals import StopSignals
 from src.distributed.strategies import Strategy
-from src.runtime import console, run_status
+from src.runtime import console
+from src.runtime.exit_codes import is_exiting
 from src.storage import atomic_folder
 from src.storage.disk_errors import is_disk_error
 from src.storage.jsonl import JsonlWriter
@@ -233,7 +234,7 @@ class CheckpointWriter:
             f"step {step} saved: training paused {pause:.3f} s, {copying:.3f} s of it to copy {size / 1e6:,.1f} MB to the host; "
             f"written, hashed and published in the background in {seconds:.3f} s"
         )
-        if not run_status.failed_rank(self.folder, -1):  # keep a failed rank's traceback the last thing printed
+        if not is_exiting():  # keep the error of a failed rank the last thing that it prints
             console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")
 
     def _delete_old(self, best_step: int) -> None:

@@ -6,7 +6,6 @@ Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_folder.p
 import json
 import os
 import shutil
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,11 +62,9 @@ class Start:
 
 
 def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> Start:
-    """Return the main process's choice on every rank, or raise its error on every rank; set `run_status.launch`."""
+    """Return the main process's choice on every rank, or raise its error on every rank."""
     accelerator, options = strategy.accelerator, task.options
-    (checkpoint, notes), run_status.launch = run_on_main(
-        accelerator, lambda: (_choose_on_main(accelerator, cfg, options, splits), f"{os.getpid()}_{time.time_ns()}")
-    )
+    checkpoint, notes = run_on_main(accelerator, lambda: _choose_on_main(accelerator, cfg, options, splits))
     size = cfg.per_device_batch_size
     if checkpoint and size == "auto":
         size = read_state(checkpoint)["config"]["per_device_batch_size"]
@@ -82,7 +79,6 @@ def _choose_on_main(accelerator: "Accelerator", cfg: RunConfig, options, splits:
             for path in (folder / "final", folder / "checkpoints" / "step_*"):
                 atomic_folder.remove_leftovers(path.parent, path.name)
         start = find(cfg, options, identity(accelerator, cfg, splits))
-        run_status.clear_failure(folder)
     except OSError as error:
         raise UsageError(f"resume: {error}") from error
     return start

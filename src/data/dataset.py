@@ -40,9 +40,7 @@ def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation"))
 
     The key "validation" is missing if there is no validation data."""
     work = SharedWork(cache_root(cfg))
-    # The inner handler turns an OSError into the message that `joined` reports to other ranks. The outer handler covers
-    # the files that `joined` itself writes.
-    with _explain_unwritable_cache(work), work.peers.joined(), _explain_unwritable_cache(work):
+    with _explain_unwritable_cache(work):
         task.load()
         if "train" in wanted:
             for check_task in functions_of_addons(cfg, "check_task"):

@@ -42,7 +42,6 @@ def write_piece(task: Task, raw: RawRows, features, starts: range, target: Path,
         pa.ipc.new_stream(file, schema) as writer,
     ):
         for start in starts:
-            work.peers.raise_if_failed()
             ids = range(start, min(start + starts.step, starts.stop))
             if (chosen := raw.source.choose_rows(raw, ids)) is not None:
                 kept.append(chosen)
@@ -85,7 +84,7 @@ def published(final: Path, work: SharedWork) -> Iterator[Path]:
 
 
 def temporary_path(final: Path, work: SharedWork) -> Path:
-    return final.with_name(f"{final.name}.{work.peers.host}.{os.getpid()}.tmp")
+    return final.with_name(f"{final.name}.{work.host}.{os.getpid()}.tmp")
 
 
 def _contents(batch: pa.RecordBatch) -> Iterator[bytes]:

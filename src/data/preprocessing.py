@@ -9,12 +9,13 @@ import json
 import os
 import shutil
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
@@ -105,7 +106,7 @@ def _prepare(cfg: RunConfig, task: Task, source: Source, work: SharedWork, folde
         _run_with_helpers(cfg.preprocessing_num_workers, work, targets, make, f"preparing {what}")
         work.run_once(folder / STATS, lambda: _finish(task, raw, targets, work), what)
     except UsageError:
-        if work.peers.alone:  # the user must fix the data, so these pieces cannot be reused
+        if work.world_size == 1:  # the user must fix the data, so these pieces cannot be reused
             shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -132,7 +133,7 @@ def _finish(task: Task, raw: RawRows, targets: list[Path], work: SharedWork) -> 
     """Write the statistics. Remove temporary files, and unfinished folders of other data that are older than a week."""
     write_stats(raw, targets, work)
     folder = targets[0].parent
-    if work.peers.locks_work:  # without file locks another process may still read them
+    if work.locks_work():  # without file locks another process may still read them
         for left in (*folder.glob("*.npz"), *folder.glob("*.lock"), *folder.glob("*.tmp")):
             left.unlink(missing_ok=True)
     for other in folder.parent.iterdir():
@@ -146,31 +147,26 @@ def _run_with_helpers(
 ) -> None:
     """Make all pieces, together with all processes on this disk and up to `processes` − 1 children of this one."""
     missing = sum(not target.exists() for target in targets)
-    parent = os.getpid()
+    context, parent = get_context("fork"), os.getpid()
+    pipes = [context.Pipe(duplex=False) for _ in range(min(processes, missing) - 1)]
+    receivers = [receiver for receiver, _ in pipes]
+    children = [
+        context.Process(target=_help_parent, args=(sender, parent, work, targets, make, what), daemon=True)
+        for _, sender in pipes
+    ]
 
-    def make_while_parent_lives(i: int) -> None:
-        if os.getppid() != parent:
-            os._exit(1)
+    def make_unless_a_child_failed(i: int) -> None:
+        _raise_error_of_a_child(receivers)
         make(i)
 
-    def help_parent() -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of a tokenizer do not survive a fork
-        try:
-            work.run_all(targets, make_while_parent_lives, what)
-        except BaseException as error:
-            work.peers.report_failure(error)
-            os._exit(1)
-        os._exit(0)
-
-    count = min(processes, missing) - 1
-    children = [get_context("fork").Process(target=help_parent, daemon=True) for _ in range(count)]
     for child in children:
         child.start()
     try:
-        work.run_all(targets, make, what)
-        for child in children:
-            child.join()
-        work.peers.raise_if_failed()
+        work.run_all(targets, make_unless_a_child_failed, what)
+        while any(child.is_alive() for child in children):
+            _raise_error_of_a_child(receivers)
+            time.sleep(0.05)
+        _raise_error_of_a_child(receivers)
         if failed := [child.exitcode for child in children if child.exitcode]:
             raise Failure(
                 f"{what}: a child process died (exit code {failed[0]}; −9: killed, perhaps because host memory was full)"
@@ -178,3 +174,31 @@ def _run_with_helpers(
     finally:
         for child in children:
             child.kill()
+
+
+def _help_parent(
+    sender, parent: int, work: SharedWork, targets: list[Path], make: Callable[[int], None], what: str
+) -> NoReturn:
+    """Make pieces in a child process until all exist or the parent has ended; send an error to the parent."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the threads of a tokenizer do not survive a fork
+
+    def make_while_parent_lives(i: int) -> None:
+        if os.getppid() != parent:
+            os._exit(1)
+        make(i)
+
+    try:
+        work.run_all(targets, make_while_parent_lives, what)
+    except (UsageError, OSError) as error:
+        sender.send(error)
+        os._exit(1)
+    except BaseException:
+        sender.send(Failure(f"{what}: a child process failed:\n{traceback.format_exc()}"))
+        os._exit(1)
+    os._exit(0)
+
+
+def _raise_error_of_a_child(receivers: list) -> None:
+    for receiver in receivers:
+        if receiver.poll():
+            raise receiver.recv()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
 from src.runtime import run_lock, run_status
-from src.runtime.exit_codes import code_of_failed_rank, exit_process, is_exiting
+from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class StopSignals:
         self.reason: str | None = None  # why this rank wants to stop
         self.save_requested = False
         self.is_training = False
-        self.is_ending = False  # because another rank failed
         self.step_seconds = 0.0  # of the slowest step
         self.save_seconds = 0.0  # of the slowest save
         self.last_boundary: float | None = None
@@ -106,22 +105,23 @@ class StopSignals:
             _exit_early(number)
         if self.first_signal is None:
             self.first_signal = now
+            if another_rank_failed():  # in a thread, so that this one notices a second signal
+                threading.Thread(target=exit_process, args=(EXIT_FAILED,), name="end", daemon=True).start()
+                return
             self.reason = self.reason or name
-            if not is_exiting() and not run_status.failed_rank(self.folder, self.rank):
+            if not is_exiting():
                 text = f"{name}: saving after this step, then stopping; a second {name} stops without saving"
                 log.info("%s", text)
                 if self.is_main:  # print once, since Ctrl-C reaches all ranks
                     print(f"\n{text}", file=sys.stderr, flush=True)
         elif now - self.first_signal > COPY_SECONDS:
-            text = f"Stopped by a second {name} without saving"
-            is_first = run_status.report_failure(self.folder, self.rank, text, 128 + number)
-            _exit(128 + number, f"{text} (rank {self.rank})." if is_first else "")
+            _exit(128 + number, f"Stopped by a second {name} without saving.")
 
     def _record_early_stop(self, name: str) -> None:
         """Set the status in status.json to "stopped", if this launch has written that file."""
         status = run_status.read_status(self.folder)
         is_own = status.get("status") == "running" and status.get("launcher") == os.getppid()
-        if self.is_main and is_own and not code_of_failed_rank():
+        if self.is_main and is_own and not another_rank_failed():
             with suppress(OSError):
                 reason = f"Stopped by {name} before the first step."
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
@@ -131,20 +131,8 @@ class StopSignals:
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
-        if not self.is_training:
-            return
-        if other := run_status.failed_rank(self.folder, self.rank):
-            if not self.is_ending:
-                self.is_ending = True
-                log.info("rank %s failed", other)
-                threading.Thread(target=self._end_as_failed, name="end", daemon=True).start()
-        elif self.is_main:
+        if self.is_training and self.is_main:
             self._poll_requests()
-
-    def _end_as_failed(self) -> None:
-        """End with the code of the rank that failed; meanwhile the other thread notices a second signal."""
-        time.sleep(2)  # so that the launcher sees the failed rank end first, and reports it
-        exit_process(run_status.failed_code(self.folder))
 
     def _poll_requests(self) -> None:
         """Check the time limit and the files `save` and `stop`; delete these files."""
@@ -170,9 +158,10 @@ def exit_on_signal() -> None:
 
 def _exit_early(number: signal.Signals) -> NoReturn:
     """End this process, which does not train yet; silently if a launcher ends it because another rank has failed."""
-    code = code_of_failed_rank()
+    failed = another_rank_failed()
     text = f"Stopped by {_display_name(number)} before training began: there is nothing to save."
-    _exit(code or EXIT_STOPPED, text if not code and os.environ.get("RANK", "0") == "0" else "")
+    is_silent = failed or os.environ.get("RANK", "0") != "0"
+    _exit(EXIT_FAILED if failed else EXIT_STOPPED, "" if is_silent else text)
 
 
 def check_launcher() -> None:
@@ -182,8 +171,7 @@ def check_launcher() -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore signals and release the run folder's lock in a dataloader worker: its rank handles both."""
-    run_lock.unlock_run_folder()
+    """Ignore signals in a dataloader worker: its rank handles them."""
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -201,5 +189,5 @@ def _exit(code: int, text: str) -> NoReturn:
     """Log and print `text` unless it is empty, and end this process at once."""
     if text:
         log.info("%s", text)
-        print(f"\n{text}", file=sys.stderr, flush=True)
+        print_once(text)
     exit_process(code, TRACKER_SECONDS)

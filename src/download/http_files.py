@@ -49,12 +49,12 @@ def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
     def fetch() -> dict:
         folder.mkdir(parents=True, exist_ok=True)
         with work.exclusive(folder / RECORD, what):  # another launch may download the same file
-            return _fetch(url, field, folder, work)
+            return _fetch(url, field, folder)
 
     return str(folder / fetch_once(url, fetch, work, what)["file"])
 
 
-def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
+def _fetch(url: str, field: str, folder: Path) -> dict:
     """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
     record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else None
     file = folder / record["file"] if record else folder
@@ -65,7 +65,7 @@ def _fetch(url: str, field: str, folder: Path, work: SharedWork) -> dict:
         time.sleep(failures)
         try:
             version = look_up(url, field)
-            return record if record and _is_current(record, version) else _download(url, field, version, folder, work)
+            return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except OSError as error:
             reason = one_line(error)
     if record is None and reason:
@@ -85,7 +85,7 @@ def _is_current(record: dict, version: dict) -> bool:
     return version[key] is not None and record[key] == version[key] and version["bytes"] in (None, record["bytes"])
 
 
-def _download(url: str, field: str, version: dict, folder: Path, work: SharedWork) -> dict:
+def _download(url: str, field: str, version: dict, folder: Path) -> dict:
     """Download a file and return its record. Raise OSError if the copy is incomplete, or the file changes meanwhile."""
     from aiohttp import ClientError
     from fsspec.callbacks import Callback
@@ -96,7 +96,6 @@ def _download(url: str, field: str, version: dict, folder: Path, work: SharedWor
 
         def progress(_size, value: int, **_) -> None:
             bar.update(value - bar.n)
-            work.peers.raise_if_failed()
 
         try:
             store.get_file(path, str(part), callback=Callback(hooks={"progress": progress}))

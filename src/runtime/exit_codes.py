@@ -1,9 +1,11 @@
-"""The end of a process: exit code, final message, status.json, hooks that close trackers.
+"""The end of a process: exit code, error message, status.json, hooks that close trackers.
 
 Exit codes: 0 complete · 1 failed · 2 the user can fix the error · 75 stopped and saved (EX_TEMPFAIL of sysexits.h):
-run the same command to resume · 128 + N ended at once by signal N. Tests: tests/distributed/test_rank_failure.py.
+run the same command to resume · 128 + N ended at once by signal N. Each rank that fails prints its error; the launcher
+ends the other ranks and names the first failure. Tests: tests/distributed/test_rank_failure.py.
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -15,19 +17,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from filelock import FileLock
+
 from src.config.errors import Failure, Stopped, UsageError
 from src.config.redact import redact, redact_all
 from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
-from src.storage import peer_failures
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
 CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
-ROOT_CAUSE_WAIT = 5.0  # seconds that a rank with a lost connection waits for the report of the rank that failed first
-COMMON_ERROR_WAIT = 5.0  # seconds that a rank waits for rank 0 to report an error that all ranks may have
-LOCAL_RANK_0_WAIT = 120.0  # seconds that a rank waits for the end of the one that prints the errors of all
-LAUNCHER_WAIT = 2.0  # seconds until the launcher has noticed the rank that ended first, so that it quotes its error
 
 log = logging.getLogger("run")
 _run_folder: Path | None = None
@@ -80,7 +79,7 @@ def run_main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`. On any error, print it and exit at once, so that no other rank waits for this one."""
     argv = _prepare()
     try:
-        work(argv)
+        _recorded(work)(argv)
         if not run_exit_hooks():  # what blocks this hook could also block the normal exit of Python
             exit_process(0)
     except SystemExit as error:
@@ -88,15 +87,32 @@ def run_main(work: Callable[[list[str]], None]) -> None:
             raise
         _fail(error)  # a library called sys.exit during the run
     except UsageError as error:
-        _end(EXIT_USAGE, str(error), "error: ", error)
+        _end(EXIT_USAGE, str(error), f"error: {error}")
     except Stopped as error:
-        _end(EXIT_STOPPED, str(error))
+        _stop(EXIT_STOPPED, str(error))
     except Failure as error:
-        _end(EXIT_FAILED, f"failed: {error}", "", error)
+        _end(EXIT_FAILED, f"failed: {error}", f"failed: {error}")
     except KeyboardInterrupt:
-        _end(EXIT_CTRL_C, "Stopped by Ctrl-C.")
+        _stop(EXIT_CTRL_C, "Stopped by Ctrl-C.")
     except Exception as error:
         _fail(error)
+
+
+def _recorded(work: Callable[[list[str]], None]) -> Callable:
+    """Return `work` with torchelastic's @record: it writes an error to a file, and the launcher quotes the first one."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return work
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class RedactingHandler(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            if isinstance(e, Stopped):  # no failure: `another_rank_failed` looks for these files
+                return
+            with suppress(OSError):  # the launcher's folder in /tmp is full or gone: code and message still count
+                error = {"message": redact(_describe(e)), "timestamp": int(time.time())}
+                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
+
+    return record(work, RedactingHandler())
 
 
 def _prepare() -> list[str]:
@@ -127,64 +143,45 @@ def _redact_stream(stream: Any) -> None:
     stream.flush = wrap(stream.flush)
 
 
-def _end(code: int, message: str, prefix: str = "", error: Exception | None = None) -> NoReturn:
-    """End this rank with an outcome that all ranks share, or with an error that it alone has. Only one rank prints."""
+def _stop(code: int, message: str) -> NoReturn:
+    """End this rank after a stop of all ranks; rank 0 prints it, because only rank 0 knows the step."""
     _log(message)
-    if _prints(code, message, error):
-        _record(code, message)
-        _print_error(prefix + message)
-    else:  # let the rank that prints end first, because the launcher quotes the first, and ends the others
-        time.sleep(1)
-        if _run_folder is None and peer_failures.current is None:  # it may still import
-            peer_failures.wait_for_local_rank_0(LOCAL_RANK_0_WAIT)
+    if _rank() == 0:
+        _write_status(code, message)
+        print_once(message)
+    else:
+        time.sleep(1)  # so that rank 0 ends first: a rank that ends makes the launcher send SIGTERM to the others
     exit_process(code)
 
 
-def _prints(code: int, message: str, error: Exception | None) -> bool:
-    """Return True if this rank prints the outcome: rank 0 a stop, because only it knows the step; an error one rank.
-
-    The attributes `already_reported` and `reported_elsewhere` of an error, if set, have decided it."""
-    if hasattr(error, "reported_elsewhere"):
-        return not error.reported_elsewhere
-    if error is None or (_run_folder is None and peer_failures.current is None):
-        return os.environ.get("RANK" if code == EXIT_STOPPED else "LOCAL_RANK", "0") == "0"
-    if _rank() > 0 and code_of_failed_rank(COMMON_ERROR_WAIT):  # rank 0 prints an error of all ranks
-        return False
-    return _report(error, message, code)
+def _end(code: int, message: str, printed: str) -> NoReturn:
+    """End this rank because of an error."""
+    _log(message)
+    _write_status(code, message)
+    print_once(printed)
+    exit_process(code)
 
 
 def _fail(error: BaseException) -> NoReturn:
-    """End this rank because of its own error. Print the error unless another rank failed before."""
-    text = console.unwritten() + _describe(error, _rank())
-    _log(text)
-    connection_lost = isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS)
-    is_first = getattr(error, "already_reported", False)  # during data preparation
-    code = None if is_first else code_of_failed_rank(ROOT_CAUSE_WAIT if connection_lost else 0.0)
-    if code or not _report(error, text, EXIT_FAILED):
-        time.sleep(LAUNCHER_WAIT)
-        exit_process(code or EXIT_FAILED)
-    if connection_lost and _run_folder is None:
-        text = f"the connection to another rank was lost before the first step; see the error of that rank ({error})"
-    elif connection_lost:
-        text += f"\nrank {_rank()} lost the connection to another rank, which ended without a report (was it killed?)"
-    _record(EXIT_FAILED, text)
-    _print_error(f"rank {_rank()} failed:\n{text}")
-    exit_process(EXIT_FAILED)
+    """End this rank because of an error that is not the user's."""
+    text = console.unwritten() + _describe(error)
+    if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
+        time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
+        text += f"\nrank {_rank()} lost the connection to another rank: see the error of that rank (was it killed?)"
+    _end(EXIT_FAILED, text, f"rank {_rank()} failed:\n{text}")
 
 
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def _describe(error: BaseException, rank: int) -> str:
-    """Return the traceback, or the message of a UsageError; if memory ran out, also what to do."""
-    text = str(error) if isinstance(error, UsageError) else traceback.format_exc()
+def _describe(error: BaseException) -> str:
+    """Return the traceback, or the message of an error that is explained; if memory ran out, also what to do."""
+    text = str(error) if isinstance(error, UsageError | Failure) else traceback.format_exc()
     if is_out_of_memory(error):
         both = "a smaller --per_device_batch_size (in an evaluation, --per_device_eval_batch_size)"
         smaller = getattr(error, "smaller_batch", both)  # set in a forward or backward pass of training
-        text += (
-            f"\nrank {rank} ran out of memory: give {smaller}; the same command then resumes from the last checkpoint"
-        )
+        text += f"\nrank {_rank()} ran out of memory: give {smaller}; the same command then resumes from the last checkpoint"
     return text
 
 
@@ -198,40 +195,24 @@ def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
     return any(word in message for word in words)
 
 
-def _report(error: BaseException, text: str, code: int) -> bool:
-    """Report this rank's error to the other ranks; return True if this is the first report of the launch."""
-    if peer_failures.current:
-        peer_failures.current.report_failure(error)
-    if _run_folder is not None:
-        return run_status.report_failure(_run_folder, _rank(), text, code)
-    return getattr(error, "already_reported", True)
+def another_rank_failed() -> bool:
+    """Return True if another rank of this launcher has failed: then the launcher ends this one, too."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
+        return False
+    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
+    return any(file != own for file in own.parents[1].glob("*/error.json"))
 
 
-def code_of_failed_rank(seconds: float = 0.0) -> int | None:
-    """Return the exit code of another rank that has reported a failure; wait up to `seconds` for its report."""
-    deadline = time.monotonic() + seconds
-    while True:
-        if _run_folder is not None and run_status.failed_rank(_run_folder, _rank()):
-            return run_status.failed_code(_run_folder)
-        if peer_failures.current and (error := peer_failures.current.other_error()):
-            return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
-        if time.monotonic() >= deadline:
-            return None
-        time.sleep(0.1)
-
-
-def _record(code: int, message: str) -> None:
-    """Write the outcome to status.json, and to torchrun's error file, from which it quotes the first error."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        with suppress(OSError):  # the launcher's folder in /tmp is full or gone: the code and the message still count
-            Path(file).write_text(json.dumps({"message": redact(message), "timestamp": int(time.time())}))
+def _write_status(code: int, message: str) -> None:
+    """Write the outcome to status.json. The first failure counts: the errors of other ranks may follow from it."""
     if _run_folder is None:
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
     last_line = message.strip().splitlines()[-1]
     with suppress(OSError):
-        step = run_status.read_status(_run_folder).get("step")
-        run_status.write_status(_run_folder, outcome, step, code, last_line)
+        status = run_status.read_status(_run_folder)
+        if status.get("status") != "failed":
+            run_status.write_status(_run_folder, outcome, status.get("step"), code, last_line)
 
 
 def _log(message: str) -> None:
@@ -240,6 +221,18 @@ def _log(message: str) -> None:
         log.error("%s", message)
 
 
-def _print_error(message: str) -> None:
+def print_once(message: str) -> None:
+    """Print why this process ends. If several ranks of a launcher have the same message, only the first one prints it."""
     sys.stdout.flush()
+    try:
+        mark = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / hashlib.sha256(message.encode()).hexdigest()
+        with FileLock(f"{mark}.lock", timeout=5):
+            if not mark.exists():
+                _write_error(message)
+                mark.touch()
+    except (KeyError, OSError):  # no launcher, or its folder is full or gone
+        _write_error(message)
+
+
+def _write_error(message: str) -> None:
     print(f"\n{message}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""RUN/status.json: state and exit code of a run. Also: find the newest run, and report which rank failed first.
+"""RUN/status.json: state and exit code of a run. Also: find the newest run.
 
     python -m src.runtime.run_status RUN [CODE]           print the exit code of the run; CODE, the launcher's, if it has none
     python -m src.runtime.run_status --newest             print the folder in runs/ that a run wrote to last
@@ -11,7 +11,6 @@ import json
 import os
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from src.config.redact import redact
@@ -19,8 +18,6 @@ from src.storage import atomic_folder
 
 EXIT_STOPPED = 75
 ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
-FAILED = "logs/failed.json"
-launch = ""  # identifier of this launch on all ranks: reports of another one are ignored: its ranks may still live
 
 
 def write_status(
@@ -51,48 +48,6 @@ def newest_run(parent: Path, weights: bool = True) -> Path | None:
         if files and (has_weights or not weights):
             times[folder] = max(file.stat().st_mtime for file in files)
     return max(times, key=lambda folder: times[folder], default=None)
-
-
-def report_failure(folder: Path, rank: int, message: str, code: int = 1) -> bool:
-    """Return True if this rank is the first of its run to fail, after writing logs/failed.json: message and exit code."""
-    file = folder / FAILED
-    temporary = file.with_name(f".failed_{rank}.tmp")
-    report = {"rank": rank, "code": code, "launch": launch, "message": redact(message)}
-    try:
-        if file.exists() and not _failure(folder):
-            clear_failure(folder)
-        temporary.write_text(json.dumps(report | {"time": time.time()}))
-        os.link(temporary, file)  # fails if the file exists; no reader sees it half-written
-    except FileExistsError:
-        return False
-    except OSError:
-        return True  # if the folder is not writable, every rank prints its error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    return True
-
-
-def failed_rank(folder: Path, rank: int) -> str | None:
-    """Return the rank that failed first, or None if no rank failed or this rank (`rank`) was first."""
-    first = _failure(folder).get("rank", rank)
-    return str(first) if first != rank else None
-
-
-def failed_code(folder: Path) -> int:
-    """Return the exit code of the rank that failed first, with which the other ranks end, too."""
-    return _failure(folder).get("code", 1)
-
-
-def _failure(folder: Path) -> dict:
-    """Return the report of the rank of this launch that failed first, or {}."""
-    report = atomic_folder.read_json(folder / FAILED)
-    return report if report.get("launch") == launch else {}
-
-
-def clear_failure(folder: Path) -> None:
-    """Remove the report of a failed rank that an earlier launch has left."""
-    (folder / FAILED).unlink(missing_ok=True)
 
 
 def main(argv: list[str]) -> int:

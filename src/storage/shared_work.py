@@ -1,9 +1,9 @@
-"""Tasks that run once per machine or shared disk: one process works, all others get the file or raise the error.
+"""Tasks that run once per machine or shared disk: one process works under a file lock, the others wait and find the result.
 
-Processes coordinate through files and file locks only, never through a collective. So this works before a process
-group exists, between launches that start together, and on nodes with a shared disk or local disks. An atomic rename
-publishes each result, and every process would write the same bytes. So a file system that ignores locks only costs
-repeated work.
+Processes coordinate through file locks only, never through a collective. So this works before a process group exists,
+between launches that start together, and on nodes with a shared disk or local disks. The kernel releases the lock of a
+process that dies, and the next process does its work. An atomic rename publishes each result, and every process would
+write the same bytes. So a file system that ignores locks only costs repeated work.
 
 Tests: tests/storage/test_shared_work.py.
 """
@@ -11,30 +11,35 @@ Tests: tests/storage/test_shared_work.py.
 import hashlib
 import json
 import os
+import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from src.storage.atomic_folder import fsync
-from src.storage.peer_failures import LaunchPeers, try_lock
+from filelock import FileLock, Timeout
 
-POLL = 0.1  # seconds between two checks if another process has finished
+from src.storage.atomic_folder import fsync
+
 NOTICE_EVERY = 10.0  # seconds between two messages about waiting
+STARTED = time.time()
+START_SPREAD = 20.0  # seconds within which the processes of a launch start
+DAY = 24 * 3600
 
 
 class SharedWork:
     """Runner of tasks for all processes that share the folder `root`.
 
-    A task is identified by the file that it publishes. One process runs the task; the others wait. If the task fails,
-    all processes of the launch raise its error. If its process dies, they raise Failure.
+    A task is identified by the file that it publishes. If a task fails, its process raises the error, and the next
+    process tries it: the launcher ends the other ranks, or they meet the same error.
     """
 
     def __init__(self, root: str | Path):
         self.root = Path(root)
-        self.peers = LaunchPeers(self.root)
+        self.host = socket.gethostname()
+        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
         """Call `make()`, which creates `target`, in one process. Return when `target` exists."""
@@ -43,53 +48,73 @@ class SharedWork:
     def run_all(self, targets: Sequence[Path], make: Callable[[int], None], what: str) -> None:
         """Call `make(index)`, which creates a target, in one process for each target. Return when all targets exist.
 
-        `make` must publish a target atomically. Processes of other launches take part. If one of them dies, its lock is
-        released, and another process makes its unfinished target.
-        """
+        `make` must publish a target atomically. Processes of other launches take part."""
         for folder in {target.parent for target in targets}:
             folder.mkdir(parents=True, exist_ok=True)
-        first = int(self.peers.rank) * len(targets) // self.peers.world_size  # each rank begins at another target
+        first = self.rank * len(targets) // self.world_size  # each rank begins at another target
         order = [*range(first, len(targets)), *range(first)]
-        notice = _WaitNotice(what)
-        while missing := [i for i in order if not targets[i].exists()]:
-            if not self._make_unlocked(missing, targets, make):
-                notice.sleep(f", {len(missing)} of {len(targets)} pieces left" if len(targets) > 1 else "")
-
-    def _make_unlocked(self, missing: list[int], targets: Sequence[Path], make: Callable[[int], None]) -> bool:
-        """Make each missing target that no other process is making. Return True if there was any."""
-        made = False
-        for i in missing:
-            self.peers.raise_if_failed()
-            with try_lock(targets[i]) as locked:
-                if not locked or targets[i].exists():
+        for wait in (False, True):  # first make what no other process makes, then wait for the others
+            for i in order:
+                if targets[i].exists():
                     continue
-                self.peers.raise_if_failed()  # check again: the lock may be free because its holder has failed
-                try:
-                    make(i)
-                except BaseException as error:
-                    self.peers.report_failure(error)  # with the lock held, or the next process would try the same
-                    raise
-                made = True
-        return made
+                with self._locked(targets[i], what, wait) as locked:
+                    if locked and not targets[i].exists():
+                        make(i)
 
     def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
         """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
-        result = self.peers.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
-        self.peers.remove_if_old(result)
+        if self.world_size == 1:
+            return compute()
+        folder = self.root / "launches" / _launch_name()
+        result = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        with suppress(FileNotFoundError):
+            if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
+                result.unlink()
         self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
+        self._remove_old_launches()
         return json.loads(result.read_text())
 
     @contextmanager
     def exclusive(self, target: Path, what: str) -> Iterator[None]:
         """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
-        notice = _WaitNotice(what)
+        with self._locked(target, what):
+            yield
+
+    def locks_work(self) -> bool:
+        """Return False if file locks have no effect on this disk: then two processes may do the same work."""
+        path = self.root / f"locks.{self.host}.{os.getpid()}.tmp"
+        try:
+            with FileLock(path), suppress(Timeout), FileLock(path, timeout=0):
+                return False
+            return True
+        finally:
+            path.unlink(missing_ok=True)
+
+    @contextmanager
+    def _locked(self, target: Path, what: str, wait: bool = True) -> Iterator[bool]:
+        """Hold the lock of `target`. Yield False instead if another process holds it and `wait` is False."""
+        lock = FileLock(f"{target}.lock")
         while True:
-            with try_lock(target) as locked:
-                if locked:
-                    yield
+            try:
+                lock.acquire(timeout=NOTICE_EVERY if wait else 0)
+                break
+            except Timeout:
+                if not wait:
+                    yield False
                     return
-            self.peers.raise_if_failed()
-            notice.sleep()
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
+        try:
+            yield True
+        finally:
+            lock.release()
+
+    def _remove_old_launches(self) -> None:
+        """Remove the results of launches over a day ago."""
+        for folder in (self.root / "launches").iterdir():
+            with suppress(OSError):
+                if STARTED - folder.stat().st_mtime > DAY:
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomic(target: Path, text: str) -> None:
@@ -100,15 +125,11 @@ def write_atomic(target: Path, text: str) -> None:
     temporary.replace(target)
 
 
-class _WaitNotice:
-    """Prints every NOTICE_EVERY seconds, on local rank 0, which task this process waits for."""
+def _launch_name() -> str:
+    """Return the name of this launch, which is the same in all its processes on all nodes.
 
-    def __init__(self, what: str):
-        self.what = what
-        self.printed = time.monotonic()
-
-    def sleep(self, detail: str = "") -> None:
-        if time.monotonic() - self.printed > NOTICE_EVERY and os.environ.get("LOCAL_RANK", "0") == "0":
-            self.printed = time.monotonic()
-            print(f"waiting for another process: {self.what}{detail}", file=sys.stderr, flush=True)
-        time.sleep(POLL)
+    Launches on one host have its name and the number of their launcher in theirs."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    host = [socket.gethostname(), str(os.getppid())] if on_one_host else []
+    return "_".join(host + [os.environ.get(name, "") for name in names]).replace("/", "_")

@@ -97,7 +97,7 @@ def test_bug_in_the_writer_ends_all_ranks_with_its_traceback(tiny, tmp_path, mon
     assert "in failing" in outputs[0]  # where it was raised, in the other thread
     assert outputs[0].rstrip().endswith("RuntimeError: a bug in the writing")
     assert "a bug in the writing" in (tmp_path / "run" / "logs" / "rank_0.log").read_text()
-    assert "Traceback" not in "".join(outputs[1:])
+    assert "a bug in the writing" not in "".join(outputs[1:])
 
 
 MISSING = FileNotFoundError(errno.ENOENT, "No such file or directory", "config.json")
@@ -326,7 +326,7 @@ def test_error_does_not_cost_the_checkpoint_in_progress(tiny, tmp_path, monkeypa
         monkeypatch.setattr(writer_thread, "on_exit", lambda close: None)
     codes, outputs = command(recipe.flags(tiny), tmp_path, world=2)
     assert codes == [1, 1], outputs
-    assert "".join(outputs).count("failed:") == 1
+    assert "ValueError: a cosmic ray" in outputs[rank]
     found = checkpoint_list.list_checkpoints(tmp_path / "run") if mutant else saved(tmp_path / "run")
     assert found == ([] if mutant else [4])
 

@@ -212,7 +212,7 @@ def test_all_ranks_end_when_a_loader_process_fails(tiny, tmp_path, monkeypatch, 
     codes = _ends(ranks, 120)
     texts = [(ranks.out / f"rank{rank}.txt").read_text() for rank in range(2)]
     assert codes == [1, 1], texts
-    assert re.findall(r"rank (\d) failed:", "".join(texts)) == ["1"]
+    assert "rank 1 failed:" in texts[1]
     _, splits = kit.open_data(**tiny, cache_dir=tmp_path / "cache")
     rows = json.loads((tmp_path / "rows.json").read_text())
     message = texts[1].rstrip().splitlines()[-1]

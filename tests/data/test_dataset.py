@@ -25,7 +25,7 @@ from src.config.schema import RunConfig
 from src.data import data_loader, local_files, preprocessing
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.encode_fingerprint import encode_fingerprint
-from src.storage import peer_failures, shared_work
+from src.storage import shared_work
 from src.tasks import MODULES, OPTIONS, Batch, base, causal_lm
 from src.text.encode_rows import Encoder
 from tests.helpers import kit
@@ -401,7 +401,7 @@ class Parent(base.Task):
 
 class Child(Parent):
     def load(self):
-        return peer_failures.STARTED
+        return shared_work.STARTED
 
     @property
     def made_by_property(self):
@@ -420,7 +420,7 @@ def test_fingerprint_finds_what_a_task_of_ones_own_uses(monkeypatch):
     first = encode_fingerprint(task)
     assert "Parent.encode " in first
     assert "src.text.encode_rows.Encoder " in first  # an object that `load` made
-    monkeypatch.setattr(peer_failures, "STARTED", 1.0)
+    monkeypatch.setattr(shared_work, "STARTED", 1.0)
     assert encode_fingerprint(task) == first  # `image.load()` is not the task's `load`
     monkeypatch.setitem(globals(), "WORDS", ["one", "three"])
     assert encode_fingerprint(task) != first
@@ -430,7 +430,7 @@ def test_fingerprint_finds_what_a_task_of_ones_own_uses(monkeypatch):
 def test_fingerprint_of_a_task_is_the_same_in_every_process(name, monkeypatch):
     task = importlib.import_module(MODULES[name]).Task(None, None)
     first = encode_fingerprint(task)
-    monkeypatch.setattr(peer_failures, "STARTED", 1.0)  # the time at which this process started
+    monkeypatch.setattr(shared_work, "STARTED", 1.0)  # the time at which this process started
     assert encode_fingerprint(task) == first
 
 
@@ -467,8 +467,7 @@ def test_processes_started_together_prepare_once(tools, tmp_path):
 
 def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(shared_work, "try_lock", lambda path: nullcontext(True))
-    monkeypatch.setattr(peer_failures.LaunchPeers, "raise_if_failed", lambda self: None)
+    monkeypatch.setattr(shared_work.SharedWork, "_locked", lambda *_: nullcontext(True))
     with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, 2, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1

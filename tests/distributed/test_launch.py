@@ -75,7 +75,7 @@ def test_launch_of_two_processes(files, plain, tmp_path):
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
     assert (environment["world_size"], environment["strategy"]) == (2, "DDP over gloo")
     assert "2 ranks × 2 accumulated" in environment["global_batch"]
-    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rank_0.log", "rank_1.log"}
+    assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"rank_0.log", "rank_1.log", "run.lock"}
     # Two separate replicas would each see all the data, which doubles the weight of a step.
     run = kit.Run(tmp_path / "run")
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in plain.kind("train")]

@@ -1,15 +1,16 @@
-"""An error on one rank ends all ranks soon, and the last thing printed is that error."""
+"""A rank that fails prints its error and ends; the launcher names the first failure and ends the other ranks."""
 
 import ctypes
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -17,9 +18,8 @@ import train
 from src.checkpointing import checkpoint_format, checkpoint_list
 from src.config.errors import UsageError
 from src.distributed import stop_signals
-from src.runtime import exit_codes, run_status
+from src.runtime import run_status
 from src.storage import atomic_folder
-from src.storage.peer_failures import LaunchPeers
 from src.tasks import causal_lm
 from src.training import evaluation
 from tests.helpers import kit
@@ -56,44 +56,29 @@ def raise_in(monkeypatch, place: str, rank: int, error: BaseException) -> None:
     monkeypatch.setattr(holder, name, failing_function)
 
 
-def _with_one_output(script, argv, folder) -> None:
-    """Run the command with the output of all ranks in one file in order of time, as a terminal shows it."""
-    shared = os.open(Path(folder) / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number in (1, 2, sys.stdout.fileno()):
-        os.dup2(shared, number)
-    kit._command(script, argv, folder)
-
-
-def run_two_ranks(folder: Path, flags: list[str]) -> tuple[list, str, float]:
-    """Return (exit codes, output of both ranks, seconds)."""
-    start, codes = time.monotonic(), [0, 0]
-    try:
-        kit.spawn(2, _with_one_output, "train.py", flags, folder, out=folder / "out")
-    except kit.RankFailed as failed:
-        codes = failed.codes
-    return codes, (folder / "output.txt").read_text(), time.monotonic() - start
+def run_two_ranks(folder: Path, flags: list[str]) -> tuple[list, list[str]]:
+    """Return the exit codes and the outputs of both ranks, which no launcher ends."""
+    start = time.monotonic()
+    codes, texts = kit.run_command("train.py", *flags, folder=folder, world=2)
+    assert time.monotonic() - start < 300  # ddp_timeout is 600
+    return codes, texts
 
 
 def check_failed(folder: Path, flags: list[str], rank: int, message: str) -> str:
-    """Assert that both ranks ended with 1, and that only the traceback of `rank` was printed, last; return it."""
-    codes, text, seconds = run_two_ranks(folder, flags)
-    assert codes == [1, 1], text
-    assert seconds < 300  # ddp_timeout is 600
-    assert re.findall(r"rank (\d+) failed:", text) == [str(rank)]
-    text = re.sub(r"^\d{4}-\d\d-\d\d .*\n?", "", text, flags=re.M)  # a line of progress of the other rank may be late
-    last = text[text.index(f"rank {rank} failed:\nTraceback") :].rstrip()
+    """Assert that both ranks ended with 1, and that `rank` printed its traceback last; return it."""
+    codes, texts = run_two_ranks(folder, flags)
+    assert codes == [1, 1], texts
+    last = texts[rank][texts[rank].index(f"rank {rank} failed:\nTraceback") :].rstrip()
     assert message in last.splitlines()[-1]
     assert not re.search("[Cc]onnection|gloo|peer|warning", last)  # what the other rank saw
+    assert f"rank {1 - rank} lost the connection to another rank" in texts[1 - rank]
     return last
 
 
 def check_recorded(folder: Path, rank: int, message: str) -> None:
-    """Assert that the error is in the rank's log, in failed.json and in status.json."""
+    """Assert that the error is in the rank's log and in status.json."""
     log = (folder / "run" / "logs" / f"rank_{rank}.log").read_text()
     assert message in log[log.rindex("Traceback") :]
-    failed = json.loads((folder / "run" / "logs" / "failed.json").read_text())
-    assert failed["rank"] == rank
-    assert message in failed["message"].strip().splitlines()[-1]
     status = run_status.read_status(folder / "run")
     assert (status["status"], status["exit_code"]) == ("failed", 1)
     assert message in status["reason"]
@@ -140,44 +125,107 @@ def test_out_of_memory_names_what_helps(tiny, tmp_path, monkeypatch, place, erro
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_exception_before_the_first_step(tiny, tmp_path, monkeypatch, rank):
-    """There is no run folder yet in which ranks report to each other."""
     raise_in(monkeypatch, "build", rank, ValueError("a cosmic ray"))
-    codes, text, seconds = run_two_ranks(tmp_path, recipe(tiny))
-    assert codes == [1, 1], text
-    assert seconds < 300  # ddp_timeout is 600
-    assert "ValueError: a cosmic ray" in text
-    assert re.findall(r"rank (\d+) failed:\nTraceback", text) == [str(rank)]
+    codes, texts = run_two_ranks(tmp_path, recipe(tiny))
+    assert codes == [1, 1], texts
+    assert texts[rank].rstrip().endswith("ValueError: a cosmic ray")
+    assert re.findall(r"rank (\d+) failed:\n.*Traceback", texts[rank]) == [str(rank)]
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("place, rank", [("build", 1), ("collator", 1), ("update", 0)])
 def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
-    """A row or a file that only one rank reads, before the first step and in one: all ranks end with 2."""
-    monkeypatch.setattr(exit_codes, "COMMON_ERROR_WAIT", 1.0)
+    """A row or a file that only one rank reads, before the first step and in one: the run has exit code 2."""
     raise_in(monkeypatch, place, rank, UsageError("train_file: row 7 is bad"))
-    codes, text, seconds = run_two_ranks(tmp_path, recipe(tiny))
-    assert codes == [2, 2], text
-    assert seconds < 300  # ddp_timeout is 600
-    assert text.rstrip().endswith("error: train_file: row 7 is bad")
-    assert text.count("error: ") == 1
-    assert "failed:" not in text
+    codes, texts = run_two_ranks(tmp_path, recipe(tiny))
+    assert (codes[rank], codes[1 - rank]) == (2, 1), texts
+    assert texts[rank].rstrip().endswith("error: train_file: row 7 is bad")
+    assert "failed:" not in texts[rank]
     if place != "build":
-        assert run_status.read_status(tmp_path / "run")["exit_code"] == 2
+        status = run_status.read_status(tmp_path / "run")
+        assert (status["exit_code"], status["reason"]) == (2, "train_file: row 7 is bad")  # not the lost connection
 
 
-@pytest.mark.parametrize(
-    "place, error, code", [("build", UsageError("row 7 is bad"), 2), ("forward", ValueError("a cosmic ray"), 1)]
-)
-def test_launcher_ends_the_others(tiny, tmp_path, monkeypatch, place, error, code):
-    """torchrun sends SIGTERM as soon as one rank has ended: the others say nothing of a stop or a save."""
-    monkeypatch.setattr(exit_codes, "COMMON_ERROR_WAIT", 0.5)
-    raise_in(monkeypatch, place, 1, error)
-    ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path / "here", world=2)
-    kit.until(lambda: ranks.processes[1].exitcode is not None)
-    ranks.signal(signal.SIGTERM, 0)
-    assert ranks.wait() == [code, code], ranks.text()
-    assert "SIGTERM" not in ranks.text()
-    assert ranks.text().count(str(error)) == 1
+# ---- with a launcher ---------------------------------------------------------------------------------------------------
+
+FAILING = """
+import os, signal, sys, time
+sys.path.insert(0, {repository!r})
+import train
+from src.config.errors import UsageError
+from src.runtime.exit_codes import run_main
+from src.tasks import causal_lm
+
+def fail(*args, **kwargs):
+    if os.environ["RANK"] != "1":
+        return original(*args, **kwargs)
+    {statement}
+
+original = {place}
+{place} = fail
+run_main(train.main)
+"""
+BUILD, LOSS = "causal_lm.Task.build", "causal_lm.Task.loss"
+
+
+def launch(folder: Path, flags: list[str], place: str, statement: str) -> str:
+    """Return what torchrun and two ranks print if rank 1 executes a statement instead of a function."""
+    script = folder / "failing.py"
+    script.write_text(FAILING.format(repository=str(kit.REPOSITORY), place=place, statement=statement))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script, *flags]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
+    env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    start = time.monotonic()
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert time.monotonic() - start < 300
+    assert not any(str(script) in " ".join(words) for words in command_lines())
+    return done.stdout + done.stderr
+
+
+def command_lines() -> list[list[str]]:
+    """Return the command lines of all processes."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            found.append(process.cmdline())
+    return found
+
+
+def root_cause(text: str) -> str:
+    """Return the report of the launcher about the rank that failed first."""
+    return text[text.index("Root Cause (first observed failure):") :]
+
+
+def test_launcher_names_the_rank_that_failed_first(tiny, tmp_path):
+    text = launch(tmp_path, recipe(tiny), LOSS, 'raise ValueError("a cosmic ray")')
+    assert "rank 1 failed:\nTraceback" in text
+    assert re.search(r"rank +: 1 ", root_cause(text))
+    assert "ValueError: a cosmic ray" in root_cause(text)
+    assert "saving after this step" not in text  # the SIGTERM of the launcher is no request to stop
+    assert run_status.read_status(tmp_path / "run")["reason"] == "ValueError: a cosmic ray"
+
+
+def test_launcher_ends_ranks_that_wait_for_one_that_failed(tiny, tmp_path):
+    """Rank 0 is in a call that no signal interrupts, before the first step."""
+    text = launch(tmp_path, recipe(tiny), BUILD, 'raise UsageError("row 7 is bad")')
+    assert text.count("\nerror: row 7 is bad") == 1
+    assert "Stopped by SIGTERM" not in text
+    assert "row 7 is bad" in root_cause(text)
+
+
+def test_launcher_ends_the_others_after_a_death(tiny, tmp_path):
+    text = launch(tmp_path, recipe(tiny), LOSS, "os.kill(os.getpid(), signal.SIGKILL)")
+    assert "Signal 9 (SIGKILL)" in root_cause(text)
+    assert run_status.read_status(tmp_path / "run")["status"] == "failed"
+
+
+def test_error_that_all_ranks_meet_is_printed_once(tiny, tmp_path):
+    text = launch(tmp_path, recipe(tiny, learning_rate="fast"), BUILD, "pass")
+    assert text.count("\nerror: ") == 1
+    assert "--learning_rate" in root_cause(text)
 
 
 def test_two_signals_end_the_wait_for_a_disk_that_hangs(tiny, tmp_path, monkeypatch):
@@ -186,18 +234,16 @@ def test_two_signals_end_the_wait_for_a_disk_that_hangs(tiny, tmp_path, monkeypa
     monkeypatch.setattr(atomic_folder, "publish", lambda *_, **__: time.sleep(600))
     raise_in(monkeypatch, "update", 1, ValueError("a cosmic ray"))
     ranks = kit.Ranks("train.py", *recipe(tiny), folder=tmp_path / "here", world=2)
-    log = tmp_path / "here" / "run" / "logs" / "rank_0.log"
-    kit.until(lambda: log.exists() and "rank 1 failed" in log.read_text())
+    kit.until(lambda: "rank 0 failed" in ranks.text())
 
-    def signalled_again():  # a slow process may get two signals as one
+    def signaled_again():  # a slow process may get two signals as one
         if ranks.processes[0].exitcode is None:
             ranks.signal(signal.SIGTERM, 0)
             time.sleep(0.1)
         return ranks.processes[0].exitcode is not None
 
-    kit.until(signalled_again, 30)
+    kit.until(signaled_again, 30)
     assert ranks.wait() == [128 + signal.SIGTERM, 1], ranks.text()
-    assert "SIGTERM" not in ranks.text()
 
 
 def test_stop_while_data_is_prepared(tiny, tmp_path, monkeypatch):
@@ -232,31 +278,10 @@ def test_crash_of_one_rank_ends_the_other(tiny, tmp_path, monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(train, "optimizer_step", crash)
-    monkeypatch.setattr(exit_codes, "ROOT_CAUSE_WAIT", 0.5)
-    codes, text, _ = run_two_ranks(tmp_path, recipe(tiny))
-    assert codes == [1, -signal.SIGABRT], text
-    assert "in crash" in text  # the stack
-    assert "rank 0 lost the connection to another rank" in text
-
-
-def test_report_of_another_launch_is_ignored(tmp_path, monkeypatch):
-    """A rank may fail later than its launcher was killed, in a folder where the next launch trains already."""
-    (tmp_path / "logs").mkdir()
-    for launch, rank in (("first", 1), ("second", 2)):
-        monkeypatch.setattr(run_status, "launch", launch)
-        assert run_status.failed_rank(tmp_path, 0) is None
-        assert run_status.report_failure(tmp_path, rank, "a cosmic ray", rank)
-        assert not run_status.report_failure(tmp_path, 0, "connection lost")
-        assert (run_status.failed_rank(tmp_path, 0), run_status.failed_code(tmp_path)) == (str(rank), rank)
-
-
-def test_resume_ignores_an_old_failure(tiny, tmp_path):
-    failure = tmp_path / "run" / "logs" / "failed.json"
-    failure.parent.mkdir(parents=True)
-    failure.write_text(json.dumps({"rank": 1, "time": 0.0, "message": "old"}))
-    codes, text, _ = run_two_ranks(tmp_path, recipe(tiny))
-    assert codes == [0, 0], text
-    assert not failure.exists()
+    codes, texts = run_two_ranks(tmp_path, recipe(tiny))
+    assert codes == [1, -signal.SIGABRT], texts
+    assert "in crash" in texts[1]  # the stack
+    assert "rank 0 lost the connection to another rank" in texts[0]
 
 
 def test_resume_after_a_failure(tiny, tmp_path, monkeypatch):
@@ -264,38 +289,8 @@ def test_resume_after_a_failure(tiny, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         raise_in(patch, "evaluation", 1, ValueError("a cosmic ray"))
         check_failed(tmp_path, recipe(tiny), 1, "a cosmic ray")
-    codes, text, _ = run_two_ranks(tmp_path, recipe(tiny))
-    assert codes == [0, 0], text
+    codes, texts = run_two_ranks(tmp_path, recipe(tiny))
+    assert codes == [0, 0], texts
     assert kit.same(kit.Run(tmp_path / "run").weights, undisturbed.weights)
     assert kit.timeless(tmp_path / "run") == kit.timeless(undisturbed.folder)
     assert run_status.read_status(tmp_path / "run")["status"] == "complete"
-
-
-def test_mutant_ranks_that_do_not_report_to_each_other(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(run_status, "report_failure", lambda *args: True)
-    monkeypatch.setattr(run_status, "failed_rank", lambda *args: None)
-    monkeypatch.setattr(LaunchPeers, "other_error", lambda self: None)
-    raise_in(monkeypatch, "forward", 1, ValueError("a cosmic ray"))
-    with pytest.raises(AssertionError):
-        check_failed(tmp_path, recipe(tiny), 1, "ValueError: a cosmic ray")
-    text = (tmp_path / "output.txt").read_text()
-    assert sorted(re.findall(r"rank (\d+) failed:", text)) == ["0", "1"]
-
-
-LAUNCHER = """
-import os, subprocess, sys, time
-from src.storage import peer_failures
-ended = subprocess.Popen(["true"])
-os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-rank_0 = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1); open('ended', 'w')"], env={"LOCAL_RANK": "0"})
-if (waiting := os.fork()) == 0:
-    peer_failures.wait_for_local_rank_0(600)
-    os._exit(not os.path.exists("ended"))
-os._exit(os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]))
-"""
-
-
-def test_wait_for_local_rank_0_ends_with_it(tmp_path):
-    """Also beside processes that have ended, and if the launcher asks for the end of this rank first."""
-    command, env = [sys.executable, "-c", LAUNCHER], os.environ | {"PYTHONPATH": str(kit.REPOSITORY)}
-    assert subprocess.run(command, cwd=tmp_path, env=env, timeout=300, check=False).returncode == 0

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -46,6 +47,24 @@ def noted_signals(monkeypatch) -> None:
             file.write(b"x")
 
     monkeypatch.setattr(stop_signals.StopSignals, "_handle", handle_and_note)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left(tmp_path):
+    yield
+    for name in ("go", "never"):  # end the loops of `block_step_5`, whose ranks have ended without them
+        (tmp_path / name).touch()
+    kit.until(lambda: not processes_in(tmp_path), 60)
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that work in a folder, or name it in their command line."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd().startswith(str(folder)) or str(folder) in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def until_handled(folder: Path, chosen: tuple[int, ...] = (0, 1), count: int = 1) -> None:
@@ -211,9 +230,10 @@ def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypat
     until_handled(tmp_path)
     time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
-    ranks.signal(number, *second)  # the other rank ends with the same code
-    assert ranks.wait() == [128 + number] * 2, ranks.text()
-    assert ranks.text().count("without saving (rank ") == 1
+    ranks.signal(number, *second)
+    alone = bool(second)  # then the other rank loses the connection, or its launcher ends it
+    assert ranks.wait() == [1 if alone else 128 + number, 128 + number], ranks.text()
+    assert ranks.text().count("without saving.") == (1 if alone else 2)  # of one launcher: once
 
 
 def test_copies_of_a_signal_within_a_second(tiny, straight, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 import gzip
 import json
 import os
-import shutil
 import socket
 import sys
 import threading
@@ -55,7 +54,6 @@ def fetch(tmp_path, monkeypatch):
 
     def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
         fetch_records.records.clear()
-        shutil.rmtree(cache / "crews", ignore_errors=True)
         return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
 
     return fetch
@@ -159,17 +157,6 @@ def test_web_page_is_refused(hub, fetch, tmp_path):
         fetch(url)
     assert not list(tmp_path.rglob("fetched.json"))
     assert fetch(serve(hub, "mislabeled.txt", b"rows")) == b"rows"
-
-
-def test_failure_of_another_rank_ends_a_download(hub, fetch, tmp_path):
-    """`fetch` removes the reports of earlier launches, so this report comes later."""
-    url = serve(hub, "long", bytes(20 * MB))
-    hub.faults["/files/long"] = Fault(slow=4 * MB)
-    peers = SharedWork(tmp_path / "cache").peers
-    threading.Timer(1, lambda: peers.report_failure(UsageError("the other rank failed"))).start()
-    with pytest.raises(UsageError, match="the other rank failed"):
-        fetch(url)
-    assert hub.sent("/files/long") < 20 * MB
 
 
 def test_silent_server_is_given_up(hub, fetch, monkeypatch):
@@ -353,9 +340,9 @@ def start(hub, folder, argv, world: int, before=lambda: None, **environment) -> 
 
 
 def fails(ended: Ended, *words: str) -> None:
-    """Assert that all ranks ended with exit code 2, and that one of them, and no other, printed why."""
+    """Assert that all ranks ended with exit code 2 and printed why."""
     assert set(ended.codes) == {2}, (ended.codes, ended.texts)
-    assert all(ended.count(word) == 1 for word in words), ended.texts
+    assert all(ended.count(word) == len(ended.codes) for word in words), ended.texts
 
 
 @contextmanager

@@ -215,9 +215,9 @@ def adopt(environment: dict[str, str]) -> None:
     import datasets.config
     from huggingface_hub import constants, hf_api
 
-    from src.storage import peer_failures
+    from src.storage import shared_work
 
-    peer_failures.STARTED = time.time()  # as in a new process
+    shared_work.STARTED = time.time()  # as in a new process
 
     os.environ |= environment
     url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])

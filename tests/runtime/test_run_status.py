@@ -112,7 +112,7 @@ def test_two_runs_in_one_process_keep_their_locks(tiny, tmp_path):
     kit.spawn(1, _train_twice, commands, out=tmp_path / "out")
     assert "was deleted" not in (tmp_path / "out" / "rank0.txt").read_text()
     for name in ("one", "two"):
-        with (tmp_path / name / "logs" / "rank_0.log").open() as file:
+        with (tmp_path / name / "logs" / "run.lock").open() as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # their process has ended
 
 
@@ -121,7 +121,7 @@ def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(run_lock, "_locks", {})
-    monkeypatch.setattr(run_lock.fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "flock", no_locks)
     for _ in range(3):  # a start locks its folder three times
         run_lock.lock_run_folder(tmp_path / "run")
     assert run_lock.keep_lock(tmp_path / "run")
@@ -130,7 +130,7 @@ def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
 
 def test_deleted_lock_file_is_locked_again(tiny, tmp_path, short_wait):
     ranks = begin(tmp_path, recipe(tiny, max_steps=100_000), world=1)
-    lock = tmp_path / "run" / "logs" / "rank_0.log"
+    lock = tmp_path / "run" / "logs" / "run.lock"
     lock.unlink()
     kit.until(lock.exists)
     second = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "elsewhere")

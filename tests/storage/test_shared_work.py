@@ -1,10 +1,9 @@
-"""Tasks run once per disk; errors and deaths stop all processes of a launch; no process waits for ever."""
+"""Tasks run once per disk; a dead process releases its lock, and the next one does its work."""
 
 import ctypes
 import errno
 import functools
 import hashlib
-import json
 import multiprocessing
 import os
 import resource
@@ -12,7 +11,7 @@ import signal
 import socket
 import subprocess
 import time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -20,10 +19,9 @@ import numpy as np
 import pytest
 
 from src.config import validation
-from src.config.errors import Failure, UsageError
+from src.config.errors import UsageError
 from src.data import preprocessing
-from src.storage import peer_failures, shared_work
-from src.storage.peer_failures import LaunchPeers
+from src.storage import shared_work
 from src.storage.shared_work import SharedWork
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -57,8 +55,7 @@ def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pie
         shared_work.write_atomic(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
-    with work.peers.joined():
-        work.run_all(targets, make, "pieces")
+    work.run_all(targets, make, "pieces")
     return [target.read_text() for target in targets]
 
 
@@ -72,13 +69,19 @@ def wait_for(folder: Path, count: int, i: int) -> None:
 class NoLock:
     """The lock of a file system without locks: every process gets it."""
 
-    def __init__(self, path):
+    def __init__(self, path, timeout=-1):
         Path(path).touch()
 
     def acquire(self, timeout=None):
         return self
 
     def release(self):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
         pass
 
 
@@ -91,13 +94,11 @@ def test_each_piece_is_made_once(tmp_path, world):
     assert kit.spawn(world, share_pieces, tmp_path, all_begun, out=tmp_path / "out") == [CONTENT] * world
     assert made(tmp_path) == list(range(PIECES))
     assert len({words[2] for words in log(tmp_path)}) == world  # every process takes part
-    left = [path.name for path in (tmp_path / "cache").rglob("*") if path.suffix in (".here", ".failed", ".tmp")]
-    assert left == []
+    assert list(tmp_path.rglob("*.tmp")) == []
 
 
 def test_mutant_without_a_lock_makes_a_piece_three_times(tmp_path, monkeypatch):
-    monkeypatch.setattr(peer_failures, "FileLock", NoLock)
-    monkeypatch.setattr(LaunchPeers, "raise_if_failed", lambda self: None)
+    monkeypatch.setattr(shared_work, "FileLock", NoLock)
     all_begun = functools.partial(wait_for, tmp_path, 3)
     results = kit.spawn(3, share_pieces, tmp_path, all_begun, 0.0, 1, out=tmp_path / "out")
     assert results == [CONTENT[:1]] * 3  # no data is lost
@@ -133,162 +134,49 @@ def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
     assert made(tmp_path) == list(range(PIECES))
 
 
-# ---- errors and deaths -----------------------------------------------------------------------------------------------
+# ---- results of one launch -------------------------------------------------------------------------------------------
 
 
-def stop_rank(folder: Path, rank: int, how):
-    """Return a function that raises `how`, or kills the process, on one rank.
+def compute_in_two_processes(folder: Path) -> dict:
+    def compute():
+        note(folder, "made", len(log(folder)))
+        return {"commit": os.environ["RANK"]}
 
-    The other ranks wait for that, or they could make all pieces before this rank has one."""
-
-    def stop(*_):
-        if os.environ["RANK"] == str(rank):
-            (folder / "reached").touch()
-            raise how("a cosmic ray") if how != "killed" else os.kill(os.getpid(), signal.SIGKILL)
-        kit.until((folder / "reached").exists)
-
-    return stop
+    return SharedWork(folder / "cache").compute_once("main", compute, "a look-up")
 
 
-def outcomes(folder: Path, rank: int, how, env=None) -> list:
-    """Return (kind, text, reported_elsewhere) of the error on each of three ranks (None: killed) if `rank` ends by `how`."""
-    folder.mkdir(exist_ok=True)
-
-    def guarded():
-        try:
-            share_pieces(folder, stop_rank(folder, rank, how), 0.2, 30)
-        except (UsageError, Failure, RuntimeError) as error:
-            return type(error).__name__, str(error), getattr(error, "reported_elsewhere", False)
-        return "nothing", "", False
-
-    with suppress(kit.RankFailed):
-        kit.spawn(3, guarded, out=folder / "out", env=env)
-    files = [folder / "out" / f"rank{rank}.pt" for rank in range(3)]
-    return [kit.torch.load(file, weights_only=False) if file.exists() else None for file in files]
+def test_one_process_of_a_launch_looks_up(tmp_path):
+    """The next launch looks up again, and the result of an earlier launch with the same name is not used."""
+    for launch in range(2):
+        one, other = kit.spawn(2, compute_in_two_processes, tmp_path, out=tmp_path / "out")
+        assert one == other
+        assert len(made(tmp_path)) == launch + 1
 
 
-STOPPED = {  # how rank 1 ends: (what it raises, what the others raise)
-    UsageError: (("UsageError", "a cosmic ray", False), "UsageError", "a cosmic ray"),
-    RuntimeError: (("RuntimeError", "a cosmic ray", False), "Failure", "rank 1: RuntimeError: a cosmic ray"),
-    "killed": (None, "Failure", "rank 1 ended"),
-}
-
-
-@pytest.mark.parametrize("how", STOPPED)
-def test_failed_rank_stops_the_others(tmp_path, monkeypatch, how):
-    own, kind, text = STOPPED[how]
-    results = outcomes(tmp_path / "right", 1, how)
-    assert results[1] == own
-    for rank in (0, 2):
-        assert results[rank][0] == kind
-        assert text in results[rank][1]
-    assert all(results[rank][2] for rank in (0, 2)) or how == "killed"
-    assert len(made(tmp_path / "right")) < 29  # they stop before the end
-
-    monkeypatch.setattr(LaunchPeers, "raise_if_failed", lambda self: None)  # the mutant
-    results = outcomes(tmp_path / "mutant", 1, how)
-    assert results[0] == results[2] == ("nothing", "", False)
-
-
-def test_host_names_with_dots(tmp_path, monkeypatch):
-    """Ranks 0 and 1 on one host, 2 on another: errors arrive from both, a death is noticed on the same host."""
-    names = ("node.a.example.org", "node.a.example.org", "node.b_1.example.org")
-    monkeypatch.setattr(socket, "gethostname", lambda: names[int(os.environ["RANK"])])
-    nodes = {"LOCAL_WORLD_SIZE": "2"}
-    results = outcomes(tmp_path / "fails", 2, UsageError, nodes)
-    assert results[0][1] == "a cosmic ray"
-    results = outcomes(tmp_path / "dies", 1, "killed", nodes)
-    assert all("rank 1 ended" in results[rank][1] for rank in (0, 2))
-    assert results[2][2]  # rank 0 has reported it
-
-
-@pytest.fixture
-def peers(tmp_path, monkeypatch):
-    """Rank 0 of two, in this process."""
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "29500"}.items():
+def test_result_of_an_earlier_launch_with_the_same_name(tmp_path, monkeypatch):
+    for name, value in {"WORLD_SIZE": "2", "MASTER_PORT": "29500", "RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(peer_failures, "STARTED", time.time())
-    (peers := LaunchPeers(tmp_path)).folder.mkdir(parents=True)
-    return peers
+    results = [SharedWork(tmp_path).compute_once("main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
+    assert results == [{"commit": 0}] * 2
+    (file,) = (tmp_path / "launches").glob("*/*.json")
+    os.utime(file, (time.time() - 100, time.time() - 100))
+    assert SharedWork(tmp_path).compute_once("main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}
 
 
-def leave_report(peers: LaunchPeers, host: str | None = None, other_launcher=False, age: float = 0, **more) -> None:
-    report = more | {"kind": "UsageError", "text": "a cosmic ray", "time": time.time() - age}
-    name = f"{host or peers.host}_{peers.launcher + other_launcher}_1.failed"
-    (peers.folder / name).write_text(json.dumps(report))
-
-
-REPORTS = {  # (host, another launcher, age in seconds): whether it is of this launch
-    (None, False, 0): True,
-    (None, False, 100): False,
-    (None, True, 0): False,
-    ("elsewhere", True, 15): False,
-    ("elsewhere", True, -1): True,
-}
-
-
-@pytest.mark.parametrize("report", REPORTS)
-def test_reports_of_an_earlier_launch_are_ignored(peers, monkeypatch, report):
-    leave_report(peers, *report)
-    with pytest.raises(UsageError) if REPORTS[report] else nullcontext():
-        peers.raise_if_failed()
-    monkeypatch.setattr(LaunchPeers, "is_recent", lambda *_: True)  # the mutant
-    if report != (None, True, 0):
-        with pytest.raises(UsageError):
-            peers.raise_if_failed()
-
-
-def test_reports_of_training_do_not_stop_preparation(peers):
-    """They are of an earlier launch with the same name: it crashed on a host with a clock ahead, and starts again."""
-    leave_report(peers, "elsewhere", True, -1, prepared=True)
-    peers.raise_if_failed()
-
-
-def test_launches_on_different_hosts_are_different(peers, tmp_path, monkeypatch):
+def test_launches_on_different_hosts_are_different(tmp_path, monkeypatch):
     """accelerate launch gives all of them the same address and port; containers have the same process numbers, too."""
 
-    def folders() -> int:
+    def names() -> int:
         found = set()
         for host in ("one", "other"):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            found.add(LaunchPeers(tmp_path).folder)
+            found.add(shared_work._launch_name())
         return len(found)
 
-    assert folders() == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert names() == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert folders() == 2
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    assert folders() == 2
-
-
-def test_launch_that_follows_at_once(peers, monkeypatch):
-    """Its error is printed, though an earlier launch had the same; a launcher's number in a container may be the same."""
-    monkeypatch.setattr(peers, "rank", "1")
-    peers.report_failure(UsageError("a cosmic ray"))
-    for name, value in {"launcher": peers.launcher + 1, "rank": "0"}.items():
-        monkeypatch.setattr(peers, name, value)
-    peers.report_failure(error := UsageError("a cosmic ray"))
-    assert error.already_reported
-    began = time.time()
-    with subprocess.Popen(["sleep", "600"]) as launcher:
-        assert peer_failures._earliest_report(launcher.pid) > began - 10
-        launcher.kill()
-
-
-def test_lock_freed_by_a_failure_is_not_taken(peers, tmp_path, monkeypatch):
-    """The holder fails between a look at the reports and the lock."""
-    tried, original = [], shared_work.try_lock
-
-    @contextmanager
-    def late(target):
-        with original(target) as locked:
-            leave_report(peers)
-            yield locked
-
-    monkeypatch.setattr(shared_work, "try_lock", late)
-    with pytest.raises(UsageError):
-        SharedWork(tmp_path).run_all([tmp_path / "piece"], tried.append, "a piece")
-    assert tried == []
+    assert names() == 2
 
 
 # ---- whole commands --------------------------------------------------------------------------------------------------
@@ -323,27 +211,37 @@ def before_each_block(monkeypatch, act) -> None:
     monkeypatch.setattr(causal_lm.Task, "encode", encode)
 
 
-ENDS = {  # how rank 1 ends: exit codes, what is printed once, and by which ranks
-    UsageError: ([2, 2, 2], "a cosmic ray", {1}),
-    RuntimeError: ([2, 2, 2], "a cosmic ray", {1}),
-    "killed": ([1, -9, 1], "rank 1 ended", {0, 2}),
-}
+def test_error_in_the_data_ends_all_ranks(tiny, tmp_path, monkeypatch, small):
+    """A rank that waits for the piece tries it, and meets the same error."""
 
+    def fail(_):
+        raise UsageError("a cosmic ray")
 
-@pytest.mark.parametrize("how", ENDS)
-def test_one_rank_prints_the_error(tiny, tmp_path, monkeypatch, small, how):
-    before_each_block(monkeypatch, stop_rank(tmp_path, 1, how))
-    expected, words, ranks = ENDS[how]
+    before_each_block(monkeypatch, fail)
     codes, texts = command(tiny, tmp_path / "here")
-    assert codes == expected, texts
-    (rank,) = [rank for rank, text in enumerate(texts) if words in text]
-    assert rank in ranks
-    assert "Traceback" not in "".join(texts) or how is RuntimeError
+    assert codes == [2, 2, 2], texts
+    assert [text.strip() for text in texts] == ["error: a cosmic ray"] * 3  # a launcher's ranks print it once
+
+
+def test_work_of_a_killed_rank_is_done_by_another(tiny, tmp_path, monkeypatch, small):
+    """The launcher ends the other ranks. Without one they prepare the data, and then wait for the dead rank in vain."""
+
+    def stop(_):
+        if os.environ["RANK"] == "1":
+            (tmp_path / "reached").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        kit.until((tmp_path / "reached").exists)
+
+    before_each_block(monkeypatch, stop)
+    with pytest.raises(kit.RankFailed) as failed:
+        kit.spawn(3, opened, tiny, [tmp_path / "cache"] * 3, {}, out=tmp_path / "out")
+    assert failed.value.codes == [0, -signal.SIGKILL, 0]
+    assert digest(tmp_path / "cache") != {}
 
 
 def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
-    def act(_):  # the other processes wait, or they could make all pieces before a helper of rank 0 has one
-        if multiprocessing.current_process().daemon and os.environ["RANK"] == "0":
+    def act(_):  # the parent waits, or it could make all pieces before a helper has one
+        if multiprocessing.current_process().daemon:
             (tmp_path / "reached").touch()
             os.kill(os.getpid(), signal.SIGKILL)
         kit.until((tmp_path / "reached").exists)
@@ -351,8 +249,8 @@ def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
     monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
     with monkeypatch.context() as patch:
         before_each_block(patch, act)
-        codes, texts = command(tiny, tmp_path / "here", 2, preprocessing_num_workers=3)
-    assert codes == [1, 1], texts
+        codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
+    assert codes == [1], texts
     assert "(exit code -9;" in texts[0]
     codes, texts = command(tiny, tmp_path / "here", 2)  # the same command uses the pieces
     assert codes == [0, 0], texts
@@ -426,8 +324,8 @@ def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
         monkeypatch.undo()
         assert codes == [2, 2], texts
         assert digest(cache) == {}  # nothing partial counts
-        (message,) = [text for text in texts if text.strip()]
-        assert str(cache) in message.rstrip().splitlines()[-1]
+        for text in texts:
+            assert str(cache) in text.rstrip().splitlines()[-1]
         if how == "files of 4 KB":  # what is left does no harm
             codes, texts = command(fields, tmp_path / "here", 2)
             assert codes == [0, 0], texts
@@ -435,22 +333,14 @@ def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
             assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
 
 
-def test_full_disk_that_can_still_hold_the_report(tiny, tmp_path, monkeypatch):
-    """The mutant reports the bare OSError, so other ranks exit with 1 and not with 2."""
-
+def test_full_disk_ends_all_ranks(tiny, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    def report_and_wait(self, error):  # the others read the first report before this rank writes a better one
-        report(self, error)
-        time.sleep(0.5)
-
-    report = LaunchPeers.report_failure
-    monkeypatch.setattr(LaunchPeers, "report_failure", report_and_wait)
     monkeypatch.setattr(preprocessing, "write_piece", full)
     codes, texts = command(tiny, tmp_path / "here", 3)
     assert codes == [2, 2, 2], texts
-    assert [text.rstrip().splitlines()[-1].startswith("error: cache_dir: ") for text in texts if text.strip()] == [True]
+    assert all(text.rstrip().splitlines()[-1].startswith("error: cache_dir: ") for text in texts)
 
 
 # ---- disks without locks, nodes with one disk each -------------------------------------------------------------------
@@ -471,7 +361,7 @@ def test_missing_locks_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small)
     assert kit.spawn(1, opened, tiny, [tmp_path / "one"], {}, out=tmp_path / "out1") == [83]
     before_each_block(monkeypatch, lambda at: wait_for(tmp_path, 3, 0))
     note_blocks(monkeypatch, tmp_path)
-    monkeypatch.setattr(peer_failures, "FileLock", NoLock)
+    monkeypatch.setattr(shared_work, "FileLock", NoLock)
     original = np.lib.format.open_memmap
 
     def slowly(*args, **kwargs):  # so that ranks assemble the pieces at the same time

@@ -275,7 +275,7 @@ def test_refused_in_one_sentence(data, tmp_path, task, words):
     flags = recipe(data, task, per_device_batch_size=5, output_dir="run")
     codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [2, 2]
-    [line] = [line for line in "".join(outputs).splitlines() if "error: " in line or "failed" in line]
+    [line] = [line for line in outputs[0].splitlines() if "error: " in line or "failed" in line]
     assert all(word in line for word in words), line
 
 
