@@ -86,8 +86,8 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     losses = {"ours": [], "plain": []}
 
     class Interleave(train.RunLogger):
-        def begin(self, *known):
-            super().begin(*known)
+        def __init__(self, *known):
+            super().__init__(*known)
             self.accelerator = self.strategy.accelerator
             ranks, model = self.accelerator.num_processes, task.build()  # the initial weights of ours
             if ranks > 1:

@@ -52,7 +52,7 @@ class HardExamples(Technique):
             self._check_rows(window)
             self.is_checked = True
         model, chooses = self.run.model, self.run.state.step >= self.start_step
-        model.training_loss = self.hardest.represent if chooses else model.task.loss
+        model.training_loss = self.hardest.represent if chooses else None
         self.gradient = partial(compute_gradient, self.hardest) if chooses else None
         return compute(window, total_weight)
 
@@ -63,7 +63,7 @@ class HardExamples(Technique):
         model, strategy = run.model, run.strategy
         inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
         found = []
-        for loss in (self.hardest.represent, model.task.loss):
+        for loss in (self.hardest.represent, None):
             model.training_loss = loss
             seed_everything(micro.seed)
             with strategy.buffers.unchanged():

@@ -29,7 +29,7 @@ class ModelWithLoss(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, task: Task):
         super().__init__()
         self.model, self.task = model, task
-        self.training_loss = task.loss  # an add-on may replace it
+        self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
         self.tied = tied_names(model)
 
@@ -42,7 +42,8 @@ class ModelWithLoss(torch.nn.Module):
                 self.model.get_submodule(path).register_parameter(leaf, parameter)
 
     def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return (self.training_loss if self.training else self.task.loss)(self.model, inputs)
+        loss = self.training_loss if self.training and self.training_loss else self.task.loss
+        return loss(self.model, inputs)
 
 
 def tied_names(model: torch.nn.Module) -> list[list[str]]:

@@ -33,7 +33,7 @@ def test_checkpoint_is_safetensors_and_json_without_pickle(straight):
         for step in (4, 8, 12):
             assert sorted(path.name for path in (run.folder / at_step(step)).rglob("*")) == FILES
         suffixes = {path.suffix for path in run.folder.rglob("*") if path.is_file()}
-        assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff"}
+        assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
 
 
 def test_names_are_canonical_and_tied_weights_stored_once(straight):

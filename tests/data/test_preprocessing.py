@@ -186,7 +186,8 @@ def test_killed_preparation_continues(tools, tmp_path, small, monkeypatch, world
         count_blocks(patch, tmp_path, 0, functools.partial(last_rank_dies, tmp_path / "dying", str(world - 1)))
         killed(fields, tmp_path / "cache", tmp_path / "out", world)
         (tmp_path / "calls").unlink()
-    assert digest(tmp_path / "cache") == {}  # nothing that counts as complete
+    if world == 1:  # another rank does the work of one that died, until the launcher ends it
+        assert digest(tmp_path / "cache") == {}  # nothing that counts as complete
     assert (ready := list((tmp_path / "cache").glob("prepared/*/piece_*.json")))
     count_blocks(monkeypatch, tmp_path)
     opened(fields, tmp_path / "cache")

@@ -48,7 +48,7 @@ def killed_after(run: kit.Run, folder: Path, step: int) -> Path:
 def test_every_rank_writes_a_file_and_none_holds_a_pickle(fsdp2_two):
     assert saved(fsdp2_two.folder) == [5, 10, 15, 20]
     suffixes = {path.suffix for path in fsdp2_two.folder.rglob("*") if path.is_file()}
-    assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff"}
+    assert suffixes <= {".safetensors", ".json", ".jsonl", ".yaml", ".md", ".log", ".diff", ".lock"}
     for folder, parts in ((at_step(fsdp2_two, 10), ("model", "optimizer")), (fsdp2_two.folder / "final", ("model",))):
         listed = json.loads((folder / atomic_folder.MANIFEST).read_text())["files"]
         for part in parts:

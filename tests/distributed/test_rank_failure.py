@@ -139,7 +139,7 @@ def test_usage_error_on_one_rank(tiny, tmp_path, monkeypatch, place, rank):
     raise_in(monkeypatch, place, rank, UsageError("train_file: row 7 is bad"))
     codes, texts = run_two_ranks(tmp_path, recipe(tiny))
     assert (codes[rank], codes[1 - rank]) == (2, 1), texts
-    assert texts[rank].rstrip().endswith("error: train_file: row 7 is bad")
+    assert "error: train_file: row 7 is bad" in texts[rank]
     assert "failed:" not in texts[rank]
     if place != "build":
         status = run_status.read_status(tmp_path / "run")

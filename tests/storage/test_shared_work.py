@@ -159,7 +159,7 @@ def test_result_of_an_earlier_launch_with_the_same_name(tmp_path, monkeypatch):
     results = [SharedWork(tmp_path).compute_once("main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
     assert results == [{"commit": 0}] * 2
     (file,) = (tmp_path / "launches").glob("*/*.json")
-    os.utime(file, (time.time() - 100, time.time() - 100))
+    os.utime(file, (shared_work.STARTED - 100, shared_work.STARTED - 100))
     assert SharedWork(tmp_path).compute_once("main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}
 
 
