@@ -65,6 +65,7 @@ def test_precedence_defaults_base_yaml_flags(here):
             "parameter_groups",
             {"a": {"lr_factor": 0.05}, "b": {}},
         ),
+        (["--lr_scheduler_kwargs", '{"num_cycles": 2}'], "lr_scheduler_kwargs", {"num_cycles": 2}),
         (["--packing", "true"], "packing", True),
         (["--packing", "no"], "packing", False),
         (["--optim_args", '{"x": 1e5}'], "optim_args", {"x": 1e5}),  # a number in JSON, but text in YAML 1.1
