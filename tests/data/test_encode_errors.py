@@ -51,7 +51,7 @@ def test_row_that_encode_cannot_read_is_named(tmp_path, monkeypatch, bad, value,
     assert set(codes) == {2}
     where = "row 41" if streaming else "line 42"
     message = f"rows.jsonl, {where}: train data: `encode` of task fork fails for `x` = {value}"
-    (sentence,) = [line for line in text.splitlines() if line.startswith("error: ")]
+    (sentence,) = {line for line in text.splitlines() if line.startswith("error: ")}  # of each rank, without a launcher
     assert message in sentence
     assert len(sentence) < 500
     cause = "AttributeError: 'NoneType' object has no attribute 'split' in test_encode_errors.py, line"

@@ -126,14 +126,15 @@ def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch
 
 @pytest.fixture
 def waiting_evaluation(monkeypatch) -> None:
-    """Let rank 0 create the file evaluating_STEP in an evaluation and wait for go_STEP, if WAITS is set."""
+    """Let rank 0 create the file evaluating_STEP in an evaluation, and all ranks wait for go_STEP, if WAITS is set."""
     original = evaluation.seed_everything
 
     def seed_everything(value):
-        if "WAITS" in os.environ and os.environ["RANK"] == "0":  # whose line of this step is written before
-            step = kit.last_step(Path("run"))
-            Path(f"evaluating_{step}").touch()
-            kit.until(Path(f"go_{step}").exists)
+        if "WAITS" in os.environ:
+            step = kit.last_step(Path("run"))  # rank 0 has written the line of this step
+            if os.environ["RANK"] == "0":
+                Path(f"evaluating_{step}").touch()
+            kit.until(Path(f"go_{step}").exists)  # also on rank 1, or it could ask for a stop before the signal comes
         original(value)
 
     monkeypatch.setattr(evaluation, "seed_everything", seed_everything)
