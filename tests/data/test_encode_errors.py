@@ -57,7 +57,7 @@ def test_row_that_encode_cannot_read_is_named(tmp_path, monkeypatch, bad, value,
     cause = "AttributeError: 'NoneType' object has no attribute 'split' in test_encode_errors.py, line"
     assert (cause if bad["x"] is None else "column `x` is no list") in sentence
     if bad["x"] is None:
-        assert text.count("text.split()") == 1  # the traceback, once
+        assert 1 <= text.count("text.split()") <= len(codes)  # the traceback, once on each rank that meets the row
 
 
 def test_row_that_collate_cannot_read_is_named(tmp_path):
