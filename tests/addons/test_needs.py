@@ -10,6 +10,9 @@ from src.config.addons import ADDONS, addon_names
 from src.config.paths import REPOSITORY
 
 
+ONE_ADDON = {"streaming"}  # a folder of addons/ that is one add-on, not a room of them
+
+
 def undeclared(path: Path, text: str) -> set[str]:
     """Return the add-ons (ROOM/NAME) that a file of addons/ imports and its first line does not name."""
     own = "/".join(path.relative_to(ADDONS).with_suffix("").parts[:2])
@@ -20,7 +23,11 @@ def undeclared(path: Path, text: str) -> set[str]:
         elif isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
     parts = [name.split(".") for name in names if name.startswith("addons.")]
-    used = {"/".join(part[1:3]) for part in parts if len(part) > 2 and part[2] in addon_names(part[1])}
+    used = {
+        "/".join(part[1:3])
+        for part in parts
+        if len(part) > 2 and part[2] in addon_names(part[1]) and not (part[1] in ONE_ADDON and own.startswith(part[1]))
+    }
     declared = re.findall(r"addons/(\w+/\w+)", text.split("\n")[0]) if text.startswith("# Needs ") else []
     return used - {own, *declared}
 
