@@ -9,7 +9,6 @@ import pytest
 from src.config.addons import ADDONS, addon_names
 from src.config.paths import REPOSITORY
 
-
 ONE_ADDON = {"streaming"}  # a folder of addons/ that is one add-on, not a room of them
 
 
