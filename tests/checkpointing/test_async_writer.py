@@ -252,21 +252,26 @@ def _slow(argv, held: int, released: int, mutant: bool = False, seconds: float =
     """Train on this rank while the save of step `held` waits for the update of step `released`, or for some seconds.
 
     Return how many updates were done before that save continued, on the rank that writes. The mutant hands the live
-    tensors to the writer."""
-    count, seen, gate, update, publish = [0], [], threading.Event(), train.optimizer_step, atomic_folder.publish
+    tensors to the writer; there, training waits while that save is written, so that its files agree with each other."""
+    count, seen, update, publish = [0], [], train.optimizer_step, atomic_folder.publish
+    gate, written = threading.Event(), threading.Event()
 
     def counted(*args):
         result = update(*args)
         count[0] += 1
         if count[0] == released:
             gate.set()
+            assert not mutant or written.wait(100)
         return result
 
     def slow(folder, write, **metadata):
         if folder.name == f"step_{held:08d}":
             time.sleep(seconds)
             seen.append(gate.wait(100))
-        return publish(folder, write, **metadata)
+        result = publish(folder, write, **metadata)
+        if folder.name == f"step_{held:08d}":
+            written.set()
+        return result
 
     train.optimizer_step, atomic_folder.publish = counted, slow
     if seconds:
