@@ -43,7 +43,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench report ledger storm fork schema clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm fork schema clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -106,6 +106,9 @@ format: .venv/done ## fix style and formatting
 
 bench: .venv/done ## measure the loop against a plain loop
 	$(VENV)/python benchmarks/loop.py $(ARGS)
+
+bench-gpu: .venv/done ## measure train.py on this GPU against a plain compiled loop and the Trainer; CASES='124m 1b'
+	$(VENV)/python benchmarks/gpu.py $(CASES) $(ARGS)
 
 report: .venv/done ## write report.html of the newest run, or RUN=folder
 	@$(find_run); $(call need,html_report) $(VENV)/python -m addons.tools.html_report "$$run"
