@@ -289,14 +289,14 @@ def tokens_per_step(folder: Path, case: Case) -> float:
 
 
 def flops_per_token(case: Case) -> float:
-    """Return 6 N + 12 L H T (LoRA: 4 N + 8 L H T: the base has no weight gradients); attention is not halved.
+    """Return 6 N + 12 L H T (LoRA: 4 N + 12 L H T: the base has no weight gradients); attention is not halved.
 
     N counts all weights but an embedding that is not also the head. Recomputed activations do not count."""
     m = case.model
     hidden, layers, vocab = m["hidden_size"], m["num_hidden_layers"], m["vocab_size"]
     kv = hidden * m["num_key_value_heads"] // m["num_attention_heads"]
     weights = vocab * hidden + layers * (2 * hidden**2 + 2 * hidden * kv + 3 * hidden * m["intermediate_size"])
-    return (4 if case.lora else 6) * weights + (8 if case.lora else 12) * layers * hidden * case.longest
+    return (4 if case.lora else 6) * weights + 12 * layers * hidden * case.longest
 
 
 def machine() -> tuple[str, float | None]:

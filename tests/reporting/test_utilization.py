@@ -1,0 +1,46 @@
+"""FLOPs per token against PyTorch's own count of operations, and the table of peak rates."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from src.reporting.utilization import ModelFlops, peak_tflops
+from tests.helpers import kit
+
+
+def counted(model, rows: int, length: int) -> float:
+    """Return the FLOPs per token of one forward and backward pass, counted operation by operation."""
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return counter.get_total_flops() / ids.numel()
+
+
+@pytest.mark.parametrize("tied, lora", [(True, False), (False, False), (False, True)])
+def test_flops_are_those_that_pytorch_counts(tied, lora):
+    config = AutoConfig.for_model(**kit.LLAMA | {"tie_word_embeddings": tied, "num_key_value_heads": 4})
+    config._attn_implementation = "eager"  # its products are counted one by one
+    model = AutoModelForCausalLM.from_config(config)
+    if lora:  # every weight but the last is frozen, and the gradient of its input is still needed
+        model.requires_grad_(False)
+        model.lm_head.weight.requires_grad = True
+        model.enable_input_require_grads()
+    assert ModelFlops(model).per_token(24) == pytest.approx(counted(model, 3, 24), rel=0.01)
+
+
+def test_frozen_weights_cost_four_flops():
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.LLAMA | {"tie_word_embeddings": False}))
+    every = ModelFlops(model).weights
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = "lm_head" in name
+    head = model.lm_head.weight.numel()
+    assert ModelFlops(model).weights == 4 * (every / 6 - head) + 6 * head
+
+
+def test_peak_of_devices():
+    assert peak_tflops("NVIDIA H100 80GB HBM3", torch.bfloat16) == 989
+    assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
+    assert peak_tflops("NVIDIA H200", torch.float32) is None
+    assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
