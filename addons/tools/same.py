@@ -74,7 +74,12 @@ def copy_commit(revision: str, folder: Path) -> None:
 def train(checkout: Path, inputs: Path, out: Path, processes: int, flags: dict) -> dict[str, object]:
     """Train in a checkout; return its metrics lines without times, and a hash of each file of tensors."""
     files = {"model_config": "model.json", "train_file": "train.jsonl", "validation_file": "validation.jsonl"}
-    values = {name: inputs / file for name, file in files.items()} | BASE_FLAGS | flags | {"output_dir": out, "cache_dir": f"{out}_cache"}
+    values = (
+        {name: inputs / file for name, file in files.items()}
+        | BASE_FLAGS
+        | flags
+        | {"output_dir": out, "cache_dir": f"{out}_cache"}
+    )
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *(launcher if processes > 1 else []), "train.py"]
     command += [str(word) for name, value in values.items() for word in (f"--{name}", value)]
