@@ -19,7 +19,7 @@ from src.data.row_errors import RowLocations, read_rows
 from src.data.row_order import derive_seed, permute
 from src.download import remote_files
 from src.tasks.base import Task
-from src.text.pretokenized_rows import OPTIONAL_COLUMNS
+from src.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from src.config.fields import option
-from src.models.plain_model import build_plain_model
+from src.models.build_model import build_plain_model
 from tests.helpers import kit, plain_task
 
 

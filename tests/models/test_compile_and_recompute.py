@@ -153,7 +153,7 @@ def test_model_without_checkpointing_is_refused():
     ],
 )
 def test_padded_length(lengths, multiple, most, expected):
-    from src.tasks.base import padded_length
+    from src.text.packing import padded_length
 
     assert padded_length(lengths, multiple, most) == expected
 

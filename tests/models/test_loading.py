@@ -103,11 +103,6 @@ def test_names_that_transformers_converts_are_fields_of_a_file_of_ones_own(tmp_p
         load_config(config_file(tmp_path, model_type="llama", rope_thetas=500_000.0, **SIZES), None)
 
 
-def test_fields_without_effect_in_a_published_config_are_named(tmp_path, capsys):
-    load_config(config_file(tmp_path, model_type="llama", is_llama_config=True, **SIZES, **SAVED), None)
-    assert "llama has no field is_llama_config" in capsys.readouterr().err
-
-
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
@@ -184,22 +179,22 @@ def test_fingerprint_of_a_tokenizer(tokenizer):
 def test_length_and_vocabulary_must_fit(files, tokenizer):
     cfg = RunConfig(model_config=str(files / "llama.yaml"), tokenizer_name=tokenizer)
     config, words = load_config(cfg, None), load_tokenizer(cfg)
-    assert check_fit(cfg, config, words, None, LM) == 256  # the model's limit
-    assert check_fit(cfg, config, None, 256, LM) == 256
+    assert check_fit(cfg, config, words, None) == 256  # the model's limit
+    assert check_fit(cfg, config, None, 256) == 256
     with pytest.raises(UsageError, match=r"max_length is 257, but .* has 256 positions: give at most --max_length 256"):
-        check_fit(cfg, config, words, 257, LM)
+        check_fit(cfg, config, words, 257)
     config.vocab_size = 37
-    assert check_fit(cfg, config, words, 10, LM) == 10
+    assert check_fit(cfg, config, words, 10) == 10
     config.vocab_size = 36
     with pytest.raises(UsageError, match=r"vocab_size is 36, but the tokenizer .* has 37 tokens"):
-        check_fit(cfg, config, words, 10, LM)
+        check_fit(cfg, config, words, 10)
 
 
 def test_positions_of_roberta_begin_after_the_padding_index(tmp_path):
     cfg = config_file(tmp_path, model_type="roberta", vocab_size=50, max_position_embeddings=34)
-    assert check_fit(cfg, load_config(cfg, None), None, None, LM) == 32
+    assert check_fit(cfg, load_config(cfg, None), None, None) == 32
     with pytest.raises(UsageError, match="--max_length 32"):
-        check_fit(cfg, load_config(cfg, None), None, 33, LM)
+        check_fit(cfg, load_config(cfg, None), None, 33)
 
 
 def test_encoder_as_language_model_does_not_see_the_future(tmp_path):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 import yaml
 
 from src.data.batch_plan import PlanConfig, plan
-from src.models.r_drop import r_drop_sums, twice
+from src.models.cross_entropy import r_drop_sums, twice
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
 
