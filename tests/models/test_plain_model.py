@@ -103,17 +103,3 @@ def test_config_of_another_task_or_damaged_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=part):
             saved_config(cfg)
-
-
-def test_compiled_module_keeps_its_names(plain, one, tmp_path):
-    run = kit.run_training(
-        1, tmp_path / "run", *flags(plain, compile=True, max_steps=2), env={"TORCHDYNAMO_DISABLE": "1"}
-    )
-    assert run.weights.keys() == one.weights.keys()
-
-
-def test_gradient_checkpointing_is_refused_in_one_sentence(plain, tmp_path):
-    argv = flags(plain, gradient_checkpointing=True, output_dir="run")
-    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path)
-    assert codes == [2]
-    assert "gradient_checkpointing is true, but Net " in outputs[0]

@@ -13,8 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 from src.config.errors import UsageError
 from src.models import chunked_cross_entropy
 from src.models.model_checks import check_packing
-from src.runtime import run_status
-from src.tasks import causal_lm
 from tests.helpers import kit
 from tests.models.test_chunked_cross_entropy import memory
 
@@ -135,7 +133,7 @@ def test_mutant_silent_off_switches_of_packing_are_caught(folder, attention, swi
     assert packed_and_alone(folder, "llama.yaml", attention, True, OFF_SWITCHES[switch]) > 1e-3
 
 
-@pytest.mark.parametrize("kind, isolates", [("llama", True), ("gpt2", True), ("opt", False), ("bloom", False)])
+@pytest.mark.parametrize("kind, isolates", [("llama", True), ("opt", False), ("bloom", False)])
 def test_packing_is_refused_for_models_that_ignore_positions(kind, isolates):
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
     more = {"llama": {"intermediate_size": 64}, "opt": {"ffn_dim": 64, "word_embed_proj_dim": 32}}
@@ -213,13 +211,6 @@ def test_messages_with_generation_marks_in_the_template(folder, tokenizer):
     chat = [("user", "return"), ("assistant", "self import"), ("user", "if"), ("assistant", "else row")]
     _, _, batch, _ = open_batch(folder, as_rows(chat), chat_template=folder / "marked.jinja")
     assert tokenizer.decode(target_rows(batch)[0]) == "self importelse row"
-
-
-def test_chat_template_from_a_file(folder, tokenizer):
-    (folder / "template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    _, rows, _, _ = open_batch(folder, as_rows(CHATS[0]), chat_template=folder / "template.jinja")
-    text = " ".join(content for _, content in CHATS[0]) + " "
-    assert rows[0]["input_ids"].tolist() == tokenizer(text)["input_ids"]
 
 
 def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
@@ -401,9 +392,7 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HEADS = {
     "capped": GEMMA | {"final_logit_softcapping": 2.0},
     "scaled up": KEY_HEADS | {"model_type": "cohere", "logit_scale": 3.0},
-    "scaled down": KEY_HEADS | {"model_type": "granite", "logits_scaling": 8.0},
     # One more layer between the last hidden state and the output embedding, which may change the width.
-    "transformed": SMALL | NO_DROPOUT | {"model_type": "bert"},
     "narrowed": SMALL | NO_DROPOUT | {"model_type": "electra", "embedding_size": 16},
 }
 
@@ -434,24 +423,6 @@ def test_heads_that_are_not_plain_are_seen(folder, files, name):
         if name != "narrowed":  # there the mutant's shapes do not match
             task.plain_head = True  # the mutant
             assert head_deviation(task, model, batch) > 1e-2
-
-
-@pytest.mark.parametrize("cap", [30.0, None])
-def test_cap_is_seen_before_any_logit_reaches_it(folder, files, cap):
-    """The logits of random weights are near zero, where a capped head looks like a plain one."""
-    task, _, model = open_ids(folder, files, "cap", GEMMA | {"final_logit_softcapping": cap})
-    assert task.plain_head == (cap is None)
-    ids = torch.arange(4)[None]
-    assert torch.equal(model(input_ids=ids).logits, model(input_ids=ids).logits)  # the probe left nothing behind
-    assert not model.get_output_embeddings()._forward_hooks
-    assert model.training
-
-
-@pytest.mark.parametrize("model", ["gpt2.yaml", "llama.yaml", "dropout.yaml"])
-def test_plain_heads_are_seen(folder, model):
-    task, _ = open_data(folder, model=model)
-    assert task.build().training
-    assert task.plain_head
 
 
 def test_no_logits_of_all_positions_are_ever_held(folder, files, monkeypatch):
@@ -506,14 +477,3 @@ def test_printed_sample_is_the_final_models_without_dropout(folder, trained):
 def test_sample_of_a_long_prompt_or_a_long_sample(folder, prompt, tokens):
     task, _ = open_data(folder, sample_prompt=prompt, sample_tokens=tokens, max_length=16)
     assert task.sample(task.build())
-
-
-def test_failing_sample_does_not_fail_the_run(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(causal_lm.Task, "sample", lambda self, model: 1 / 0)
-    fields = {"model_config": folder / "gpt2.yaml", "tokenizer_name": folder / "tokenizer", "max_length": 64}
-    fields |= {"train_file": folder / "train.jsonl", "max_steps": 1, "output_dir": "run", "sample_prompt": "def"}
-    (tmp_path / "here").mkdir()
-    codes, texts = kit.run_command("train.py", *kit.flags(**fields), folder=tmp_path / "here")
-    assert codes == [0], texts
-    assert "ZeroDivisionError: division by zero" in texts[0]
-    assert run_status.read_status(tmp_path / "here" / "run")["status"] == "complete"
