@@ -50,11 +50,11 @@ class Task:
         """Return the task's part of the cache key: everything that `encode` depends on besides rows and code."""
         raise NotImplementedError
 
-    def inspect_columns(self, examples: "Dataset", split: str, whole: bool = True) -> tuple[list[str], "Features"]:
+    def inspect_columns(self, examples: "Dataset", split: str) -> tuple[list[str], "Features"]:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
-        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, but only the
-        first rows of a stream (`whole` is false). Called before `encode`, unless the prepared rows are in the cache."""
+        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
+        only the first ones. Called before `encode`, unless the prepared rows are in the cache."""
         raise NotImplementedError
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:

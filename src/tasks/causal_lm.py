@@ -94,7 +94,7 @@ class Task(base.Task):
         model = (self.max_length, self.vocab_size)
         return repr((self.tokenizer_text, template, *model, o.packing, o.text_column, o.append_eos))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         o = self.options

@@ -95,7 +95,7 @@ class Task(base.Task):
         columns = (self.token_columns, self.text_columns, self.options.label_column)
         return repr((self.tokenizer_text, self.max_length, *columns, self.labels, self.options.regression))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
         label_column = self.options.label_column
@@ -107,7 +107,7 @@ class Task(base.Task):
             return needed, Features(features | {"label": Value("float64")})
         self.class_names: Any = class_names(examples.features[label_column], label_column, split)
         if self.labels is None:
-            self.labels = labels_of_data(examples, label_column, split, self.class_names, whole)
+            self.labels = labels_of_data(self.cfg, examples, label_column, split, self.class_names)
         return needed, Features(features | {"label": ClassLabel(names=self.labels)})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
@@ -174,9 +174,9 @@ class Task(base.Task):
         if self.options.r_drop_alpha:
             raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         labels = inputs["labels"]
-        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        of_model = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
-            logits = model(**own).logits
+            logits = model(**of_model).logits
         if self.options.regression:
             return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
         return row_losses(Scored(logits), labels, self.options, class_weights_of(inputs))

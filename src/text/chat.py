@@ -107,14 +107,14 @@ def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict]
     asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
     plain = _render(tokenizer, asked, add_generation_prompt=False)
     prompt = _render(tokenizer, asked, add_generation_prompt=True)
-    begin, found, _ = _render(tokenizer, [*earlier, message | {"content": MARK}]).partition(MARK)
+    begin, mark, _ = _render(tokenizer, [*earlier, message | {"content": MARK}]).partition(MARK)
     if earlier and (prompt != plain or not begin.startswith(plain.rstrip())):
         return prompt
     header = prompt.removeprefix(plain)
-    if header and found:  # the assistant speaks first, so only text of the template itself is before the header
-        begin, found, _ = begin.rpartition(header)
+    if header and mark:  # the assistant speaks first, so only text of the template itself is before the header
+        begin, mark, _ = begin.rpartition(header)
         begin += header
-    if not found or not after.startswith(begin):
+    if not mark or not after.startswith(begin):
         raise ValueError(
             "the beginning of the assistant's content cannot be found: mark it in the template with {% generation %} "
             "and {% endgeneration %}"

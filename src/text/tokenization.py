@@ -18,8 +18,8 @@ def require_text(values: list, column: str, locations) -> None:
     """Raise UsageError for the first value that is not text."""
     for i, value in enumerate(values):
         if not isinstance(value, str):
-            kind = "nothing" if value is None else type(value).__name__
-            raise UsageError(f"{locations[i]}: `{column}` holds {kind}, not text")
+            content = "nothing" if value is None else type(value).__name__
+            raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
 
 
 def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
@@ -44,8 +44,8 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
     truncated = [0] * len(lengths)
     full = [i for i, length in enumerate(lengths) if length == max_length]
     if full:  # tokenized again without the limit, only to report how much was truncated
-        whole = tokenizer(*([column[i] for i in full] for column in texts), verbose=False)["input_ids"]
-        for i, ids in zip(full, whole, strict=True):
+        complete = tokenizer(*([column[i] for i in full] for column in texts), verbose=False)["input_ids"]
+        for i, ids in zip(full, complete, strict=True):
             truncated[i] = len(ids) - max_length
     return encoded, {"length": lengths, "cut": truncated}
 

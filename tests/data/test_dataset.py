@@ -407,7 +407,7 @@ class Child(Parent):
     def made_by_property(self):
         return WORDS
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         return super().inspect_columns(examples, split)
 
     def encode(self, batch, locations):

@@ -84,7 +84,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return "1"
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         from datasets import Features, List, Value
 
         if missing := {"x", "y"} - set(examples.column_names):

@@ -36,7 +36,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return "1"
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         from datasets import Features, Value
 
         return ["id"], Features({name: Value("int64") for name in ("id", "length", "targets", "cut")})

@@ -270,44 +270,26 @@ PADDED = [
     {"input_ids": [13, 14], "attention_mask": None},
     {"input_ids": [0, 0], "attention_mask": [0, 0]},
 ]
-STREAM = {"streaming": True, "max_steps": 1}
 
 
-@pytest.mark.parametrize("fields", [{}, {"packing": True}, STREAM])
+@pytest.mark.parametrize("fields", [{}, {"packing": True}])
 def test_given_padding_is_removed(folder, fields):
-    if fields == STREAM:
-        kit.need_addon("streaming")
     task, splits = open_data(folder, PADDED, **fields)
-    split = splits["train"]
-    if fields == STREAM:
-        tables = split.shards.blocks(0)
-        rows = [row for table in tables for _, row, _ in split.shards.prepare(table, 0, 0, 0)]
-    else:
-        rows = everything(split)
+    rows = everything(splits["train"])
     assert flat(row["input_ids"].tolist() for row in rows) == sorted([7, 8, 9, 4, 5, 6, 11, 12, 13, 14])
     assert flat(target_rows(task.collate(rows, True))) == [5, 6, 8, 9, 12, 14]
 
 
 @pytest.mark.parametrize(
-    "mask, words",
-    [
-        ([1, 0, 1], "0 for padding"),
-        ([1, 1], "2 values for 3"),
-        ([1, 2, 2], "0 for padding"),
-        ("111", "list of integers"),
-    ],
+    "mask, words", [([1, 0, 1], "0 for padding"), ([1, 1], "2 values for 3"), ([1, 2, 2], "0 for padding")]
 )
 def test_mask_that_is_no_padding_is_refused(folder, mask, words):
-    good = {"input_ids": [1, 2, 3], "attention_mask": "1" if mask == "111" else [1, 1, 1]}
-    for fields in ({}, STREAM) if (kit.REPOSITORY / "addons/streaming").exists() else ({},):
-        with pytest.raises(UsageError, match=rf"rows\.jsonl, .*`attention_mask`.*{words}"):
-            open_data(folder, [good | {"attention_mask": mask}], **fields)
+    with pytest.raises(UsageError, match=rf"rows\.jsonl, .*`attention_mask`.*{words}"):
+        open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": mask}])
 
 
-def test_ignored_columns_are_warned_about_once(folder, capfd):
-    row = {"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "position_ids": [0, 1, 0], "other": 1}
-    open_data(folder, [row])
-    open_data(folder, [row], **STREAM)
+def test_ignored_columns_are_warned_about(folder, capfd):
+    open_data(folder, [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "position_ids": [0, 1, 0], "other": 1}])
     assert capfd.readouterr().err.count("the columns loss_mask, position_ids are not used") == 1
 
 
@@ -360,7 +342,7 @@ def loop(model, tokenizer, texts, max_length):
     return total
 
 
-@pytest.mark.parametrize("max_length, packing", [(128, True), (128, False), (12, False)])
+@pytest.mark.parametrize("max_length, packing", [(128, True), (12, False)])
 @torch.no_grad()
 def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, trained, tmp_path, max_length, packing):
     texts = [json.loads(line)["text"] for line in (folder / "validation.jsonl").read_text().splitlines()]

@@ -68,7 +68,7 @@ class Task(BatchLossTask):
     def fingerprint(self) -> str:
         return repr((self.tokenizer_text, self.max_length, self.columns))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")

@@ -99,17 +99,18 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return repr((self.options.image_column, self.options.label_column, self.image_processor.channels, self.labels))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, Value
 
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
         self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
         if self.labels is None or (split == "train" and not self.are_of_data):
-            known = self.labels is not None and not whole and self.class_names is None
-            found = self.labels if known else labels_of_data(examples, needed[1], split, self.class_names, whole)
-            if not set(found) <= set(self.labels or ()):  # other classes than those of the pretrained model
-                self.labels = found
+            is_stream = split == "train" and getattr(self.cfg, "streaming", False)
+            if self.labels is None or not is_stream or self.class_names is not None:
+                labels = labels_of_data(self.cfg, examples, needed[1], split, self.class_names)
+                if not set(labels) <= set(self.labels or ()):  # other classes than those of the pretrained model
+                    self.labels = labels
         features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

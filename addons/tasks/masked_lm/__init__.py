@@ -71,7 +71,7 @@ class Task(base.Task):
         o = self.options
         return repr((self.tokenizer_text, self.max_length, o.text_column, o.mlm_probability))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         # With packing the encoder splits a long document, and append_eos would add a token that many models lack.

@@ -93,7 +93,7 @@ class Task(causal_lm.Task):
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         o = self.options

@@ -93,7 +93,7 @@ class Task(base.Task):
         o = self.options
         return repr((o.image_column, o.label_column, o.image_size, o.ignored_value, len(self.classes)))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, Value
 
         columns = [self.options.image_column, self.options.label_column]

@@ -98,7 +98,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return repr((self.tokenizer_text, self.max_length, self.options.max_target_length, *self.columns))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         return self.encoder.choose(examples.column_names, split)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
