@@ -114,12 +114,6 @@ def test_model_without_checkpointing_is_refused():
 # ---- width -------------------------------------------------------------------------------------------------------------
 
 
-def test_pad_to_multiple_of_changes_only_the_padding(files, plain, tmp_path):
-    run = kit.run_training(1, tmp_path / "run", *recipe(files, pad_to_multiple_of=32))
-    assert losses_equal(run, plain, 1e-12)
-    assert run.kind("train")[-1]["padding"] > plain.kind("train")[-1]["padding"]
-
-
 # ---- what DDP sends ----------------------------------------------------------------------------------------------------
 
 

@@ -58,8 +58,6 @@ MORE += [
 SHAPES = {IMAGE: [3, 64, 64], SOUND: [4000], "audio-spectrogram-transformer": [64, 40]}
 REFUSED = [  # … and what the sentence names
     (LM, "t5", {}, "t5.yaml: the model could not be built: .*AutoModelForCausalLM"),
-    (LM, "vit", {}, "vit models have no vocabulary"),
-    (LM, "reformer", {"vocab_size": 512}, "reformer.yaml: the model could not be built: .*axial_pos_embds"),
     (LM, "gptj", {"rotary_dim": 64}, "does not run on token ids alone"),
 ]
 
