@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 
 from src.checkpointing.model_folder import write_model, write_tensors
 from src.checkpointing.sharded_checkpoint import file_name
-from src.config.errors import UsageError, did_you_mean
+from src.config.errors import UsageError, did_you_mean, one_line
 from src.config.fields import option
 from src.config.paths import locate
-from src.models.model_files import ADAPTER, adapter_files, model_folder, reason
+from src.models.build_model import ADAPTER, adapter_files
+from src.models.load_config import model_folder
 from src.training.step import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
@@ -108,7 +109,7 @@ def read_options(cfg: Any) -> tuple[type, Any]:
     try:
         return tuners[name], configs[name](**given, task_type=TASK_TYPES.get(cfg.task))
     except Exception as error:  # also a package that one type needs
-        raise UsageError(f"peft: {reason(error)}") from error
+        raise UsageError(f"peft: {one_line(error)}") from error
 
 
 def _why_refused(name: str, config: type, tuner: Any) -> str | None:
@@ -130,7 +131,7 @@ def change_built_model(task: Any, model: torch.nn.Module, weights: str | Path | 
 def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
     """Inject the adapter into the part of `whole` that is trained, in place; return peft's tuner.
 
-    Only the adapter, `modules_to_save` and a head that pretrained weights lack (`Task.new_head`) stay trainable. The
+    Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
     initial adapter depends on the seed only. If the folder of the weights holds an adapter, load it."""
     cfg, model = task.cfg, task.saved(whole)
     kind, config = read_options(cfg)
@@ -142,7 +143,7 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     if is_open and _architecture(model) not in (getattr(kind, "target_module_mapping", None) or {}):
         config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
-        found = _new_head(model, task.new_head)
+        found = _new_head(model, getattr(task, "new_head", ()))
         config.modules_to_save = [*(config.modules_to_save or []), *found] or None
     leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _has_matrix(part)})
     torch.manual_seed(cfg.seed)
@@ -152,10 +153,10 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
             tuner = kind(model, config, adapter_name=NAME)
     except Exception as error:
         raise UsageError(
-            f"peft: {reason(error)} (linear layers and convolutions of this model: {', '.join(leaves)})"
+            f"peft: {one_line(error)} (linear layers and convolutions of this model: {', '.join(leaves)})"
         ) from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or name in task.new_head)  # a temperature
+        parameter.requires_grad_(parameter.requires_grad or name in getattr(task, "new_head", ()))  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
     _check_names(model, cfg.peft or {})
@@ -234,7 +235,7 @@ def _check_mergeable(model: torch.nn.Module, kind: type) -> None:
         try:
             copy.deepcopy(layer).merge()
         except Exception as error:
-            text = f"peft: {name}: {kind.__name__} cannot merge this layer, which final/ needs: {reason(error)}"
+            text = f"peft: {name}: {kind.__name__} cannot merge this layer, which final/ needs: {one_line(error)}"
             raise UsageError(f"{text}: give another type or target") from error
 
 

@@ -87,7 +87,7 @@ def length_warmup(cfg: Any, task: Task) -> Ramp | None:
     """Return the tokens per row during a sequence-length warmup up to the task's `max_length`, None without one."""
     if not cfg.sequence_length_warmup_steps:
         return None
-    return Ramp(cfg.sequence_length_warmup_start, task.max_length, cfg.sequence_length_warmup_steps)
+    return Ramp(cfg.sequence_length_warmup_start, getattr(task, "max_length", 0), cfg.sequence_length_warmup_steps)
 
 
 # ---- the global batch ------------------------------------------------------------------------------------------------
@@ -175,15 +175,14 @@ def step_sizes(cfg: Any, num_examples: int) -> StepSizes:
 def check_task(cfg: Any, task: Task) -> None:
     """Raise UsageError if the task cannot shorten rows, or its rows are no longer than those of the first step.
 
-    A task that can has a method `shorten(row, length)`: return the prepared row cut to its first `length` tokens. The
-    result has min(`length`, its `length` column) tokens."""
+    A task whose rows `shorten_row` can cut says so by `can_shorten = True`."""
     ramp = length_warmup(cfg, task)
     if ramp is None:
         return
-    if getattr(type(task), "shorten", None) in (None, getattr(Task, "shorten", None)):
+    if not getattr(task, "can_shorten", False):
         raise UsageError(
             f"sequence_length_warmup_steps is {ramp.steps}, but task {cfg.task} cannot shorten its rows: "
-            "remove it, or define `shorten` in the task"
+            "remove it, or set `can_shorten` in the task"
         )
     if ramp.start >= ramp.end:
         raise UsageError(
@@ -201,7 +200,21 @@ def change_plan(plan: PlanConfig, cfg: Any, task: Task, train_set: Any) -> PlanC
 def change_rows(task: Any, rows: list[dict], step: int) -> list[dict]:
     """Return the rows cut to the length of this step."""
     ramp = length_warmup(task.cfg, task)
-    return [task.shorten(row, ramp.at(step)) for row in rows] if ramp else rows
+    return [shorten_row(row, ramp.at(step)) for row in rows] if ramp else rows
+
+
+def shorten_row(row: dict, length: int) -> dict:
+    """Return a row of tokens cut to its first `length` tokens: `input_ids`, `labels`, and `documents` if it is packed.
+
+    Its UTF-8 bytes (`bytes`), which only an evaluation uses, become 0."""
+    cut = {name: row[name][:length] for name in ("input_ids", "labels") if name in row}
+    if "bytes" in row:
+        cut["bytes"] = 0
+    if "documents" in row:
+        ends = np.minimum(np.cumsum(row["documents"]), length)
+        sizes = np.diff(ends, prepend=0)
+        cut["documents"] = sizes[sizes > 0]
+    return row | cut
 
 
 # ---- the printed plan ------------------------------------------------------------------------------------------------

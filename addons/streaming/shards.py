@@ -19,7 +19,7 @@ from src.data.row_errors import RowLocations, read_rows
 from src.data.row_order import derive_seed, permute
 from src.download import remote_files
 from src.tasks.base import Task
-from src.text.pretokenized_rows import OPTIONAL_COLUMNS
+from src.text.encode_rows import OPTIONAL_COLUMNS
 
 BLOCK = 512  # number of raw rows that are encoded, packed and shuffled together; a resume reads the whole block again
 
@@ -53,14 +53,14 @@ class StreamShards:
             raise UsageError(explain_read_error(self.source, error, self.names[:1])) from error
         if features:  # Parquet names its columns in advance, so only the needed columns are downloaded
             empty = Dataset.from_dict({name: [] for name in features}, features=features)
-            self.columns, _ = self.task.inspect_columns(empty, "train", whole=False)
+            self.columns, _ = self.task.inspect_columns(empty, "train")
             if self.dataset is not None:
                 self.dataset = _open_dataset(self.source, self.columns)
         known = False
         for shard in range(len(self)):
             for block, table in enumerate(self.blocks(shard)):
                 if not known:
-                    self.columns, features = self.task.inspect_columns(Dataset(table), "train", whole=False)
+                    self.columns, features = self.task.inspect_columns(Dataset(table), "train")
                     self.schema = features.arrow_schema
                     self.task.on_prepared(features)
                 table = table.select(self.columns)

@@ -17,15 +17,14 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
-from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import sums_from_logits
-from src.models.token_losses import row_losses
+from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks import base
-from src.tasks.base import Batch, padded_length
-from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, set_labels
-from src.text.padding import pad_columns, shorten_row
+from src.tasks.base import Batch
+from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, refuse_stream, set_labels
+from src.text.packing import pad_columns, padded_length
 from src.text.tokenization import IGNORED, require_text, tokenize_truncated
 
 OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
@@ -43,6 +42,7 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
+    can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
 
     def __init__(self, cfg: RunConfig, options: Options):
@@ -50,10 +50,9 @@ class Task(base.Task):
         self.labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
-        from transformers import AutoModelForTokenClassification
 
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
-            self.cfg, self.options.max_length, AutoModelForTokenClassification
+            self.cfg, self.options.max_length
         )
         if not self.tokenizer.is_fast:
             raise UsageError("token_classification needs a fast tokenizer, which reports the characters of each token")
@@ -66,7 +65,7 @@ class Task(base.Task):
         columns = (self.options.tokens_column, self.options.tags_column)
         return repr((self.tokenizer_text, self.max_length, *columns, self.labels))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
         needed = [self.options.tokens_column, self.options.tags_column]
@@ -79,11 +78,8 @@ class Task(base.Task):
         tags = needed[1]
         self.class_names: Any = class_names(examples.features[tags].feature, tags, split)
         if self.labels is None:
-            if self.class_names is None and not whole:
-                raise UsageError(
-                    f"{split} data: the tags of a stream are not known before its end: give data with ClassLabels in `{tags}`, "
-                    "or a model with the tags in its config"
-                )
+            if self.class_names is None:
+                refuse_stream(self.cfg, split, tags)
             self.labels = self.class_names or labels_of_rows(tag for row in examples[tags] for tag in row or ())
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
         counts = {name: Value("int64") for name in ("length", "targets", "cut")}
@@ -125,9 +121,6 @@ class Task(base.Task):
         set_labels(self.config, self.labels)
         return build_model(self.cfg, self.config, AutoModelForTokenClassification, weights, self.new_head, empty)
 
-    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
-        return shorten_row(row, length)
-
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
@@ -154,7 +147,7 @@ class Task(base.Task):
         own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
             logits = model(**own).logits.flatten(0, 1)
-        return row_losses(logits, None, inputs["labels"], self.options, class_weights_of(inputs))
+        return row_losses(Scored(logits), inputs["labels"], self.options, class_weights_of(inputs))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]

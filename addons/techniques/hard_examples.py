@@ -83,7 +83,7 @@ class HardestRows:
     """The loss of the hardest rows as a loss over the global batch (BatchLoss).
 
     The task's `row_losses(model, inputs)` returns `loss` and `weight` of each row in training, (rows,), which add up to
-    the `loss` that its `loss` returns and to the batch's weight; src/models/token_losses.py computes them for a
+    the `loss` that its `loss` returns and to the batch's weight; src/models/chunked_cross_entropy.py computes them for a
     cross-entropy."""
 
     def __init__(self, task: Task, share: float):

@@ -94,7 +94,7 @@ def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, in
 
 
 def sample(task, model, folder: Path, device) -> str | None:
-    """Return the task's sample from `model`, else from the model in `folder`; None if sample_prompt is empty."""
-    if not getattr(task.options, "sample_prompt", True):
+    """Return the sample of a task with the option `sample_prompt` from `model`, else from the model in `folder`."""
+    if not getattr(task.options, "sample_prompt", None):
         return None
     return task.sample(model or task.saved(task.build_model(str(folder))).to(device))

@@ -17,7 +17,7 @@ from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig, changeable_fields
 from src.config.yaml_files import read_yaml
-from src.models.model_files import pretrained_source
+from src.models.load_config import pretrained_source
 from src.storage import atomic_folder
 from src.training.schedules import make_schedule, total_steps
 

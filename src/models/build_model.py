@@ -1,20 +1,26 @@
-"""Model construction on the CPU: from a checkpoint, pretrained, random from the seed, or empty.
+"""Model construction on the CPU, of transformers or any nn.Module: from a checkpoint, pretrained, random, or empty.
 
-Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
+Tests: tests/models/test_loading.py, tests/models/test_plain_model.py and tests/config/test_bad_input.py.
 """
 
+import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
-from src.config.errors import UsageError, warn
+from src.config.addons import functions_of_addons
+from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.models.model_files import model_folder, reason, refuse_base_without_adapter
+from src.models.load_config import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+ADAPTER = "adapter"  # adapter.safetensors of a checkpoint; in final/ also a folder in the format of peft
 
 
 def build_model(
@@ -34,13 +40,12 @@ def build_model(
     if cfg.attn_implementation:
         options["attn_implementation"] = cfg.attn_implementation
     name = str(weights or cfg.model_name_or_path or "")
+    folder = None if empty or not name else weights_folder(cfg, weights)
     try:
         if empty:
             return _empty_model(auto_class, config, options)
-        if not name:
+        if folder is None:
             return auto_class.from_config(config, **options)
-        folder = locate(name) if weights else model_folder(cfg, name)
-        refuse_base_without_adapter(cfg, Path(folder))
         model, info = auto_class.from_pretrained(
             folder,
             config=config,
@@ -49,10 +54,8 @@ def build_model(
             ignore_mismatched_sizes=True,  # _check_complete reports them
             **options,
         )
-    except UsageError:
-        raise
     except Exception as error:
-        raise UsageError(f"{name or cfg.model_config}: the model could not be built: {reason(error)}") from error
+        raise UsageError(f"{name or cfg.model_config}: the model could not be built: {one_line(error)}") from error
     _check_complete(model, name, info, may_be_missing=() if weights else (*new_weights, *_timm_head(model)))
     return model
 
@@ -65,6 +68,23 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
             "For speed, set mixed_precision: bf16 in the accelerate file (YAML) and keep dtype float32.",
         )
     return getattr(torch, cfg.dtype)
+
+
+def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
+    """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter."""
+    folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
+    loads_adapter = functions_of_addons(cfg, "write_own_tensors")
+    if not loads_adapter and adapter_files(folder) and not (folder / ADAPTER).is_dir():
+        raise UsageError(
+            f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give that run's peft, or "
+            "its final/, where the adapter is merged"
+        )
+    return folder
+
+
+def adapter_files(folder: Path) -> list[Path]:
+    """Return the files of the adapter that a run has saved in `folder`, if any."""
+    return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
 
 
 def _timm_head(model: torch.nn.Module) -> list[str]:
@@ -99,4 +119,53 @@ def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) ->
             memory = torch.empty(value.shape, dtype=value.dtype)
             setattr(module, name, torch.nn.Parameter(memory, requires_grad=value.requires_grad))
     model.tie_weights()
+    return model
+
+
+# ---- any nn.Module: a task calls these in `load` and `build` if its model has no `save_pretrained` --------------------
+
+
+def saved_config(cfg: RunConfig) -> dict[str, Any]:
+    """Return config.json of the model that `model_name_or_path` names, {} if it is not set or has no such file.
+
+    Call it in `load`: it holds what `model_config` returned when a run saved the model."""
+    if not cfg.model_name_or_path:
+        return {}
+    file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json")
+    try:
+        values = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"model_name_or_path: {file} cannot be read: {one_line(error)}") from error
+    if (task := values.get("task", cfg.task)) != cfg.task:
+        raise UsageError(f"model_name_or_path: {file} belongs to task {task}, not {cfg.task}: give --task {task}")
+    return values
+
+
+def build_plain_model(
+    cfg: RunConfig, make: Callable[[], torch.nn.Module], weights: str | Path | None = None, empty: bool = False
+) -> torch.nn.Module:
+    """Return `make()` in `cfg.dtype`: with the weights of `weights`, else of `model_name_or_path`, else random.
+
+    Random weights depend only on the seed. With `empty`, no weights are loaded. Raise UsageError if the files and the
+    module do not have the same parameters and buffers; of tied parameters the files may hold one name or all."""
+    torch.manual_seed(cfg.seed)
+    model, dtype = make(), weight_dtype(cfg)
+    for value in (*model.parameters(), *model.buffers()):
+        if value.is_floating_point():
+            value.data = value.data.to(dtype)
+    if empty or not (weights or cfg.model_name_or_path):
+        return model
+    folder = weights_folder(cfg, weights)
+    tensors: dict[str, torch.Tensor] = {}
+    for path in [folder / "model.safetensors", *sorted(folder.glob("model-*-of-*.safetensors"))]:
+        tensors |= load_file(path) if path.exists() else {}
+    state = model.state_dict(keep_vars=True)
+    same = {id(state[name]): tensor for name, tensor in tensors.items() if name in state}
+    tied = {name: same[id(value)] for name, value in state.items() if id(value) in same}
+    try:
+        model.load_state_dict(tied | tensors)
+    except RuntimeError as error:  # it names all that differ
+        raise UsageError(
+            f"the weights in {folder} do not fit {type(model).__name__}: {one_line(error, 1000)}"
+        ) from error
     return model

@@ -20,7 +20,10 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.
             torch.set_float32_matmul_precision("high")
         else:
             warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
-    check_recompute(model, cfg)
+    if cfg.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
+        raise UsageError(
+            f"gradient_checkpointing is true, but {type(model).__name__} does not support it: set it to false"
+        )
     if cfg.gradient_checkpointing:
         # The reentrant form would all-reduce DDP gradients twice. Recomputation uses the same dropout masks.
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -30,40 +33,17 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.
     return model
 
 
-def check_recompute(model: torch.nn.Module, cfg: RunConfig) -> None:
-    """Raise UsageError if the run file asks for activation checkpointing, which the model does not support."""
-    if cfg.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-        raise UsageError(
-            f"gradient_checkpointing is true, but {type(model).__name__} does not support it: set it to false"
-        )
-
-
 def repeated_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the repeated layers, or [model] if it has none. The layers share the code compiled for the first one."""
     names = private_apis.layer_class_names(model)
     return [module for module in model.modules() if type(module).__name__ in names] or [model]
 
 
-class CompileCounter:
-    """Counts the graphs compiled by torch.compile, and warns once when they reach the recompile limit."""
+def compiled_graphs(cfg: RunConfig) -> dict[str, int]:
+    """Return {"graphs": number of graphs that torch.compile has made} for a train line; an empty dict without `compile`.
 
-    def __init__(self, cfg: RunConfig):
-        self.enabled, self.warned = cfg.compile, False
-
-    def line(self) -> dict[str, int]:
-        """Return {"graphs": number of compiled graphs} for a train line; an empty dict without `compile`."""
-        if not self.enabled:
-            return {}
-        count, limit = private_apis.compiled_graphs()
-        count -= CompiledOnAccelerators.count  # their graphs take any number of rows
-        if count >= limit and not self.warned:
-            self.warned = True
-            warn(
-                f"torch.compile has compiled {count} graphs, because shapes or dtypes differ between micro-batches. "
-                f"After {limit} graphs of one layer, it runs other shapes uncompiled: give --packing true or "
-                "--pad_to_multiple_of 64"
-            )
-        return {"graphs": count}
+    The graphs of losses, which take any number of rows, do not count. torch warns itself when there are too many."""
+    return {"graphs": private_apis.compiled_graphs() - CompiledOnAccelerators.count} if cfg.compile else {}
 
 
 class CompiledOnAccelerators:
@@ -94,7 +74,8 @@ class CompiledOnAccelerators:
         if self.failed or device in self.uncompiled_devices:
             return False
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        case = (precision, torch.is_grad_enabled(), *map(_kind, arguments[:2]), *map(_kind_and_shape, arguments[2:]))
+        kinds = [_kind(value, with_shape=i >= 2) for i, value in enumerate(arguments)]
+        case = (precision, torch.is_grad_enabled(), *kinds)
         if case not in self.tried:
             self.tried.add(case)
             try:
@@ -119,9 +100,8 @@ class CompiledOnAccelerators:
         CompiledOnAccelerators.count += 1
 
 
-def _kind(value: Any) -> Any:
-    return (value.dtype, value.requires_grad) if torch.is_tensor(value) else id(value)
-
-
-def _kind_and_shape(value: Any) -> Any:
-    return (_kind(value), value.shape) if torch.is_tensor(value) else id(value)
+def _kind(value: Any, with_shape: bool = True) -> Any:
+    """Return what a compiled graph depends on."""
+    return (
+        (value.dtype, value.requires_grad, value.shape if with_shape else None) if torch.is_tensor(value) else id(value)
+    )

@@ -1,10 +1,11 @@
-"""Cross-entropy of training with its options: label smoothing, z-loss, focal loss, class weights.
+"""Cross-entropy of training with its options: label smoothing, z-loss, focal loss, class weights; and R-Drop.
 
 A task has these options if its Options inherit from CrossEntropy or ClassCrossEntropy. Evaluation reports the plain
-cross-entropy. Tests: tests/models/test_cross_entropy.py.
+cross-entropy. Tests: tests/models/test_cross_entropy.py and tests/models/test_r_drop.py.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,22 +67,22 @@ class CrossEntropy:
             return {"loss": F.cross_entropy(logits, targets, reduction="none")}
         log_p = F.log_softmax(logits, -1)
         index = targets.clamp(min=0)
-        own = log_p.gather(-1, index[:, None])[:, 0]
-        weights = real = (targets != IGNORED).to(own.dtype)
+        log_p_target = log_p.gather(-1, index[:, None])[:, 0]
+        weights = real = (targets != IGNORED).to(log_p.dtype)
         if class_weights is not None:
-            class_weights = class_weights.to(own.dtype)
+            class_weights = class_weights.to(log_p.dtype)
             weights = weights * class_weights[index]
         smoothing = self.label_smoothing_factor
-        loss = (1 - smoothing) * weights * self._cost(own)
+        loss = (1 - smoothing) * weights * self._cost(log_p_target)
         if smoothing:
             costs = self._cost(log_p) if class_weights is None else self._cost(log_p) * class_weights
             loss = loss + smoothing * real * costs.mean(-1)
-        found = {"cross_entropy": -weights * own.detach()}
+        parts = {"cross_entropy": -weights * log_p_target.detach()}
         if self.z_loss:
-            log_denominator = logits.gather(-1, index[:, None])[:, 0] - own
+            log_denominator = logits.gather(-1, index[:, None])[:, 0] - log_p_target
             z = weights * log_denominator.square()
-            loss, found["z_loss"] = loss + self.z_loss * z, z.detach()
-        return {"loss": loss} | found
+            loss, parts["z_loss"] = loss + self.z_loss * z, z.detach()
+        return {"loss": loss} | parts
 
     def sums(
         self, logits: torch.Tensor, targets: torch.Tensor, class_weights: torch.Tensor | None = None
@@ -117,35 +118,30 @@ class ClassCrossEntropy(CrossEntropy):
         return super().is_plain_loss and not self.class_weights
 
     def check(self) -> list[str]:
-        """Return one sentence for each invalid class weight."""
-        return [
-            f"class_weights: {value!r} is not a number of 0 or more: give one for each class"
-            for value in self.class_weights
-            if self.class_weights != [BALANCED] and not _is_weight(value)
-        ]
+        """Return a sentence if class weights are neither `balanced` nor numbers of 0 or more."""
+        with suppress(ValueError):
+            if self.class_weights == [BALANCED] or all(
+                0 <= float(value) < float("inf") for value in self.class_weights
+            ):
+                return []
+        return [f"class_weights: {self.class_weights}: give a number of 0 or more for each class, or balanced"]
 
     def set_classes(self, labels: Sequence[str], train_set: Any = None, column: str = "") -> None:
         """Replace `balanced` by numbers that `column` of the training rows gives, class ids or lists of them.
 
         Rows of a mixture count once each, whatever the weight of their source. A class without rows has the weight 0.
         Raise UsageError unless there is then one weight for each class, or none at all."""
-        names = ", ".join(labels[:20]) + (", …" if len(labels) > 20 else "")
         parts = [part for _, _, part in train_set.segments()] if train_set is not None else []
-        if self.class_weights == [BALANCED]:
-            if not parts:
-                raise UsageError(
-                    "class_weights is balanced, but the classes of a stream, or of pixels, are not counted: give a number "
-                    f"for each of {names}"
-                )
+        if self.class_weights == [BALANCED] and parts:
             counts = np.zeros(len(labels))
             for values in (part.values(column) for part in parts):
                 counts += np.bincount(values[values >= 0], minlength=len(labels))
             shares = counts.sum() / (len(labels) * counts.clip(min=1))
             self.class_weights = [repr(float(weight)) for weight in np.where(counts, shares, 0.0)]
-        if len(self.class_weights) not in (0, len(labels)):
+        if self.class_weights == [BALANCED] or len(self.class_weights) not in (0, len(labels)):
             raise UsageError(
-                f"class_weights has {len(self.class_weights)} numbers, but there are {len(labels)} classes: give one for "
-                f"each, in this order: {names}"
+                f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes (those of a stream, or "
+                f"of pixels, are not counted): give a number for each, in this order: {', '.join(labels[:20])}"
             )
 
     def weigh(
@@ -170,8 +166,34 @@ def class_weights_of(inputs: dict[str, torch.Tensor]) -> torch.Tensor | None:
     return inputs["class_weights"].view(torch.float64) if "class_weights" in inputs else None
 
 
-def _is_weight(value: str) -> bool:
-    try:
-        return 0 <= float(value) < float("inf")
-    except ValueError:
-        return False
+def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
+    """Return logits of 16 bits in float32, others unchanged."""
+    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+# ---- R-Drop: a batch runs twice with two dropout masks, and its predictions are drawn together (Liang et al. 2021) ----
+
+
+def r_drop_option() -> float:
+    """Declare the option `r_drop_alpha` of a task."""
+    return option(
+        "R-Drop: run every row twice with different dropout; weight of the divergence of both predictions; 0: once",
+        0.0,
+        min=0,
+        from_checkpoint=False,
+    )
+
+
+def twice(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the rows of a batch, and then the same rows again."""
+    return {name: torch.cat([value, value]) for name, value in inputs.items()}
+
+
+def r_drop_sums(sums: dict[str, torch.Tensor], logits: torch.Tensor, alpha: float) -> dict[str, torch.Tensor]:
+    """Return the training sums of rows that ran `twice`, (2 × rows, classes): half of `sums`, and `alpha` × `r_drop`.
+
+    `r_drop` is the sum over rows of (KL(p ‖ q) + KL(q ‖ p)) / 2, where p and q are the predictions of both passes."""
+    one, other = at_least_float32(logits).log_softmax(-1).chunk(2)
+    divergence = ((one.exp() - other.exp()) * (one - other)).sum() / 2
+    halves = {name: value / 2 for name, value in sums.items()}
+    return halves | {"loss": halves["loss"] + alpha * divergence, "r_drop": divergence.detach()}

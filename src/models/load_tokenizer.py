@@ -1,20 +1,20 @@
-"""Loading of a run's tokenizer, and its fingerprint.
+"""Tokenizer of a run and its fingerprint; tokenizer and configuration of a text encoder.
 
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, one_line
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.download.cache_folder import cache_root
 from src.download.samples import sample_tokenizer
-from src.models.model_files import model_folder, reason
+from src.models.load_config import check_fit, load_config, model_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
 TOKENIZER_FILES += ("tokenizer.model", "spiece.model")
@@ -38,7 +38,7 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
         raise UsageError(
-            f"{field}: no tokenizer could be loaded from {name}: {not_found_locally(folder)}{reason(error)} (give a "
+            f"{field}: no tokenizer could be loaded from {name}: {not_found_locally(folder)}{one_line(error)} (give a "
             "folder made by save_pretrained, or a Hub id)"
         ) from error
 
@@ -48,3 +48,23 @@ def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
     if tokenizer is None or not getattr(tokenizer, "is_fast", False):
         return repr(tokenizer)
     return tokenizer.backend_tokenizer.to_str()
+
+
+def load_text_encoder(
+    cfg: RunConfig, max_length: int | None, tokenizer: Any = None
+) -> tuple["PreTrainedTokenizerBase", str, "PreTrainedConfig", int]:
+    """Return (tokenizer, everything that its output depends on, configuration, row length).
+
+    Without `tokenizer`, it is that of the run. Raise UsageError if they do not fit each other."""
+    tokenizer = tokenizer or load_tokenizer(cfg)
+    if tokenizer is None:
+        raise UsageError(f"{cfg.task} needs --tokenizer_name, or a model folder with a tokenizer")
+    text = tokenizer_fingerprint(tokenizer)
+    config = load_config(cfg, tokenizer)
+    if tokenizer.pad_token_id is None:
+        raise UsageError(
+            "the tokenizer has no padding token: set `tokenizer.pad_token = tokenizer.eos_token` and save it"
+        )
+    if config.pad_token_id is None:
+        config.pad_token_id = tokenizer.pad_token_id  # a decoder classifies at the last real token
+    return tokenizer, text, config, check_fit(cfg, config, tokenizer, max_length)

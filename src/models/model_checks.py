@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, one_line
 from src.models.load_config import config_value, text_config
-from src.models.model_files import reason
 from src.runtime.private_apis import known_masks
 
 
@@ -25,7 +24,7 @@ def probing(model: torch.nn.Module, inputs: str):
             yield
     except Exception as error:
         raise UsageError(
-            f"model_config or model_name_or_path: {type(model).__name__} does not run on {inputs}: {reason(error)}"
+            f"model_config or model_name_or_path: {type(model).__name__} does not run on {inputs}: {one_line(error)}"
         ) from error
     finally:
         model.train(training)

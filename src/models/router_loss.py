@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, warn
+from src.models.cross_entropy import at_least_float32
 from src.models.load_config import config_value, text_config
-from src.models.losses import at_least_float32
 from src.models.model_checks import probing
 
 TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
@@ -20,22 +20,18 @@ TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 def router_coefficient(config: Any, chosen: float | None) -> float:
     """Return the weight of the load-balancing loss: `chosen`, else the model's own if its config asks for that loss.
 
-    Warn if the model has a weight, but its config does not ask. Raise UsageError if it asks, but has none."""
-    config = text_config(config)
-    known, wanted = (config_value(config, name) for name in ("router_aux_loss_coef", "output_router_logits"))
+    Warn if the model has a weight, but its config does not ask."""
     if chosen is not None:
         return chosen
-    if wanted and known is None:
-        raise UsageError(
-            f"output_router_logits is true, but {config.model_type} has no router_aux_loss_coef: give the weight of the "
-            "load-balancing loss as --router_aux_loss_coef, 0 for none"
-        )
-    if known and not wanted:
+    coefficient = config_value(text_config(config), "router_aux_loss_coef") or 0.0
+    if config_value(text_config(config), "output_router_logits"):
+        return coefficient
+    if coefficient:
         warn(
             f"the experts are trained without the load-balancing loss, because output_router_logits is false: give "
-            f"--router_aux_loss_coef {known:g} for it, or 0 to silence this warning"
+            f"--router_aux_loss_coef {coefficient:g} for it, or 0 to silence this warning"
         )
-    return known if wanted else 0.0
+    return 0.0
 
 
 def experts_per_token(config: Any) -> int:

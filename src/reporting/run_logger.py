@@ -16,7 +16,7 @@ from src.checkpointing.resume import Start
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
 from src.config.schema import RunConfig
-from src.models.compile_and_recompute import CompileCounter
+from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.dry_run import planned_model
 from src.reporting.environment import environment, save_diff, topology
 from src.reporting.ledger import Ledger
@@ -45,7 +45,6 @@ class RunLogger:
         self.cfg, self.strategy, self.hosts, self.task = run.cfg, run.strategy, run.hosts, run.task
         self.train_set, self.meter = run.datasets["train"], run.meter
         self.is_main, self.folder = self.strategy.accelerator.is_main_process, Path(run.cfg.output_dir)
-        self.compile_counter = CompileCounter(run.cfg)
         self.console = Console(self.is_main, run.num_steps, run.task.unit)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.ledger = Ledger(run.cfg, self.train_set, self.is_main)
@@ -123,7 +122,7 @@ class RunLogger:
             "grad_norm": state.grad_norm,
             "skipped": state.step - state.updates,
         }
-        values |= state.line_values | self.compile_counter.line()
+        values |= state.line_values | compiled_graphs(self.cfg)
         state.line_values = {}
         self._line("train", state.step, values)
 

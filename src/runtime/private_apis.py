@@ -107,16 +107,16 @@ def _check_workers(batches: Iterator | None) -> None:
         raise RuntimeError("DataLoader worker died")
 
 
-def compiled_graphs() -> tuple[int, int]:
-    """Return (compiled graphs, their limit for one function). Test: tests/models/test_compile_and_recompute.py."""
-    from torch._dynamo import config, utils
+def compiled_graphs() -> int:
+    """Return the number of compiled graphs. Test: tests/models/test_compile_and_recompute.py."""
+    from torch._dynamo import utils
 
-    return utils.counters["stats"]["unique_graphs"], config.recompile_limit
+    return utils.counters["stats"]["unique_graphs"]
 
 
 def compile_for_any_rows(function: Callable) -> Callable:
     """Return the function compiled once for any number of rows of its first two arguments, other sizes being constants,
-    which makes faster kernels than torch.compile(dynamic=True). Test: tests/models/test_losses.py."""
+    which makes faster kernels than torch.compile(dynamic=True). Test: tests/models/test_chunked_cross_entropy.py."""
     from torch._dynamo import maybe_mark_dynamic
 
     compiled = torch.compile(function, options={"deterministic": True})  # no choice of kernels by time measurements
@@ -147,13 +147,6 @@ def set_layer_class_names(wrapper: torch.nn.Module, names: set[str]) -> None:
 
     Tests: tests/distributed/test_fsdp2.py and tests/addons/tasks/test_frozen_teacher.py."""
     wrapper._no_split_modules = sorted(names) or None
-
-
-def has_model_class(auto_class: type, config: Any) -> bool:
-    """Return True if an auto class such as AutoModelForCausalLM has a model class for this config.
-
-    Test: tests/models/test_loading.py."""
-    return type(config) in auto_class._model_mapping
 
 
 def save_on_every_rank(model: torch.nn.Module) -> None:

@@ -26,34 +26,18 @@ class Batch(NamedTuple):
     sums: dict[str, float] = {}  # additional sums for `metrics`, such as bytes
 
 
-def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) -> int:
-    """Return the width of a padded micro-batch: its longest row, rounded up to `multiple_of`, up to max_length."""
-    longest = max(1, *lengths)
-    if not multiple_of:  # set it so that torch.compile sees fewer shapes
-        return longest
-    rounded_up = -(-longest // multiple_of) * multiple_of
-    return max(longest, min(rounded_up, max_length))
-
-
 class Task:
     """Base class of a task. Its file also defines a dataclass `Options` with fields made by `option(...)`.
 
-    Every process calls every method, in the order of this class.
+    Every process calls every method, in the order of this class. The first seven have to be defined, and what follows
+    may be. A task with the option `sample_prompt` also has `sample(model)`, which returns a text to print after training.
+    Add-ons ask a task for more: see addons/README.md.
     """
 
+    unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
+    decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
     # Attributes that `build` sets from the weights. Rank 0 sends them to ranks that build without weights.
     attributes_from_weights: tuple[str, ...] = ()
-
-    # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
-    decode_media: bool = True
-
-    # Parts of the names of a head that pretrained weights may lack, whole names of added parameters: trained in full
-    # beside an adapter (`peft`).
-    new_head: tuple[str, ...] = ()
-
-    unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
-
-    max_length: int = 0  # tokens per row; set by `load` of a task with rows of tokens
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
@@ -62,17 +46,15 @@ class Task:
         """Read what rows and model need (tokenizer, configuration). Raise UsageError if it does not fit together."""
         raise NotImplementedError
 
-    # ---- rows --------------------------------------------------------------------------------------------------------
-
     def fingerprint(self) -> str:
         """Return the task's part of the cache key: everything that `encode` depends on besides rows and code."""
         raise NotImplementedError
 
-    def inspect_columns(self, examples: "Dataset", split: str, whole: bool = True) -> tuple[list[str], "Features"]:
+    def inspect_columns(self, examples: "Dataset", split: str) -> tuple[list[str], "Features"]:
         """Return (raw columns that `encode` reads, features of the rows that `encode` returns).
 
-        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, but only the
-        first rows of a stream (`whole` is false). Called before `encode`."""
+        Raise UsageError for columns of the wrong name or type. `examples` holds all raw rows of the split, of a stream
+        only the first ones. Called before `encode`, unless the prepared rows are in the cache."""
         raise NotImplementedError
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
@@ -83,44 +65,11 @@ class Task:
         only on `batch`. `locations[i]` names the file and line of raw row i, for error messages."""
         raise NotImplementedError
 
-    def on_prepared(self, features: "Features") -> None:
-        """Store what `build` needs from the features of the prepared rows, such as the label names."""
-
-    def on_train_data(self, train_set: Any) -> None:
-        """Store what the loss needs to know of all training rows, such as the number of each class."""
-
-    # ---- model -------------------------------------------------------------------------------------------------------
-
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         """Return the model, any nn.Module, on the CPU in `cfg.dtype`, the same on every rank.
 
         `weights` is a checkpoint folder to load. With `empty`, the values of the parameters do not matter, because rank
         0 sends them (FSDP2): allocate them without initializing them if that is easy."""
-        raise NotImplementedError
-
-    def build_model(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this."""
-        model = self.build(weights, empty=True) if empty else self.build(weights)
-        for change_built_model in functions_of_addons(self.cfg, "change_built_model"):
-            change_built_model(self, model, weights, empty)
-        return model
-
-    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""
-        return model
-
-    def model_config(self) -> dict[str, Any]:
-        """Return config.json for a model without `save_pretrained`: JSON values that `load` needs to build it again.
-
-        `load` reads them by `saved_config(cfg)`."""
-        return {}
-
-    # ---- batches and loss --------------------------------------------------------------------------------------------
-
-    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
-        """Return the prepared row cut to its first `length` tokens; for sequence_length_warmup_steps, in training only.
-
-        The result has min(`length`, its `length` column) tokens. A task without this method refuses the field."""
         raise NotImplementedError
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
@@ -137,19 +86,37 @@ class Task:
         vectors of one length, for any rows. In training, further sums appear in the train line, divided by the weight."""
         raise NotImplementedError
 
-    # ---- results -----------------------------------------------------------------------------------------------------
+    # ---- what only some tasks define ---------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        """Return the metrics of an eval line besides loss, weight and examples. Each is a quotient of sums.
+        """Return the metrics of an eval line besides loss, weight and examples: quotients of sums, NaN if undefined.
 
-        With the same names for any rows; where a metric is undefined, NaN. Otherwise a run ends at an evaluation that
-        lacks its metric_for_best_model."""
+        The names must be the same for any rows, so that metric_for_best_model is in every line."""
         return {}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         """Return metrics that need the values of all rows (F1, BLEU). `rows` is in the order of example ids."""
         return {}
 
-    def sample(self, model: torch.nn.Module) -> str | None:
-        """Return text to print after training, such as a continued prompt; None for no text."""
-        return None
+    def on_prepared(self, features: "Features") -> None:
+        """Store what `build` needs from the features of the prepared rows, such as the label names."""
+
+    def on_train_data(self, train_set: Any) -> None:
+        """Store what the loss needs to know of all training rows, such as the number of each class."""
+
+    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the part of `model` that checkpoints and final/ hold: all but a frozen teacher."""
+        return model
+
+    def model_config(self) -> dict[str, Any]:
+        """Return config.json for a model without `save_pretrained`; `load` reads it by `saved_config(cfg)`."""
+        return {}
+
+    # ---- not to be defined -------------------------------------------------------------------------------------------
+
+    def build_model(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        """Return what `build` returns, changed by the add-ons that the run file names. Everything else calls this."""
+        model = self.build(weights, empty=True) if empty else self.build(weights)
+        for change_built_model in functions_of_addons(self.cfg, "change_built_model"):
+            change_built_model(self, model, weights, empty)
+        return model

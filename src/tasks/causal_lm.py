@@ -10,7 +10,7 @@ Tests: tests/tasks/test_causal_lm.py.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,21 +19,17 @@ from src.config.addons import columns_of_addons
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
-from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
-from src.models.text_sample import sample_text
-from src.models.token_losses import row_losses, score_tokens
-from src.runtime.private_apis import known_masks
 from src.tasks import base
-from src.tasks.base import Batch, padded_length
+from src.tasks.base import Batch
 from src.text.chat import read_template
 from src.text.encode_rows import Encoder
-from src.text.packing import pack, packed_positions
-from src.text.padding import shorten_row
+from src.text.packing import pack, packed_positions, padded_length
 from src.text.tokenization import IGNORED
 
 
@@ -72,18 +68,16 @@ class Options(CrossEntropy):
 
 class Task(base.Task):
     attributes_from_weights = ("plain_head",)
+    can_shorten = True
 
     def load(self) -> None:
-        from transformers import AutoModelForCausalLM
 
         self.tokenizer: Any = load_tokenizer(self.cfg)
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
         self.config = load_config(self.cfg, self.tokenizer)
         if getattr(self.config, "is_decoder", None) is False:
             self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
-        self.max_length = check_fit(
-            self.cfg, self.config, self.tokenizer, self.options.max_length, AutoModelForCausalLM
-        )
+        self.max_length = check_fit(self.cfg, self.config, self.tokenizer, self.options.max_length)
         self.vocab_size = vocabulary_size(self.cfg, self.config)
         self.router_coefficient = router_coefficient(self.config, self.options.router_aux_loss_coef)
         for name in ("chat_template", "sample_prompt"):
@@ -100,7 +94,7 @@ class Task(base.Task):
         model = (self.max_length, self.vocab_size)
         return repr((self.tokenizer_text, template, *model, o.packing, o.text_column, o.append_eos))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         o = self.options
@@ -135,9 +129,6 @@ class Task(base.Task):
             check_router(model, self.vocab_size)
         return model
 
-    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
-        return shorten_row(row, length)
-
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
@@ -163,28 +154,20 @@ class Task(base.Task):
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         targets = inputs["targets"].flatten()
-        # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
-        arguments = {"input_ids": inputs["input_ids"], "position_ids": inputs.get("position_ids"), "use_cache": False}
-        if self.router_coefficient:
-            arguments["output_router_logits"] = True
-        with known_masks(packed="position_ids" in inputs):
-            output = model.base_model(**arguments) if self.plain_head else model(**arguments)
-        if self.plain_head:
-            hidden = output.last_hidden_state.flatten(0, 1)
-            sums = sums_from_hidden(hidden, model.get_output_embeddings(), targets, model.training, self.options)
-        else:
-            sums = sums_from_logits(output.logits.flatten(0, 1), targets, model.training, self.options)
+        experts = {"output_router_logits": True} if self.router_coefficient else {}
+        scored = score_tokens(model, inputs, self.plain_head, **experts)
+        sums = sums_from_scored(scored, targets, model.training, self.options)
         if not self.router_coefficient:
             return sums
         is_real = torch.arange(inputs["input_ids"].shape[1], device=targets.device) < inputs["lengths"][:, None]
-        balance = balance_losses(output.router_logits, is_real, experts_per_token(model.config))
+        balance = balance_losses(scored.router_logits, is_real, experts_per_token(model.config))
         aux_loss = (balance * (inputs["targets"] != IGNORED).sum(1)).sum()
         return sums | {"loss": sums["loss"] + self.router_coefficient * aux_loss, "aux_loss": aux_loss.detach()}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if self.router_coefficient:
             raise UsageError("losses of rows have no load-balancing loss of experts: give --router_aux_loss_coef 0")
-        return row_losses(*score_tokens(model, inputs, self.plain_head), inputs["targets"], self.options)
+        return row_losses(score_tokens(model, inputs, self.plain_head), inputs["targets"], self.options)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         cross_entropy = sums["loss"] - self.router_coefficient * sums.get("aux_loss", 0.0)
@@ -197,7 +180,21 @@ class Task(base.Task):
         return numbers
 
     def sample(self, model: torch.nn.Module) -> str | None:
-        o = self.options
-        if not o.sample_prompt or self.tokenizer is None:
+        o, tokenizer = self.options, self.tokenizer
+        if not o.sample_prompt or tokenizer is None:
             return None
-        return sample_text(model, self.tokenizer, o.sample_prompt, o.sample_tokens, self.max_length, self.cfg.seed)
+        ids = tokenizer(o.sample_prompt)["input_ids"] or [tokenizer.eos_token_id]  # a tokenizer may drop spaces
+        ids = ids[-max(self.max_length // 2, self.max_length - o.sample_tokens) :]  # of a long prompt, its end
+        inputs = torch.tensor([ids], device=next(model.parameters()).device)
+        model.eval()  # without dropout
+        torch.manual_seed(self.cfg.seed)
+        tokens = cast(Any, model).generate(
+            input_ids=inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=min(o.sample_tokens, self.max_length - len(ids)),
+            do_sample=True,
+            temperature=0.7,
+            top_k=40,
+            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        )
+        return tokenizer.decode(tokens[0], skip_special_tokens=True)

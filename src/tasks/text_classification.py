@@ -12,17 +12,21 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
-from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import at_least_float32, sums_from_logits
+from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.models.cross_entropy import (
+    ClassCrossEntropy,
+    at_least_float32,
+    class_weights_of,
+    r_drop_option,
+    r_drop_sums,
+    twice,
+)
+from src.models.load_tokenizer import load_text_encoder
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
-from src.models.r_drop import r_drop_option, r_drop_sums, twice
-from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
-from src.tasks.base import Batch, padded_length
+from src.tasks.base import Batch
 from src.text.labels import (
     class_names,
     label_ids,
@@ -32,11 +36,8 @@ from src.text.labels import (
     require_numbers,
     set_labels,
 )
-from src.text.padding import pad_columns
+from src.text.packing import pad_columns, padded_length
 from src.text.tokenization import require_text, tokenize_truncated
-
-# Modules that a pretrained encoder lacks.
-NEW_HEAD = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
 
 
 @dataclass
@@ -69,26 +70,19 @@ class Options(ClassCrossEntropy):
 
 
 class Task(base.Task):
-    new_head = NEW_HEAD
-
-    def __init__(self, cfg: RunConfig, options: Options):
-        super().__init__(cfg, options)
-        self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+    # Modules that a pretrained encoder lacks.
+    new_head = ("classifier", "score", "pooler", "pre_classifier", "classification_head")
+    labels: Any = None  # names in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
-        from transformers import AutoModelForSequenceClassification
-
-        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
-            self.cfg, self.options.max_length, AutoModelForSequenceClassification
-        )
+        encoder = load_text_encoder(self.cfg, self.options.max_length)
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         default = ["pearson", "spearman"] if self.options.regression else ["f1"]
         self.metric_names = check_metrics(self.options.metrics or default, self.cfg.trust_remote_code)
         self.text_columns = [name for name in (self.options.text_column, self.options.text_pair_column) if name]
         self.token_columns = ["input_ids"]
-        has_types = (
-            "token_type_ids" in self.tokenizer.model_input_names and getattr(self.config, "type_vocab_size", 0) > 1
-        )
-        if has_types and self.options.text_pair_column:
+        has_types = "token_type_ids" in self.tokenizer.model_input_names
+        if has_types and self.options.text_pair_column and getattr(self.config, "type_vocab_size", 0) > 1:
             self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
         if self.options.regression:
             self.labels = ["value"]  # the name of the only output
@@ -101,7 +95,7 @@ class Task(base.Task):
         columns = (self.token_columns, self.text_columns, self.options.label_column)
         return repr((self.tokenizer_text, self.max_length, *columns, self.labels, self.options.regression))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
         label_column = self.options.label_column
@@ -113,7 +107,7 @@ class Task(base.Task):
             return needed, Features(features | {"label": Value("float64")})
         self.class_names: Any = class_names(examples.features[label_column], label_column, split)
         if self.labels is None:
-            self.labels = labels_of_data(examples, label_column, split, self.class_names, whole)
+            self.labels = labels_of_data(self.cfg, examples, label_column, split, self.class_names)
         return needed, Features(features | {"label": ClassLabel(names=self.labels)})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
@@ -144,7 +138,7 @@ class Task(base.Task):
         set_labels(self.config, self.labels)
         if self.options.regression:
             self.config.problem_type = "regression"
-        return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, NEW_HEAD, empty)
+        return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, self.new_head, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
@@ -167,8 +161,9 @@ class Task(base.Task):
         with known_masks(packed=False):
             logits = model(**inputs).logits
         if self.options.regression:
-            prediction = logits[:, 0]
-            sums = _squared_error_sums(prediction, labels, model.training)
+            prediction = at_least_float32(logits[:, 0]) if model.training else logits[:, 0].double()
+            error = prediction - labels
+            sums = {"loss": error.square().sum()} | ({} if model.training else {"absolute_error": error.abs().sum()})
         else:
             prediction = logits.argmax(-1)
             sums = sums_from_logits(logits, labels, model.training, self.options, class_weights)
@@ -179,12 +174,12 @@ class Task(base.Task):
         if self.options.r_drop_alpha:
             raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         labels = inputs["labels"]
-        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        of_model = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
-            logits = model(**own).logits
+            logits = model(**of_model).logits
         if self.options.regression:
             return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
-        return row_losses(logits, None, labels, self.options, class_weights_of(inputs))
+        return row_losses(Scored(logits), labels, self.options, class_weights_of(inputs))
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         if self.options.regression:
@@ -194,9 +189,3 @@ class Task(base.Task):
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()
         return compute_metrics(self.metric_names, predictions, labels, self.cfg.trust_remote_code)
-
-
-def _squared_error_sums(predictions: torch.Tensor, values: torch.Tensor, training: bool) -> dict[str, torch.Tensor]:
-    """Return sums over predictions (rows,): `loss`, the squared error, and in evaluation `absolute_error` (float64)."""
-    error = (at_least_float32(predictions) if training else predictions.double()) - values
-    return {"loss": error.square().sum()} | ({} if training else {"absolute_error": error.abs().sum()})

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError, one_line
 from src.config.paths import locate
 from src.text.tokenization import IGNORED
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
-_warned: set[str] = set()  # chat templates already warned about
 
 
 def read_template(file: str) -> str:
@@ -44,8 +43,6 @@ def render_chat(
                 after = _render(tokenizer, messages[: i + 1])
                 before = _text_before_words(tokenizer, messages[:i], message, after)
                 turns.append((before, after))
-                if str(message["content"]).strip() not in after[len(before) :]:
-                    _warn_of_changed_words(tokenizer, location, i)
     if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
         raise UsageError(
             f"{location}: the chat template changes earlier turns when later ones follow, so the assistant's turns "
@@ -74,8 +71,7 @@ def _errors_of_rendering(location) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = str(error) or type(error).__name__
-        raise UsageError(f"{location}: `messages` could not be rendered: {reason}") from error
+        raise UsageError(f"{location}: `messages` could not be rendered: {one_line(error)}") from error
 
 
 def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], **options) -> str:
@@ -111,22 +107,16 @@ def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict]
     asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
     plain = _render(tokenizer, asked, add_generation_prompt=False)
     prompt = _render(tokenizer, asked, add_generation_prompt=True)
-    begin, found, _ = _render(tokenizer, [*earlier, message | {"content": MARK}]).partition(MARK)
+    begin, mark, _ = _render(tokenizer, [*earlier, message | {"content": MARK}]).partition(MARK)
     if earlier and (prompt != plain or not begin.startswith(plain.rstrip())):
         return prompt
     header = prompt.removeprefix(plain)
-    if header and found:  # the assistant speaks first, so only text of the template itself is before the header
-        begin, found, _ = begin.rpartition(header)
+    if header and mark:  # the assistant speaks first, so only text of the template itself is before the header
+        begin, mark, _ = begin.rpartition(header)
         begin += header
-    if not found or not after.startswith(begin):
+    if not mark or not after.startswith(begin):
         raise ValueError(
             "the beginning of the assistant's content cannot be found: mark it in the template with {% generation %} "
             "and {% endgeneration %}"
         )
     return begin if header else begin.rstrip(" ")  # without a header, the first token may include the space before it
-
-
-def _warn_of_changed_words(tokenizer: "PreTrainedTokenizerBase", location, turn: int) -> None:
-    if tokenizer.chat_template not in _warned:
-        warn(f"{location}: the chat template changes or drops text of the assistant in turn {turn}")
-        _warned.add(tokenizer.chat_template)

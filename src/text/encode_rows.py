@@ -13,12 +13,12 @@ import numpy as np
 
 from src.config.errors import UsageError, warn
 from src.text.chat import render_chat, tokenize_marked_chat
-from src.text.pretokenized_rows import OPTIONAL_COLUMNS, check_ids
-from src.text.tokenization import IGNORED, batches_by_size, require_text, token_bytes
+from src.text.tokenization import IGNORED, require_text, token_bytes
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
 MEANINGFUL += " token_type_ids seq_lengths cu_seqlens weight weights sample_weight tools"
+OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
 
 @dataclass
@@ -100,11 +100,10 @@ class Encoder:
     def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray | None]]:
         """Yield (token ids, bytes per token) for each text. The bytes are None without a fast tokenizer."""
         fast = getattr(self.tokenizer, "is_fast", False)
-        for batch in batches_by_size(texts):
-            encoded = self.tokenizer(batch, return_offsets_mapping=fast, verbose=False, **options)
-            for i, text in enumerate(batch):
-                sizes = token_bytes(text, encoded["offset_mapping"][i]) if fast else None
-                yield list(encoded["input_ids"][i]), sizes
+        encoded = self.tokenizer(texts, return_offsets_mapping=fast, verbose=False, **options) if texts else {}
+        for i, text in enumerate(texts):
+            sizes = token_bytes(text, encoded["offset_mapping"][i]) if fast else None
+            yield list(encoded["input_ids"][i]), sizes
 
     def _with_eos(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
         eos = self.tokenizer.eos_token_id
@@ -124,8 +123,32 @@ class Encoder:
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
             labels, mask = (batch[name][i] if name in batch else None for name in OPTIONAL_COLUMNS)
-            ids, labels = check_ids(ids, labels, mask, self.vocab_size, locations[i])
-            yield Document(ids, labels)
+            yield Document(*self._without_padding(ids, labels, mask, locations[i]))
+
+    def _without_padding(self, ids, labels, mask, location) -> tuple[list[int], list[int] | None]:
+        """Return ids and labels that `mask` keeps. Raise UsageError for invalid types, lengths, ids or masks."""
+        for name, values in (("input_ids", ids), ("labels", labels), ("attention_mask", mask)):
+            if name != "input_ids" and values is None:
+                continue
+            types = (int, bool) if name == "attention_mask" else (int,)
+            if not isinstance(values, list) or not all(type(value) in types for value in values):
+                raise UsageError(f"{location}: `{name}` must be a list of integers")
+            if len(values) != len(ids):
+                raise UsageError(f"{location}: `{name}` has {len(values)} values for {len(ids)} input_ids")
+        if mask is not None:
+            start = mask.index(1) if 1 in mask else 0
+            kept = slice(start, start + sum(mask))
+            if any(mask[:start]) or any(value != 1 for value in mask[kept]) or any(mask[kept.stop :]):
+                raise UsageError(
+                    f"{location}: `attention_mask` must be 0 for padding, at the start or the end, and 1 for all others"
+                )
+            ids, labels = ids[kept], None if labels is None else labels[kept]
+        for name, values in (("input_ids", ids), ("labels", [value for value in labels or () if value != IGNORED])):
+            if values and not 0 <= min(values) <= max(values) < self.vocab_size:
+                raise UsageError(
+                    f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
+                )
+        return ids, labels
 
     def _encode_completion(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for name in ("prompt", "completion"):

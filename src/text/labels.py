@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError
+from src.config.schema import RunConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,7 +28,7 @@ def class_names(feature, column: str, split: str) -> list[str] | None:
     from datasets import ClassLabel
 
     dtype = str(getattr(feature, "dtype", "lists or objects"))
-    if not any(known in dtype for known in ("int", "string", "bool")):
+    if not any(name in dtype for name in ("int", "string", "bool")):
         raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
     return feature.names if isinstance(feature, ClassLabel) else None
 
@@ -47,13 +48,19 @@ def require_columns(examples: "Dataset", columns: list[str], split: str, flags: 
     return columns
 
 
-def labels_of_data(examples: "Dataset", column: str, split: str, names: list[str] | None, whole: bool) -> list[str]:
-    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError for fewer than two."""
-    if names is None and not whole:
+def refuse_stream(cfg: RunConfig, split: str, column: str) -> None:
+    """Raise UsageError if the rows are read during training: their labels are not known before the end."""
+    if split == "train" and getattr(cfg, "streaming", False):
         raise UsageError(
             f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in `{column}`, "
-            "or a classifier with the labels in its config"
+            "or a model with the labels in its config"
         )
+
+
+def labels_of_data(cfg: RunConfig, examples: "Dataset", column: str, split: str, names: list[str] | None) -> list[str]:
+    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError for fewer than two."""
+    if names is None:
+        refuse_stream(cfg, split, column)
     labels = names or labels_of_rows(examples.unique(column))
     if len(labels) < 2:
         raise UsageError(
@@ -71,8 +78,9 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
             raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
         label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
         if label not in id_of:
-            known = ", ".join(labels)[:200]
-            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {known}")
+            raise UsageError(
+                f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {', '.join(labels)[:200]}"
+            )
         ids.append(id_of[label])
     return ids
 

@@ -1,6 +1,6 @@
-"""Packing of documents into full rows.
+"""Rows of tokens in a batch: documents packed into full rows, padding, rows cut to a length.
 
-Tests: tests/text/test_packing.py.
+Tests: tests/text/test_packing.py and tests/tasks/test_text_classification.py.
 """
 
 import bisect
@@ -55,3 +55,25 @@ def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
     sizes = np.append(documents, width - documents.sum())
     starts = np.cumsum(sizes) - sizes
     return np.arange(width) - np.repeat(starts, sizes)
+
+
+def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) -> int:
+    """Return the width of a padded micro-batch: its longest row, rounded up to `multiple_of`, up to max_length."""
+    longest = max(1, *lengths)
+    if not multiple_of:  # set it so that torch.compile sees fewer shapes
+        return longest
+    rounded_up = -(-longest // multiple_of) * multiple_of
+    return max(longest, min(rounded_up, max_length))
+
+
+def pad_columns(rows: list[dict], padding: dict[str, int], width: int) -> dict[str, np.ndarray]:
+    """Return each column that `padding` names as an int64 array (rows, width), padded on the right with its value.
+
+    Add `attention_mask`, unless no row is shorter than `width`: without a mask attention uses its fast kernels."""
+    padded = {name: np.full((len(rows), width), value, np.int64) for name, value in padding.items()}
+    mask = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        for name in padding:
+            padded[name][i, : len(row[name])] = row[name]
+        mask[i, : max(1, len(row["input_ids"]))] = 1  # a row that attends to nothing would be NaN
+    return padded if mask.all() else padded | {"attention_mask": mask}

@@ -111,13 +111,15 @@ def check_rows_are_independent(task, model, rows: list[dict], training: bool) ->
 
 
 def check_shortened_rows(task, rows: list[dict]) -> None:
-    """Raise AssertionError unless a row cut by `shorten` has min(length, its own) tokens and no more weight than before."""
+    """Raise AssertionError unless a shortened row has min(length, its own) tokens and no more weight than before."""
+    from addons.data.size_warmups import shorten_row
+
     for row in rows:
         whole = task.collate([row], False)
         for length in (2, 3, whole.tokens - 1, whole.tokens + 1):
-            cut = task.collate([task.shorten(row, length)], False)
-            assert cut.tokens == min(length, whole.tokens), f"`shorten(row, {length})` returns {cut.tokens} tokens"
-            assert cut.weight <= whole.weight, f"`shorten(row, {length})` raises the weight of a row"
+            cut = task.collate([shorten_row(row, length)], False)
+            assert cut.tokens == min(length, whole.tokens), f"a row cut to {length} has {cut.tokens} tokens"
+            assert cut.weight <= whole.weight, f"cutting a row to {length} tokens raises its weight"
 
 
 def _close(one, other) -> bool:

@@ -355,7 +355,7 @@ EDITS = {  # file, old text, new text -> does it make other rows?
     "a helper of encode": ("src/text/packing.py", "length > 1", "length > 2", True),
     "a method of a helper": ("src/text/encode_rows.py", "eos = self.tokenizer.eos_token_id", "eos = 0", True),
     "a constant of a helper": ("src/text/tokenization.py", "IGNORED = -100", "IGNORED = -101", True),
-    "a loss": ("src/tasks/causal_lm.py", '"use_cache": False', '"use_cache": None', False),
+    "a loss": ("src/models/chunked_cross_entropy.py", '"use_cache": False', '"use_cache": None', False),
     "a comment and a docstring": ("src/text/packing.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
 }  # fmt: skip
 
@@ -407,7 +407,7 @@ class Child(Parent):
     def made_by_property(self):
         return WORDS
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         return super().inspect_columns(examples, split)
 
     def encode(self, batch, locations):

@@ -29,7 +29,7 @@ class Pictures(base.Task):
     def fingerprint(self):
         return ""
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         features = {"pixels": datasets.Array3D(SHAPE, "uint8"), "flat": datasets.List(datasets.Value("uint8"))}
         return ["image"], datasets.Features(features | dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
 

@@ -16,7 +16,7 @@ import torch
 import train
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
-from src.models import losses
+from src.models import chunked_cross_entropy
 from src.models.cross_entropy import PLAIN, CrossEntropy
 from tests.helpers import kit
 
@@ -150,7 +150,7 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
         return [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, exact, strict=True)]
 
     def ours():
-        return losses.linear_sums(hidden, weight, None, targets, options)["loss"]
+        return chunked_cross_entropy.linear_sums(hidden, weight, None, targets, options)["loss"]
 
     def full():
         return options.sums(torch.nn.functional.linear(hidden, weight).float(), targets)["loss"]
@@ -160,14 +160,14 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
     expected, gradients = result(full, low)
     bounds = [1.1 * error + 1e-4 for error in errors(gradients)]
     for share in (1, 1e-9):  # all logits at once; chunks of 16 rows
-        monkeypatch.setattr(losses, "WHOLE_SHARE", share)
-        monkeypatch.setattr(losses, "CHUNK_SHARE", share)
+        monkeypatch.setattr(chunked_cross_entropy, "WHOLE_SHARE", share)
+        monkeypatch.setattr(chunked_cross_entropy, "CHUNK_SHARE", share)
         loss, gradients = result(ours, low)
         assert loss == pytest.approx(expected, rel=1e-4)
         assert all(error <= most for error, most in zip(errors(gradients), bounds, strict=True))
     with torch.no_grad():
-        sums = losses.linear_sums(hidden, weight, None, targets, options, False)
-        expected = losses.sums_from_logits(torch.nn.functional.linear(hidden, weight), targets, False)
+        sums = chunked_cross_entropy.linear_sums(hidden, weight, None, targets, options, False)
+        expected = chunked_cross_entropy.sums_from_logits(torch.nn.functional.linear(hidden, weight), targets, False)
     assert sums["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-6)
     assert capsys.readouterr().err == ""  # it was compiled
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.models.plain_model import build_plain_model, saved_config
+from src.models.build_model import build_plain_model, saved_config
 from src.tasks import MODULES, OPTIONS, base
 from src.tasks.base import Batch
 from tests.helpers import kit
@@ -84,7 +84,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return "1"
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         from datasets import Features, List, Value
 
         if missing := {"x", "y"} - set(examples.column_names):

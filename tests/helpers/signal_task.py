@@ -11,8 +11,8 @@ import torch
 
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import sums_from_logits
 from src.models.load_config import load_config
-from src.models.losses import sums_from_logits
 from src.tasks import base
 from src.tasks.base import Batch
 from tests.helpers import kit
@@ -36,7 +36,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return "1"
 
-    def inspect_columns(self, examples, split, whole=True):
+    def inspect_columns(self, examples, split):
         from datasets import Features, Value
 
         return ["id"], Features({name: Value("int64") for name in ("id", "length", "targets", "cut")})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from src.config.fields import option
-from src.models.plain_model import build_plain_model
+from src.models.build_model import build_plain_model
 from tests.helpers import kit, plain_task
 
 
@@ -128,18 +128,6 @@ def test_unusual_modules_train_resume_and_evaluate(data, tmp_path):
         run, resumed = kit.Run(tmp_path / net), kit.Run(tmp_path / f"{net}-resumed")
         assert kit.same(run.weights, resumed.weights), net
         assert json.loads((tmp_path / f"{net}-evaluated" / "eval.json").read_text()) == run.kind("eval")[-1], net
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("net", ["tied", "transposed"])
-def test_unusual_modules_are_sharded(data, tmp_path, net):
-    argv = flags(data, net, max_steps=4, dtype="float64")
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "two", world=2, env=env)
-    assert codes == [0, 0], texts
-    assert "gathers the whole model at once" in texts[0]
-    one = kit.run_training(1, tmp_path / "one", *argv)
-    assert kit.distance(one.weights, kit.load_weights(tmp_path / "two" / "run" / "final")) <= 1e-10
 
 
 def test_extra_state_is_refused(data, tmp_path):

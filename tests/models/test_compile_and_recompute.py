@@ -63,33 +63,6 @@ def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tm
     assert "graphs" not in plain.kind("train")[0]
 
 
-def test_compiled_layers_keep_parameter_names(files):
-    """The mutant is `torch.compile(model)`, as most scripts have it."""
-    task, _ = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
-    model = task.build()
-    names = list(model.state_dict())
-    cfg = RunConfig(compile=True)
-    assert list(compile_and_recompute.compile_and_recompute(model, cfg, torch.device("cpu")).state_dict()) == names
-    layers = compile_and_recompute.repeated_layers(model)
-    assert len(layers) == kit.LLAMA["num_hidden_layers"]
-    assert all(layer._compiled_call_impl is not None for layer in layers)
-    assert all(name.startswith("_orig_mod.") for name in torch.compile(model).state_dict())
-
-
-def test_many_graphs_are_warned_about_once(monkeypatch, capsys):
-    from torch._dynamo import config, utils
-
-    graphs = compile_and_recompute.CompileCounter(RunConfig(compile=True))
-    of_losses = compile_and_recompute.CompiledOnAccelerators.count  # each takes any number of rows
-    monkeypatch.setitem(utils.counters["stats"], "unique_graphs", of_losses + config.recompile_limit - 1)
-    assert graphs.line() == {"graphs": config.recompile_limit - 1}
-    assert "graphs" not in capsys.readouterr().err
-    utils.counters["stats"]["unique_graphs"] += 1
-    assert graphs.line() == graphs.line() == {"graphs": config.recompile_limit}
-    assert capsys.readouterr().err.count("--pad_to_multiple_of") == 1
-    assert compile_and_recompute.CompileCounter(RunConfig()).line() == {}
-
-
 # ---- activations -------------------------------------------------------------------------------------------------------
 
 
@@ -141,29 +114,6 @@ def test_model_without_checkpointing_is_refused():
 # ---- width -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "lengths, multiple, most, expected",
-    [
-        ([3, 7], None, 64, 7),
-        ([3, 7], 8, 64, 8),
-        ([8], 8, 64, 8),
-        ([61], 8, 62, 62),
-        ([0], None, 9, 1),
-        ([70], 8, 64, 70),
-    ],
-)
-def test_padded_length(lengths, multiple, most, expected):
-    from src.tasks.base import padded_length
-
-    assert padded_length(lengths, multiple, most) == expected
-
-
-def test_pad_to_multiple_of_changes_only_the_padding(files, plain, tmp_path):
-    run = kit.run_training(1, tmp_path / "run", *recipe(files, pad_to_multiple_of=32))
-    assert losses_equal(run, plain, 1e-12)
-    assert run.kind("train")[-1]["padding"] > plain.kind("train")[-1]["padding"]
-
-
 # ---- what DDP sends ----------------------------------------------------------------------------------------------------
 
 
@@ -187,20 +137,3 @@ def test_a_comm_hook_rounds_gradients_once_a_step(files, plain, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first = [line["loss"] for line in lines if line["kind"] == "train"]
     assert first == pytest.approx(plain.losses(), rel=1e-2)  # other random weights: those of float32
-
-
-def test_options_without_effect_are_warned_about(files, tmp_path):
-    (tmp_path / "here").mkdir()
-    fields = {"ddp_comm_hook": "fp16", "sync_each_batch": True, "tf32": True, "output_dir": "run"}
-    codes, outputs = kit.run_command("train.py", *recipe(files, max_steps=1, **fields), folder=tmp_path / "here")
-    assert codes == [0]
-    for name in ("ddp_comm_hook fp16", "sync_each_batch", "tf32"):
-        assert f"warning: {name} is ignored" in outputs[0]
-
-
-def test_hook_for_gpus_is_refused_on_cpus(files, tmp_path):
-    (tmp_path / "here").mkdir()
-    argv = [*recipe(files, ddp_comm_hook="bf16"), "--output_dir", "run"]
-    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
-    assert codes == [2, 2]
-    assert "ddp_comm_hook is bf16" in outputs[0]

@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from src.config.errors import UsageError
-from src.models import losses
+from src.models import chunked_cross_entropy
 from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of
 from tests.conformance import recipes
-from tests.helpers import kit, plain_task, technique_runs
-from tests.models.test_losses import CHUNK, ROWS, VOCABULARY, WIDE, bounded, make, plain, with_gradients
+from tests.helpers import kit, technique_runs
+from tests.models.test_chunked_cross_entropy import CHUNK, VOCABULARY, make, plain, with_gradients
 
 OPTIONS = {"label_smoothing_factor": 0.2, "z_loss": 0.03, "focal_gamma": 0.5}
 ALL = CrossEntropy(**OPTIONS)
@@ -18,7 +18,7 @@ ALL = CrossEntropy(**OPTIONS)
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
 
 
 def by_hand(logits, targets, class_weights=None):
@@ -56,17 +56,20 @@ def test_smoothing_and_class_weights_equal_torch(weighted):
     assert worst(with_gradients(ours, *arguments), with_gradients(of_torch, *arguments)) <= 1e-12
 
 
-@pytest.mark.parametrize("rows", [1, CHUNK, CHUNK + 1, 50])
+@pytest.mark.parametrize("rows", [CHUNK, 50])
 def test_chunks_equal_the_formula_on_full_logits(rows):
     arguments = make(rows)
-    ours = with_gradients(lambda *given: losses.linear_sums(*given, ALL)["loss"], *arguments)
+    ours = with_gradients(lambda *given: chunked_cross_entropy.linear_sums(*given, ALL)["loss"], *arguments)
     expected = with_gradients(lambda h, w, b, t: by_hand(F.linear(h, w, b), t), *arguments)
     assert worst(ours, expected) <= 1e-12
-    sums = losses.linear_sums(*arguments, ALL)
+    sums = chunked_cross_entropy.linear_sums(*arguments, ALL)
     assert sums["cross_entropy"].item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
     logits, real = F.linear(*arguments[:3]), arguments[3] != -100
     assert sums["z_loss"].item() == pytest.approx(logits.logsumexp(-1)[real].square().sum().item(), rel=1e-12)
     assert not sums["cross_entropy"].requires_grad
+    logits = torch.tensor([[200.0, 0, 0], [-200, 0, 0]], requires_grad=True)  # probabilities rounded to one and zero
+    ALL.sums(logits, torch.tensor([0, 0]))["loss"].backward()
+    assert logits.grad.isfinite().all()
 
 
 def test_mutant_smoothing_of_ignored_targets_is_caught():
@@ -77,40 +80,8 @@ def test_mutant_smoothing_of_ignored_targets_is_caught():
 
     arguments = make(50)
     options = CrossEntropy(label_smoothing_factor=0.2)
-    ours = with_gradients(lambda *given: losses.linear_sums(*given, options)["loss"], *arguments)
+    ours = with_gradients(lambda *given: chunked_cross_entropy.linear_sums(*given, options)["loss"], *arguments)
     assert worst(ours, with_gradients(mutant, *arguments)) > 1e-3
-
-
-def test_focal_gradient_is_finite_where_a_probability_is_rounded_to_one():
-    logits = torch.tensor([[200.0, 0, 0], [-200, 0, 0]], requires_grad=True)
-    for smoothing in (0.0, 0.1):
-        options = CrossEntropy(focal_gamma=0.5, label_smoothing_factor=smoothing)
-        options.sums(logits, torch.tensor([0, 0]))["loss"].backward()
-        assert logits.grad.isfinite().all()
-
-
-def test_under_bfloat16_the_sums_are_float32():
-    arguments = make(50, torch.float32, ignored=0)
-    with torch.autocast("cpu", torch.bfloat16):
-        sums = losses.linear_sums(*arguments, ALL)
-    expected = by_hand(F.linear(*arguments[:3]).double(), arguments[3])
-    assert {value.dtype for value in sums.values()} == {torch.float32}
-    assert sums["loss"].item() == pytest.approx(expected.item(), rel=5e-3)
-
-
-@pytest.mark.parametrize("low", [False, True])
-def test_memory_is_bounded_by_the_chunk(low):
-    hidden, weight, bias, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
-    inputs = (hidden, weight, bias)
-
-    def training(function=losses.linear_sums):
-        with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            loss = function(*inputs, targets, ALL)["loss"]
-        loss.backward()
-
-    assert bounded(training, inputs, chunks=11)
-    full = lambda h, w, b, t, options: options.sums(F.linear(h, w, b), t)  # noqa: E731
-    assert not bounded(lambda: training(full), inputs, chunks=11)  # the mutant
 
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
@@ -121,7 +92,7 @@ def test_mean_with_class_weights_is_that_of_torch():
     targets, logits = torch.tensor([0, 2, -100, 2, 1]), torch.randn(5, 3, dtype=torch.float64)
     options = ClassCrossEntropy(class_weights=["1", "0.5", "3"])
     weight, inputs = options.weigh(True, targets.numpy())
-    loss = losses.sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
+    loss = chunked_cross_entropy.sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
     expected = F.cross_entropy(logits, targets, torch.tensor([1, 0.5, 3], dtype=torch.float64)).item()
     assert (loss / weight).item() == pytest.approx(expected, rel=1e-14)
     assert (loss / 4).item() != pytest.approx(expected, rel=1e-2)
@@ -131,10 +102,10 @@ def test_mean_with_class_weights_is_that_of_torch():
 
 
 def test_invalid_class_weights_are_named():
-    with pytest.raises(UsageError, match=r"balanced, but the classes of a stream, or of pixels.* a, b"):
+    with pytest.raises(UsageError, match=r"balanced, but there are 2 classes.* a, b"):
         ClassCrossEntropy(class_weights=["balanced"]).set_classes(["a", "b"])
     assert "'-1'" in ClassCrossEntropy(class_weights=["1", "-1"]).check()[0]
-    with pytest.raises(UsageError, match=r"has 2 numbers, but there are 3 classes.* a, b, c"):
+    with pytest.raises(UsageError, match=r"1, 1, but there are 3 classes.* a, b, c"):
         ClassCrossEntropy(class_weights=["1", "1"]).set_classes(["a", "b", "c"])
 
 
@@ -185,27 +156,8 @@ def test_language_model_equals_a_plain_loop_for_every_split(tmp_path):
     assert "z_loss" not in run.kind("eval")[-1]
 
 
-@pytest.mark.cluster
-def test_language_model_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, technique_runs.files(tmp_path) | OPTIONS)
-
-
 def test_evaluation_is_the_plain_cross_entropy(tmp_path):
     fields = technique_runs.files(tmp_path) | {"max_steps": 1, "learning_rate": 0}
     one, other = (technique_runs.train(tmp_path / str(i), fields | more) for i, more in enumerate(({}, OPTIONS)))
     assert one.kind("eval")[-1]["loss"] == other.kind("eval")[-1]["loss"]
     assert one.losses() != other.losses()
-
-
-def test_a_task_without_cross_entropy_refuses_the_options():
-    from src.config import parsing, validation
-    from src.tasks import OPTIONS as TASKS
-
-    with (
-        plain_task.registered(),
-        pytest.raises(UsageError, match="label_smoothing_factor: it belongs to task causal_lm"),
-    ):
-        parsing.parse(kit.flags(task=plain_task.NAME, label_smoothing_factor=0.1), TASKS)
-    fields = {"task": "text_classification", "model_name_or_path": "x", "train_file": "y", "regression": True}
-    with pytest.raises(UsageError, match=r"regression is true.*class_weights"):
-        validation.check(*parsing.parse(kit.flags(**fields, z_loss=0.1), TASKS))

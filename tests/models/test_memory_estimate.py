@@ -1,7 +1,5 @@
 """What fits where: the arithmetic gives the bytes that two ranks really hold."""
 
-import re
-
 import pytest
 import torch
 
@@ -46,17 +44,6 @@ def _held_bytes(argv):
     return held
 
 
-def test_copies_of_techniques_are_counted():
-    for dtype, width in (("bfloat16", 4), ("float32", 4), ("float64", 8)):
-        cfg = RunConfig(dtype=dtype)
-        more, less = (resting_bytes(cfg, 1000, 100, 2, copies) for copies in (3, 0))
-        assert {name: more[name] - less[name] for name in more} == {
-            "weights": 3 * width * 100 / 2,
-            "gradients": 0,
-            "optimizer": 0,
-        }
-
-
 def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_steps": 1}
     fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_length": 64}
@@ -70,19 +57,6 @@ def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
 
 
 # ---- the line of a run -----------------------------------------------------------------------------------------------
-
-
-def test_dry_run_counts_for_the_strategy_of_its_launch(files, tmp_path):
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "max_steps": 1}
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    argv = kit.flags(**fields, dry_run=True)
-    (tmp_path / "here").mkdir()
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env)
-    assert codes == [0, 0], texts
-    line = re.search(r"^  memory +(.*)$", texts[0], re.MULTILINE)[1]
-    parameters = int(re.search(r"^  parameters +([\d,]+)", texts[0], re.MULTILINE)[1].replace(",", ""))
-    assert line.startswith(f"{16 * parameters / 2 / 1024:.3g} KiB per device (FSDP2)")
-    assert "plus activations" in line
 
 
 LAUNCHES = {  # accelerate file -> name, shards, offload

@@ -12,7 +12,6 @@ EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_l
 MODELS = {
     "mixtral": kit.LLAMA | EXPERTS | {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3_moe": kit.LLAMA | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16},
-    "olmoe": kit.LLAMA | EXPERTS | {"model_type": "olmoe", "num_experts": 4},
 }
 
 

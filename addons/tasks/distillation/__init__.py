@@ -13,8 +13,8 @@ from addons.tasks.distillation.token_terms import distillation_terms
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.untrusted_values import plain_data
+from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import check_packing, has_plain_lm_head
-from src.models.token_losses import score_tokens
 from src.tasks import causal_lm
 from src.text.tokenization import IGNORED
 

@@ -118,7 +118,6 @@ class FrozenModel:
 
     def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
         """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
-        from transformers import AutoModelForCausalLM
 
         self.config = config
         if self.folder is None:
@@ -133,7 +132,7 @@ class FrozenModel:
                 f"{field}: {self.name} has a vocabulary of {size} tokens, but the trained model has {vocab_size}: "
                 "give a model with the same vocabulary"
             )
-        check_fit(cfg, self.config, tokenizer, max_length, AutoModelForCausalLM)
+        check_fit(cfg, self.config, tokenizer, max_length)
         other = load_tokenizer(cfg) if tokenizer is not None else None
         if other is not None and other.get_vocab() != tokenizer.get_vocab():
             raise UsageError(

@@ -19,11 +19,11 @@ from addons.techniques._batch_loss import BatchLossTask
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
-from src.models.load_text_encoder import load_text_encoder
+from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
-from src.tasks.base import Batch, padded_length
+from src.tasks.base import Batch
 from src.text.labels import require_columns
-from src.text.padding import pad_columns
+from src.text.packing import pad_columns, padded_length
 from src.text.tokenization import require_text, tokenize_truncated
 
 
@@ -53,10 +53,8 @@ class Task(BatchLossTask):
     new_head = ("logit_scale",)
 
     def load(self) -> None:
-        from transformers import AutoModel
-
         o = self.options
-        encoder = load_text_encoder(self.cfg, o.max_length, AutoModel)
+        encoder = load_text_encoder(self.cfg, o.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
@@ -70,7 +68,7 @@ class Task(BatchLossTask):
     def fingerprint(self) -> str:
         return repr((self.tokenizer_text, self.max_length, self.columns))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         require_columns(examples, self.columns, split, "--anchor_column, --positive_column or --negative_column")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.models.model_files import model_folder
+from src.models.load_config import model_folder
 
 
 def add_parameter(cfg: RunConfig, model: torch.nn.Module, name: str, initial: float, weights: str | None) -> None:

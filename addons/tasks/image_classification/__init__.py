@@ -17,12 +17,17 @@ from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
-from src.models.load_config import check_fit, load_config
-from src.models.losses import at_least_float32, sums_from_logits
+from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
+from src.models.cross_entropy import (
+    ClassCrossEntropy,
+    at_least_float32,
+    class_weights_of,
+    r_drop_option,
+    r_drop_sums,
+    twice,
+)
+from src.models.load_config import load_config
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
-from src.models.r_drop import r_drop_option, r_drop_sums, twice
-from src.models.token_losses import row_losses
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
@@ -83,10 +88,7 @@ class Task(base.Task):
         self.are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
 
     def load(self) -> None:
-        from transformers import AutoModelForImageClassification
-
         self.config = load_config(self.cfg, None)
-        check_fit(self.cfg, self.config, None, None, AutoModelForImageClassification)
         self.image_processor = read_image_processor(self.cfg, self.config, self.options)
         self.metric_names = check_metrics(self.options.metrics, self.cfg.trust_remote_code)
         if self.cfg.model_name_or_path:
@@ -97,17 +99,18 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return repr((self.options.image_column, self.options.label_column, self.image_processor.channels, self.labels))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, Value
 
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
         self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
         if self.labels is None or (split == "train" and not self.are_of_data):
-            known = self.labels is not None and not whole and self.class_names is None
-            found = self.labels if known else labels_of_data(examples, needed[1], split, self.class_names, whole)
-            if not set(found) <= set(self.labels or ()):  # other classes than those of the pretrained model
-                self.labels = found
+            is_stream = split == "train" and getattr(self.cfg, "streaming", False)
+            if self.labels is None or not is_stream or self.class_names is not None:
+                labels = labels_of_data(self.cfg, examples, needed[1], split, self.class_names)
+                if not set(labels) <= set(self.labels or ()):  # other classes than those of the pretrained model
+                    self.labels = labels
         features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}
         return needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
@@ -183,7 +186,7 @@ class Task(base.Task):
             raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
         targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
-        own, other = (row_losses(logits, None, labels, self.options, weights) for labels in targets)
+        own, other = (row_losses(Scored(logits), labels, self.options, weights) for labels in targets)
         return {name: shares * own[name] + (1 - shares) * other[name] for name in own}
 
     # ---- results -----------------------------------------------------------------------------------------------------

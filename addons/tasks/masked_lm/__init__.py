@@ -6,7 +6,6 @@ Shows: randomness in `collate` that evaluation does not have. Tests: tests/addon
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,16 +17,17 @@ from src.config.addons import columns_of_addons
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import vocabulary_size
-from src.models.load_text_encoder import load_text_encoder
-from src.models.losses import sums_from_logits
-from src.models.token_losses import row_losses
+from src.models.load_tokenizer import load_text_encoder, load_tokenizer
 from src.runtime.private_apis import known_masks
 from src.tasks import base
-from src.tasks.base import Batch, padded_length
+from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.padding import pad_columns, shorten_row
+from src.text.packing import pad_columns, padded_length
+
+MASK_TOKEN = "<|mask|>"
 
 
 @dataclass
@@ -49,13 +49,18 @@ class Options(CrossEntropy):
 
 class Task(base.Task):
     attributes_from_weights = ("positionwise_head",)
+    can_shorten = True
 
     def load(self) -> None:
-        from transformers import AutoModelForMaskedLM
-
-        self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
-            self.cfg, self.options.max_length, AutoModelForMaskedLM, needs_mask_token=True
-        )
+        tokenizer = load_tokenizer(self.cfg)
+        if tokenizer is not None and tokenizer.mask_token_id is None:
+            if self.cfg.model_name_or_path:
+                raise UsageError(
+                    "masked_lm: the tokenizer has no mask token, so the model was not trained to fill masks"
+                )
+            tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        encoder = load_text_encoder(self.cfg, self.options.max_length, tokenizer)
+        self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         self.vocab_size = vocabulary_size(self.cfg, self.config)
         self.may_be_masked = np.ones(self.vocab_size, bool)
         self.may_be_masked[self.tokenizer.all_special_ids] = False
@@ -66,7 +71,7 @@ class Task(base.Task):
         o = self.options
         return repr((self.tokenizer_text, self.max_length, o.text_column, o.mlm_probability))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         # With packing the encoder splits a long document, and append_eos would add a token that many models lack.
@@ -96,9 +101,6 @@ class Task(base.Task):
         if not empty:
             self.positionwise_head = has_positionwise_head(model, self.vocab_size)
         return model
-
-    def shorten(self, row: dict[str, Any], length: int) -> dict[str, Any]:
-        return shorten_row(row, length)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
@@ -130,7 +132,7 @@ class Task(base.Task):
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows, width = inputs["input_ids"].shape
-        found = row_losses(self._logits(model, inputs), None, inputs["targets"], self.options)  # each target as a row
+        found = row_losses(Scored(self._logits(model, inputs)), inputs["targets"], self.options)  # each target as a row
         is_of_row = inputs["positions"] // width == torch.arange(rows, device=inputs["positions"].device)[:, None]
         return {name: (is_of_row * values).sum(1) for name, values in found.items()}
 

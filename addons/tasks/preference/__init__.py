@@ -20,11 +20,12 @@ from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
 from src.config.fields import option
 from src.config.untrusted_values import plain_data
+from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import has_plain_lm_head
-from src.models.token_losses import score_tokens
-from src.tasks import base, causal_lm
-from src.tasks.base import Batch, padded_length
+from src.tasks import causal_lm
+from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
+from src.text.packing import padded_length
 from src.text.tokenization import IGNORED
 
 
@@ -79,6 +80,7 @@ class Options:
 
 class Task(causal_lm.Task):
     attributes_from_weights = ("plain_head", "reference_plain_head")
+    can_shorten = False  # a pair has two texts
 
     def load(self) -> None:
         super().load()
@@ -91,7 +93,7 @@ class Task(causal_lm.Task):
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
         o = self.options
@@ -113,8 +115,6 @@ class Task(causal_lm.Task):
 
     def saved(self, model: torch.nn.Module) -> torch.nn.Module:
         return model.get_submodule("student")
-
-    shorten = base.Task.shorten  # a pair has two texts: sequence_length_warmup_steps is refused
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         """Return the chosen sequences of all rows, then the rejected ones, in one batch of 2 × rows."""

@@ -20,11 +20,10 @@ from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.models.build_model import build_model
-from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
-from src.models.load_config import check_fit, load_config
-from src.models.losses import at_least_float32, sums_from_logits
-from src.models.plain_model import build_plain_model, saved_config
+from src.models.build_model import build_model, build_plain_model, saved_config
+from src.models.chunked_cross_entropy import sums_from_logits
+from src.models.cross_entropy import ClassCrossEntropy, at_least_float32, class_weights_of
+from src.models.load_config import load_config
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import labels_of_model, require_columns, set_labels
@@ -74,10 +73,7 @@ class Task(base.Task):
             self.widths, self.classes = saved.get("widths", o.unet_widths), names or saved.get("classes", [])
             self.multiple = 2 ** (len(self.widths) - 1)  # what height and width of a micro-batch must divide by
         else:
-            from transformers import AutoModelForSemanticSegmentation
-
             self.config, self.multiple = load_config(self.cfg, None), 1
-            check_fit(self.cfg, self.config, None, None, AutoModelForSemanticSegmentation)
             self.classes = names or labels_of_model(self.config, HEAD) or []
             if not o.image_size:
                 raise UsageError(
@@ -97,7 +93,7 @@ class Task(base.Task):
         o = self.options
         return repr((o.image_column, o.label_column, o.image_size, o.ignored_value, len(self.classes)))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         from datasets import Features, Value
 
         columns = [self.options.image_column, self.options.label_column]

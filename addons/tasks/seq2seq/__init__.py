@@ -23,14 +23,15 @@ from addons.tasks.seq2seq.text_pairs import PairEncoder, decode_rows, pad_rows
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import row_losses
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
-from src.models.token_losses import row_losses
 from src.runtime.private_apis import known_masks
 from src.tasks import base
-from src.tasks.base import Batch, padded_length
+from src.tasks.base import Batch
+from src.text.packing import padded_length
 from src.text.tokenization import IGNORED
 
 
@@ -77,8 +78,6 @@ class Task(base.Task):
     attributes_from_weights = ("plain_head", "generation_config")
 
     def load(self) -> None:
-        from transformers import AutoModelForSeq2SeqLM
-
         o = self.options
         self.tokenizer: Any = load_tokenizer(self.cfg)
         if self.tokenizer is None:
@@ -86,9 +85,9 @@ class Task(base.Task):
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
         self.config = load_config(self.cfg, self.tokenizer)
         fit = (self.cfg, self.config, self.tokenizer)
-        self.max_length = check_fit(*fit, o.max_source_length, AutoModelForSeq2SeqLM, "max_source_length")
+        self.max_length = check_fit(*fit, o.max_source_length, "max_source_length")
         for name in ("max_target_length", "max_new_tokens"):
-            check_fit(*fit, getattr(o, name), AutoModelForSeq2SeqLM, name)
+            check_fit(*fit, getattr(o, name), name)
         complete_config(self.config, self.tokenizer)
         self.metric_names = check_metrics(o.metrics, self.cfg.trust_remote_code)
         self.columns = (o.source_column, o.target_column, o.source_prefix)
@@ -99,7 +98,7 @@ class Task(base.Task):
     def fingerprint(self) -> str:
         return repr((self.tokenizer_text, self.max_length, self.options.max_target_length, *self.columns))
 
-    def inspect_columns(self, examples, split: str, whole: bool = True):
+    def inspect_columns(self, examples, split: str):
         return self.encoder.choose(examples.column_names, split)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
@@ -145,7 +144,7 @@ class Task(base.Task):
         source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
         with known_masks(packed=False):
             scored = score_labels(model, source, labels, self.plain_head)
-        return row_losses(*scored, labels, self.options)
+        return row_losses(scored, labels, self.options)
 
     def _generate(self, model, source: dict[str, torch.Tensor]) -> torch.Tensor:
         o = self.options

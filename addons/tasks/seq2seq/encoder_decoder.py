@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from src.distributed.sharded_tensors import is_partial
+from src.models.chunked_cross_entropy import Scored, sums_from_scored
 from src.models.cross_entropy import CrossEntropy
-from src.models.losses import sums_from_hidden, sums_from_logits
 from src.models.model_checks import is_plain_head
-from src.models.token_losses import Scored
 from src.text.tokenization import IGNORED
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ def score_labels(
     decoder_ids = model.prepare_decoder_input_ids_from_labels(labels=labels)
     if plain_head:
         return Scored(decoder_states(model, inputs, decoder_ids).flatten(0, 1), model.get_output_embeddings())
-    return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1), None)
+    return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1))
 
 
 def seq2seq_sums(
@@ -59,10 +58,8 @@ def seq2seq_sums(
     options: CrossEntropy,
 ) -> dict[str, torch.Tensor]:
     """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored."""
-    hidden, head = score_labels(model, inputs, labels, plain_head)
-    if head is not None:
-        return sums_from_hidden(hidden, head, labels.flatten(), model.training, options)
-    return sums_from_logits(hidden, labels.flatten(), model.training, options)
+    scored = score_labels(model, inputs, labels, plain_head)
+    return sums_from_scored(scored, labels.flatten(), model.training, options)
 
 
 def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:

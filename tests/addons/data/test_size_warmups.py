@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from addons.data.size_warmups import Ramp, WarmupSizes, step_sizes
+from addons.data.size_warmups import Ramp, WarmupSizes, shorten_row, step_sizes
 from addons.tools import ledger
 from src.config import validation
 from src.config.addons import run_config
@@ -16,7 +16,6 @@ from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan, training_order
 from src.data.row_order import permute
 from src.tasks.causal_lm import Options
-from src.text.padding import shorten_row
 from tests.helpers import kit, plain_task, technique_runs
 
 ROWS, BATCH, STEPS = 23, 8, 8  # batches of 2, 2, 4, 4, 6, then 5 (the rest of the epoch), 8, 8

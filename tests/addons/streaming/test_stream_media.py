@@ -51,7 +51,7 @@ def test_messages_of_a_stream_are_decoded(tmp_path):
     file = kit.write_jsonl(tmp_path / "train.jsonl", rows)
 
     class Chats(Pictures):
-        def inspect_columns(self, examples, split, whole=True):
+        def inspect_columns(self, examples, split):
             return ["messages"], datasets.Features(dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
 
         def encode(self, batch, locations):

@@ -350,7 +350,7 @@ def test_bad_row_of_a_stream_ends_all_ranks(tmp_path):
     codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=2)
     assert 2 in codes, texts  # the rank that met the row; the other one may have lost its connection
     assert 0 not in codes, texts
-    assert "shard1.jsonl, row 9: train data: `input_ids` holds 99" in "".join(texts)
+    assert "shard1.jsonl, row 9: train data: `input_ids` holds 1 to 99" in "".join(texts)
 
 
 def test_stream_of_packed_rows_has_the_warmups(tmp_path):

@@ -117,7 +117,8 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
 
 def test_model_that_is_no_encoder_decoder_is_refused(data, tmp_path):
     with pytest.raises(UsageError, match="AutoModelForSeq2SeqLM"):
-        kit.open_data(**data, model_config=kit.write_yaml(tmp_path / "model.yaml", kit.GPT2 | {"vocab_size": 400}))
+        model_config = kit.write_yaml(tmp_path / "model.yaml", kit.GPT2 | {"vocab_size": 400})
+        kit.open_data(**data, model_config=model_config)[0].build()
     with pytest.raises(UsageError, match="max_target_length 128"):
         kit.open_data(**data, model_config=kit.write_yaml(tmp_path / "model.yaml", BART), max_target_length=129)
 

@@ -5,16 +5,16 @@ import torch
 import torch.nn.functional as F
 
 from addons.tasks.distillation.token_terms import distillation_terms, token_log_probs
-from src.models import losses
-from src.models.token_losses import Scored
-from tests.models.test_losses import memory
+from src.models import chunked_cross_entropy
+from src.models.chunked_cross_entropy import Scored
+from tests.models.test_chunked_cross_entropy import memory
 
 CHUNK = 16  # rows; the smallest chunk there is
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
 
 
 def make(rows: int, seed: int, features: int = 11, vocabulary: int = 37, dtype=torch.float64) -> Scored:
@@ -77,7 +77,7 @@ def test_distillation_equals_the_plain_formula(rows, heads):
 @pytest.mark.parametrize("chunked", [True, False])
 def test_full_logits_never_exist(monkeypatch, chunked):
     """The mutant computes all rows in one chunk."""
-    monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", 1 if chunked else 1 << 30)
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1 if chunked else 1 << 30)
     student, teacher = (make(512, seed, vocabulary=4096, dtype=torch.float32) for seed in (0, 1))
     targets = torch.randint(0, 4096, (512,))
 

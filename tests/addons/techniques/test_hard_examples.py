@@ -14,7 +14,7 @@ from src.config import parsing
 from src.config.errors import UsageError
 from src.data import dataset
 from src.data.data_loader import seed_everything
-from src.models import losses, token_losses
+from src.models import chunked_cross_entropy
 from src.tasks import OPTIONS, causal_lm, make_task
 from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
@@ -110,7 +110,7 @@ CROSS_ENTROPY = {"z_loss": 0.1, "label_smoothing_factor": 0.1}
 def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     """In float64, with the options of the cross-entropy, and in several chunks of logits."""
     kit.need_task(name)
-    for module in (losses, token_losses, token_terms):
+    for module in (chunked_cross_entropy, token_terms):
         monkeypatch.setattr(module, "chunk_rows", lambda *args: 7)
     flags = getattr(recipes, name)(tmp_path)
     more = {"dtype": "float64"} | more

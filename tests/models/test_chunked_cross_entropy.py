@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from src.models import losses
+from src.models import chunked_cross_entropy
 from src.models.compile_and_recompute import CompiledOnAccelerators
 from src.models.cross_entropy import PLAIN, CrossEntropy
 
@@ -16,7 +16,7 @@ ALL_OPTIONS = CrossEntropy(label_smoothing_factor=0.2, z_loss=0.03, focal_gamma=
 
 @pytest.fixture
 def small_chunks(monkeypatch):
-    monkeypatch.setitem(losses.CHUNK_ELEMENTS, "cpu", 1)
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
 
 
 def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULARY, features=FEATURES):
@@ -27,6 +27,10 @@ def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULAR
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < ignored] = -100
     return hidden, weight, offset, targets
+
+
+def linear_cross_entropy(*arguments):
+    return chunked_cross_entropy.linear_sums(*arguments)["loss"]
 
 
 def plain(hidden, weight, bias, targets):
@@ -41,18 +45,22 @@ def with_gradients(function, hidden, weight, bias, targets):
 
 def scores(*arguments):
     """Return (loss, correct predictions) of an evaluation."""
-    return losses.linear_sums(*arguments, PLAIN, False).values()
+    return chunked_cross_entropy.linear_sums(*arguments, PLAIN, False).values()
 
 
 def difference(function, *arguments):
     ours, reference = with_gradients(function, *arguments), with_gradients(plain, *arguments)
-    return max((a - b).abs().max().item() for a, b in zip(ours, reference, strict=True))
+    return max((a - b).abs().max().item() for a, b in zip(ours, reference, strict=True) if a.numel())
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK, 50])
-def test_loss_and_gradients_equal_the_plain_formula(small_chunks, rows, bias):
-    assert difference(losses.linear_cross_entropy, *make(rows, bias=bias)) <= 1e-10
+@pytest.mark.parametrize("rows", [0, 1, CHUNK, CHUNK + 1, 50])
+def test_loss_and_gradients_equal_the_plain_formula(small_chunks, rows):
+    for bias, ignored in ((True, 0.3), (False, 0.3), (True, 1.1)):
+        assert difference(linear_cross_entropy, *make(rows, bias=bias, ignored=ignored)) <= 1e-10
+    for frozen in (0, 1):
+        arguments = make(rows)
+        arguments[frozen].requires_grad_(False)
+        assert difference(linear_cross_entropy, *arguments) <= 1e-10
 
 
 def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
@@ -64,21 +72,7 @@ def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
     assert difference(mutant, *make(50)) > 1e-3
 
 
-@pytest.mark.parametrize("frozen", [0, 1])
-def test_frozen_hidden_or_weight(small_chunks, frozen):
-    arguments = make(50)
-    arguments[frozen].requires_grad_(False)
-    assert difference(losses.linear_cross_entropy, *arguments) <= 1e-10
-
-
-@pytest.mark.parametrize("rows", [0, 5, 50])
-def test_nothing_to_predict_is_zero_with_zero_gradients(small_chunks, rows):
-    arguments = make(rows, ignored=1.1)
-    assert all((x == 0).all() for x in with_gradients(losses.linear_cross_entropy, *arguments))
-    assert [x.item() for x in scores(*arguments)] == [0, 0]
-
-
-@pytest.mark.parametrize("rows", [1, CHUNK, 50])
+@pytest.mark.parametrize("rows", [CHUNK, 50])
 def test_scores_equal_the_plain_formula(small_chunks, rows):
     hidden, weight, bias, targets = make(rows)
     loss, correct = scores(hidden, weight, bias, targets)
@@ -93,7 +87,7 @@ def test_scores_equal_the_plain_formula(small_chunks, rows):
 def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
     arguments = make(rows, torch.float32 if form == "autocast" else torch.bfloat16, ignored=0)
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
-        loss, *gradients = with_gradients(losses.linear_cross_entropy, *arguments)
+        loss, *gradients = with_gradients(linear_cross_entropy, *arguments)
         scored, _ = scores(*arguments)
     assert loss.dtype == torch.float32
     assert [g.dtype for g in gradients] == [x.dtype for x in arguments[:3]]
@@ -105,21 +99,14 @@ def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
         assert (got - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
-def test_backward_twice_gives_the_same_gradient(small_chunks):
-    hidden, weight, bias, targets = make(50)
-    loss = losses.linear_cross_entropy(hidden, weight, bias, targets)
-    first = torch.autograd.grad(loss, (hidden, weight, bias), retain_graph=True)
-    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight, bias)), strict=True))
-
-
 # ---- precision and number of operations --------------------------------------------------------------------------------
 
 
 def recomputed_in_chunks(hidden, weight, bias, targets):
     """The mutant: recomputes the logits of each chunk, and adds the gradients of the head in 16 bits under autocast."""
-    rows = losses.chunk_rows("cpu", weight.shape[0])
+    rows = chunked_cross_entropy.chunk_rows("cpu", weight.shape[0])
     parts = zip(hidden.split(rows), targets.split(rows), strict=True)
-    return sum(losses.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
+    return sum(chunked_cross_entropy.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
 
 
 def head_gradient(function, arguments, low: bool):
@@ -137,7 +124,7 @@ def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
         return options.sums(F.linear(hidden, weight).float(), targets)["loss"]
 
     def ours(*arguments):
-        return losses.linear_sums(*arguments, options)["loss"]
+        return chunked_cross_entropy.linear_sums(*arguments, options)["loss"]
 
     exact = head_gradient(full, arguments, low=False)
     product, chunks, mutant = (
@@ -164,9 +151,9 @@ def test_the_loss_scale_of_float16_reaches_the_gradient_of_each_chunk(small_chun
         return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
 
     def mutant(hidden, weight, bias, targets):
-        return losses._sums_by_chunk(CHUNK, hidden, targets, weight, bias, PLAIN, True)["loss"]
+        return chunked_cross_entropy._sums_by_chunk(CHUNK, hidden, targets, weight, bias, PLAIN, True)["loss"]
 
-    assert error(losses.linear_cross_entropy) <= 0.1
+    assert error(linear_cross_entropy) <= 0.1
     assert error(mutant) > 0.9
 
 
@@ -183,9 +170,11 @@ def products(function, *arguments) -> float:
 def test_three_matrix_products(small_chunks, rows, low):
     arguments = make(rows, torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        assert products(losses.linear_cross_entropy, *arguments) <= 3.1
+        assert products(linear_cross_entropy, *arguments) <= 3.1
         assert products(recomputed_in_chunks, *arguments) >= 3.9  # the mutant
-        assert products(lambda *given: losses.linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
+        assert (
+            products(lambda *given: chunked_cross_entropy.linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
+        )
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             scores(*arguments)
     assert counter.get_total_flops() == 2 * rows * arguments[1].numel()
@@ -198,7 +187,7 @@ def test_compiled_once_for_any_number_of_rows(capsys):
     """inductor on a CPU: the function that accelerators run, by the same path."""
     from torch._dynamo.utils import counters
 
-    compiled = CompiledOnAccelerators(losses._sums_of_rows.function, uncompiled_devices=())
+    compiled = CompiledOnAccelerators(chunked_cross_entropy._sums_of_rows.function, uncompiled_devices=())
     before = counters["stats"]["unique_graphs"]
     for rows in (50, 7, 0, 1, CHUNK, 300):
         hidden, weight, bias, targets = make(rows, torch.float32)
@@ -211,33 +200,20 @@ def test_compiled_once_for_any_number_of_rows(capsys):
         with torch.no_grad():
             assert compiled.compiles(*arguments, False)
             loss, correct = compiled(*arguments, False).values()
-        expected = losses.sums_from_logits(F.linear(hidden, weight, bias), targets, False)
+        expected = chunked_cross_entropy.sums_from_logits(F.linear(hidden, weight, bias), targets, False)
         assert loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
         assert correct == expected["correct"]
     assert counters["stats"]["unique_graphs"] - before == 3  # training, and evaluation with and without a graph
     assert capsys.readouterr().err == ""
 
 
-def test_chunks_use_the_compiled_graph(monkeypatch):
-    from torch._dynamo.utils import counters
-
-    function = losses._sums_of_rows.function
-    compiled = CompiledOnAccelerators(lambda *given: function(*given), uncompiled_devices=())
-    monkeypatch.setattr(losses, "_sums_of_rows", compiled)
-    hidden, weight, bias, targets = make(50, torch.float32)
-    arguments = (hidden, targets, torch.nn.Parameter(weight), torch.nn.Parameter(bias), PLAIN, True)
-    before = counters["stats"]["unique_graphs"]
-    assert compiled.compiles(*arguments)
-    loss = losses._sums_by_chunk(7, *arguments)["loss"]  # the last chunk has one row
-    assert counters["stats"]["unique_graphs"] - before == 1
-    assert loss.item() == pytest.approx(plain(hidden, weight, bias, targets).item(), rel=1e-5)
-
-
 def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp_path, monkeypatch):
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiled = CompiledOnAccelerators(lambda *given: losses._sums_of_rows.function(*given), uncompiled_devices=())
+    compiled = CompiledOnAccelerators(
+        lambda *given: chunked_cross_entropy._sums_of_rows.function(*given), uncompiled_devices=()
+    )
     hidden, weight, bias, targets = make(50)
     arguments = (hidden, targets, weight, bias, CrossEntropy(), True)
     with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
@@ -263,7 +239,7 @@ def memory(work) -> tuple[int, int]:
 
 
 def bounded(work, inputs, chunks: int = 4) -> bool:
-    """Whether `work` stays within its inputs' gradients (twice: new and added up) and a few chunks of logits; 1 % is for alignment."""
+    """Whether `work` stays within its inputs' gradients (twice: new and added up) and a few chunks of logits, plus 1 %."""
     chunk = CHUNK * WIDE * 4
     gradients = sum(x.numel() * x.element_size() for x in inputs)
     largest, peak = memory(work)
@@ -271,34 +247,31 @@ def bounded(work, inputs, chunks: int = 4) -> bool:
     return largest <= 1.01 * max(chunk, gradients) and peak <= 2 * gradients + chunks * chunk
 
 
+@pytest.mark.parametrize("options, chunks", [(PLAIN, 4), (ALL_OPTIONS, 11)])
 @pytest.mark.parametrize("low", [False, True])
-def test_memory_is_bounded_by_the_chunk(small_chunks, low):
+def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
     hidden, weight, bias, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
     inputs = (hidden, weight, bias)
 
-    def training(function=losses.linear_cross_entropy):
+    def training(function=chunked_cross_entropy.linear_sums):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
-            loss = function(*inputs, targets)
+            loss = function(*inputs, targets, options)["loss"]
         loss.backward()
 
-    assert bounded(training, inputs)
-    assert not bounded(lambda: training(plain), inputs)  # the mutant
+    full = lambda h, w, b, t, options: options.sums(F.linear(h, w, b), t)  # noqa: E731
+    assert bounded(training, inputs, chunks)
+    assert not bounded(lambda: training(full), inputs, chunks)  # the mutant
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert bounded(lambda: scores(*inputs, targets), inputs)
-        assert not bounded(lambda: losses.sums_from_logits(F.linear(*inputs), targets, False), inputs)  # the mutant
+        assert not bounded(
+            lambda: chunked_cross_entropy.sums_from_logits(F.linear(*inputs), targets, False), inputs
+        )  # the mutant
 
 
 def test_an_accelerator_computes_all_logits_at_once_if_they_fit():
     gib = 1 << 30
     rows, bytes_per_row = 32_768, 2 * 50_304
-    assert losses.fitting_rows(rows, bytes_per_row, 80 * gib) == rows  # 3.1 of 10 GiB
-    chunk = losses.fitting_rows(rows, bytes_per_row, 24 * gib)
+    assert chunked_cross_entropy.fitting_rows(rows, bytes_per_row, 80 * gib) == rows  # 3.1 of 10 GiB
+    chunk = chunked_cross_entropy.fitting_rows(rows, bytes_per_row, 24 * gib)
     assert 0.7 * gib < chunk * bytes_per_row <= 0.75 * gib
-    assert losses.fitting_rows(rows, 1 << 40, 24 * gib) == CHUNK  # never a matrix product of a few rows
-
-
-def test_chunks_follow_the_vocabulary():
-    rows = {v: losses.chunk_rows("cpu", v) for v in (50, 4096, 128_256, 1 << 24)}
-    assert rows[4096] == 1024
-    assert all(n * v <= losses.CHUNK_ELEMENTS["cpu"] for v, n in rows.items() if n > CHUNK)
-    assert rows[1 << 24] == CHUNK  # never a matrix product of a few rows
+    assert chunked_cross_entropy.fitting_rows(rows, 1 << 40, 24 * gib) == CHUNK  # never a matrix product of a few rows

@@ -1,9 +1,10 @@
-"""Cross-entropy sums for training and evaluation. Of a linear head, no more logits exist at once than fit.
+"""Sums of the cross-entropy of a batch, and of its rows. Of a linear head, no more logits exist at once than fit.
 
-Tests: tests/models/test_losses.py.
+Tests: tests/models/test_chunked_cross_entropy.py and tests/addons/techniques/test_hard_examples.py.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,8 @@ import torch.utils.checkpoint
 from torch.autograd.function import once_differentiable
 
 from src.models.compile_and_recompute import CompiledOnAccelerators
-from src.models.cross_entropy import PLAIN, CrossEntropy
+from src.models.cross_entropy import IGNORED, PLAIN, CrossEntropy, at_least_float32
+from src.runtime.private_apis import known_masks
 
 # Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
 # CPU is fastest if they fit its cache; other devices get 128 MiB of float32.
@@ -20,6 +22,30 @@ DEVICE_CHUNK_ELEMENTS = 1 << 25
 # A compiled loss keeps one copy of its logits, in the dtype of the head. Up to this share of an accelerator's memory,
 # all logits of a micro-batch are computed at once; larger ones in chunks of the second share, which fill any device.
 WHOLE_SHARE, CHUNK_SHARE = 1 / 8, 1 / 32
+
+
+class Scored(NamedTuple):
+    """What a model computes for the targets of a micro-batch: hidden states (targets, features) and the head on them.
+
+    Without a head, the hidden states are the logits."""
+
+    hidden: torch.Tensor
+    head: torch.nn.Linear | None = None
+    router_logits: tuple[torch.Tensor, ...] = ()  # of each layer of a mixture of experts, if asked for
+
+
+def score_tokens(model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_head: bool, **options) -> Scored:
+    """Run a language model on `input_ids` and `position_ids` of packed rows; the head runs only if it is not linear."""
+    positions = inputs.get("position_ids")
+    # With a KV cache, even an empty one, transformers silently stops recognizing packed documents.
+    arguments = {"input_ids": inputs["input_ids"], "position_ids": positions, "use_cache": False} | options
+    with known_masks(packed=positions is not None):
+        output = model.base_model(**arguments) if plain_head else model(**arguments)
+    hidden, head = (output.last_hidden_state, model.get_output_embeddings()) if plain_head else (output.logits, None)
+    return Scored(hidden.flatten(0, 1), head, getattr(output, "router_logits", None) or ())
+
+
+# ---- sums over a batch -------------------------------------------------------------------------------------------------
 
 
 def chunk_rows(device_type: str, vocabulary: int) -> int:
@@ -54,18 +80,13 @@ def sums_from_logits(
     return {"loss": loss.double().sum(), "correct": (logits.argmax(-1) == targets).double().sum()}
 
 
-def sums_from_hidden(
-    hidden: torch.Tensor, head: torch.nn.Linear, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
+def sums_from_scored(
+    scored: Scored, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
 ) -> dict[str, torch.Tensor]:
-    """Return the same sums for the logits `head(hidden)` in bounded memory. `hidden` is (rows, features)."""
-    return linear_sums(hidden, head.weight, head.bias, targets, options, training)
-
-
-def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
-) -> torch.Tensor:
-    """Return the summed cross-entropy of `hidden @ weight.T + bias`. Targets of -100 are ignored."""
-    return linear_sums(hidden, weight, bias, targets)["loss"]
+    """Return the same sums for what a language model has computed, in bounded memory if it has a linear head."""
+    if scored.head is None:
+        return sums_from_logits(scored.hidden, targets, training, options)
+    return linear_sums(scored.hidden, scored.head.weight, scored.head.bias, targets, options, training)
 
 
 def linear_sums(
@@ -79,10 +100,8 @@ def linear_sums(
     """Return the sums of `sums_from_logits` for the logits `hidden @ weight.T + bias`; three matrix products in all.
 
     hidden (rows, features), weight (vocabulary, features), targets (rows,); the sums are float32 or better."""
-    arguments, rows = (
-        (hidden, targets, weight, bias, options, training),
-        chunk_rows(weight.device.type, weight.shape[0]),
-    )
+    arguments = (hidden, targets, weight, bias, options, training)
+    rows = chunk_rows(weight.device.type, weight.shape[0])
     if _sums_of_rows.compiles(*arguments):
         memory = torch.get_device_module(weight.device).get_device_properties(weight.device).total_memory
         rows = fitting_rows(hidden.shape[0], weight.shape[0] * _precision(weight).itemsize, memory)
@@ -155,6 +174,31 @@ def recomputed(function: Callable, *arguments):
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def at_least_float32(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits of 16 bits in float32, others unchanged."""
-    return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+# ---- sums of each row, for the technique hard_examples -------------------------------------------------------------------
+
+
+def row_losses(
+    scored: Scored,
+    targets: torch.Tensor,
+    options: CrossEntropy = PLAIN,
+    class_weights: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
+
+    targets (rows, …); of the logits of a linear head only a chunk exists at a time. Targets of -100 are ignored."""
+    flat, (hidden, head, _) = targets.flatten(), scored
+    if head is None:
+        losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]
+    else:
+        size = chunk_rows(hidden.device.type, head.weight.shape[0])
+        chunks = zip(hidden.split(size), flat.split(size), strict=True)
+        losses = torch.cat([recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
+    weights = (targets != IGNORED).long()
+    if class_weights is not None:
+        weights = weights * class_weights[targets.clamp(min=0)]
+    values = {"loss": losses.view_as(targets), "weight": weights}
+    return {name: value.reshape(len(targets), -1).sum(1) for name, value in values.items()}
+
+
+def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
+    return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]
