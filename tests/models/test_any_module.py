@@ -137,7 +137,6 @@ def test_unusual_modules_are_sharded(data, tmp_path, net):
     env = kit.where("fsdp2", 2, mixed_precision="no")
     codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "two", world=2, env=env)
     assert codes == [0, 0], texts
-    assert "gathers the whole model at once" in texts[0]
     one = kit.run_training(1, tmp_path / "one", *argv)
     assert kit.distance(one.weights, kit.load_weights(tmp_path / "two" / "run" / "final")) <= 1e-10
 

@@ -218,21 +218,6 @@ def test_encoder_as_language_model_does_not_see_the_future(tmp_path):
     assert not torch.allclose(*first_logits())
 
 
-@pytest.mark.parametrize(
-    "dtype, precision, warned", [("bfloat16", "fp16", True), ("bfloat16", "bf16", False), ("float32", "fp16", False)]
-)
-def test_bfloat16_model_in_float16_is_warned_about(capsys, dtype, precision, warned):
-    """A CPU refuses fp16, so the accelerator is a stand-in here."""
-    from types import SimpleNamespace
-
-    from src.distributed.strategies import Strategy
-
-    accelerator = SimpleNamespace(mixed_precision=precision, parallelism_config=None, process_index=0, num_processes=1)
-    task = SimpleNamespace(config=SimpleNamespace(dtype=getattr(torch, dtype)), build_model=lambda weights: "the model")
-    assert Strategy(accelerator, RunConfig()).build_model(task, None) == "the model"
-    assert ("mixed_precision is fp16" in capsys.readouterr().err) == warned
-
-
 def test_layerdrop_is_switched_off(tmp_path, capsys):
     """Ranks would wait for each other's layers."""
     bart = load_config(config_file(tmp_path, model_type="bart", encoder_layerdrop=0.5), None)
