@@ -151,9 +151,9 @@ def layers_that_share(model: torch.nn.Module) -> set[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
-    found, names = set(), private_apis.layer_class_names(model)
+    sharing, names = set(), private_apis.layer_class_names(model)
     for layer in (module for module in model.modules() if type(module).__name__ in names):
         inside = {id(module) for module in layer.modules()}
         if any(not owners[id(parameter)] <= inside for parameter in layer.parameters()):
-            found.add(type(layer).__name__)
-    return found
+            sharing.add(type(layer).__name__)
+    return sharing

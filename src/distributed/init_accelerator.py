@@ -21,17 +21,15 @@ from src.runtime.exit_codes import run_exit_hooks
 if TYPE_CHECKING:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-
 
 def check_environment() -> None:
     """Raise UsageError if the launcher started one process instead of several."""
     # accelerate launch sets both variables only if several processes were requested. Then it must set a world size.
     several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if several and not {"WORLD_SIZE", *MPI_WORLD_SIZES} & set(os.environ):
+    if several and "WORLD_SIZE" not in os.environ:
         raise UsageError(
             "several processes were requested, but accelerate launch started only one (as it does for --cpu, and for "
-            "distributed_type: MULTI_CPU without mpirun): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
+            "distributed_type: MULTI_CPU): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
         )
 
 
@@ -132,12 +130,12 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
 
 
 def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str]) -> None:
-    """Raise UsageError if accelerate silently created another kind or size of process group than requested."""
-    kind, size = accelerator.distributed_type.value, accelerator.num_processes
+    """Raise UsageError if accelerate silently created another type or size of process group than requested."""
+    created, size = accelerator.distributed_type.value, accelerator.num_processes
     for name in sharding:
-        if kind != name:
+        if created != name:
             raise UsageError(
-                f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU; to try it on CPUs, set "
+                f"{name} was requested, but accelerate created {created}: {name} needs a GPU or NPU; to try it on CPUs, set "
                 "ACCELERATE_USE_CPU=true and start it by accelerate launch"
             )
     if size != world_size:

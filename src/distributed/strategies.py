@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
-    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    distributed_type, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     if mesh is not None and mesh.tp_size > 1:
         chosen = load_addon("backends", "tensor_parallel").strategy_type(accelerator)
-    elif kind == "DEEPSPEED":
+    elif distributed_type == "DEEPSPEED":
         chosen = load_addon("backends", "deepspeed").DeepSpeed
-    elif kind == "FSDP":
+    elif distributed_type == "FSDP":
         from src.distributed.fsdp2 import FSDP2 as chosen
     else:
         chosen = Strategy

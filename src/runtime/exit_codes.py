@@ -190,8 +190,10 @@ def another_rank_failed() -> bool:
     """Return True if another rank of this launcher has failed: then the launcher ends this one, too."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
-    return any(file != own for file in own.parents[1].glob("*/error.json"))
+    our_file = Path(
+        os.environ["TORCHELASTIC_ERROR_FILE"]
+    )  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
+    return any(file != our_file for file in our_file.parents[1].glob("*/error.json"))
 
 
 def _write_status(code: int, message: str) -> None:

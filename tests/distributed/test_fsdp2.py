@@ -117,7 +117,7 @@ def test_ranks_with_fewer_micro_batches_run_dummies(files, tmp_path, monkeypatch
         return micro_batches[strategy.data_rank :: strategy.data_world_size]
 
     if mutant == "training":
-        monkeypatch.setattr(Strategy, "pad_with_dummy_batches", lambda self, window, forwards: window)
+        monkeypatch.setattr(Strategy, "pad_with_dummy_batches", lambda self, batch, forwards: batch)
     if mutant == "evaluation":
         monkeypatch.setattr(evaluation, "share_of_rank", unpadded)
     fields = {"global_batch_size": 12, "max_eval_examples": 8, "max_steps": 2, "eval_steps": 5, "warmup_steps": 1}
@@ -136,17 +136,17 @@ def test_an_evaluation_counts_every_row_once(files, fsdp2_alone, single, tmp_pat
     """Equal to the last bit, because a gathered weight has the bits that it had before it was sharded."""
     file = single if rows == 1 else files / "validation.jsonl"
     flags = kit.flags(checkpoint=fsdp2_alone.folder / "final", validation_file=file)
-    found = kit.run_evaluation(world, tmp_path / "here", *flags, env=where("fsdp2", world))
+    line = kit.run_evaluation(world, tmp_path / "here", *flags, env=where("fsdp2", world))
     alone = fsdp2_alone.kind("eval")[-1] if rows > 1 else kit.run_evaluation(1, tmp_path / "alone", *flags)
-    assert found["examples"] == rows
-    assert {name: alone[name] for name in found} == found
+    assert line["examples"] == rows
+    assert {name: alone[name] for name in line} == line
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------------
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the collectives of this process by name. (torch's CommDebugMode does not survive a window of several passes.)"""
+    """Counts the collectives of this process by name. (torch's CommDebugMode does not survive a step of several passes.)"""
 
     def __init__(self):
         super().__init__()
@@ -189,11 +189,11 @@ GROUPS = 3  # of parameters: two layers, and all the rest
     ],
 )
 def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mutant, scattered, reduced):
-    """In a window of four micro-batches. Over copies of the model, which may be on nodes far apart, once a step."""
+    """In a step of four micro-batches. Over copies of the model, which may be on nodes far apart, once a step."""
     fields = {"per_device_batch_size": 8 // world, "max_steps": 2, "max_eval_examples": 8, "logging_steps": 100}
     argv = [*short(files, **fields, sync_each_batch=each), "--output_dir", tmp_path / "run"]
-    found = kit.spawn(world, _count_collectives, argv, mutant, out=tmp_path / "out", env=where(name, world))
-    for steps, vectors in found:
+    ranks = kit.spawn(world, _count_collectives, argv, mutant, out=tmp_path / "out", env=where(name, world))
+    for steps, vectors in ranks:
         gathered = 4 * (2 * GROUPS - 1)  # in each pass: forward, and backward but for the last layers
         assert [counts["_allgather_base_"] for counts in steps] == [gathered] * 2
         assert [counts["_reduce_scatter_base_"] for counts in steps] == [scattered] * 2
@@ -205,11 +205,11 @@ def test_how_often_gradients_are_reduced(files, tmp_path, name, world, each, mut
 
 
 def _masters(argv):
-    """Train on this rank; return its sharded weights (type, dtype, own and all elements), and whether each built model was empty."""
-    found, built, build = [], [], causal_lm.Task.build
+    """Train on this rank; return its sharded weights (type, dtype, local and all elements), and whether each built model was empty."""
+    weights, built, build = [], [], causal_lm.Task.build
 
     def look(strategy, module, optimizer):
-        found.extend((type(p.data).__name__, p.dtype, p.to_local().numel(), p.numel()) for p in module.parameters())
+        weights.extend((type(p.data).__name__, p.dtype, p.to_local().numel(), p.numel()) for p in module.parameters())
 
     def building(self, weights=None, empty=False):
         built.append(empty)
@@ -218,23 +218,23 @@ def _masters(argv):
     causal_lm.Task.build = building
     kit.after_prepare(look)
     train.main([str(word) for word in argv])
-    return found, built
+    return weights, built
 
 
 @pytest.fixture(scope="module")
 def low(files, tmp_path_factory):
-    """(folder, what each rank held) of a run in bfloat16 mixed precision."""
+    """(folder, the weights of each rank) of a run in bfloat16 mixed precision."""
     folder = tmp_path_factory.mktemp("low")
     argv = [*recipe(files, max_steps=10), "--output_dir", folder / "run"]
-    held = kit.spawn(2, _masters, argv, out=folder / "out", env=kit.where("fsdp2", 2))
-    return folder / "run", held
+    ranks = kit.spawn(2, _masters, argv, out=folder / "out", env=kit.where("fsdp2", 2))
+    return folder / "run", ranks
 
 
 def test_weights_stay_float32_under_mixed_precision(fsdp2_alone, low):
-    folder, held = low
-    for found, _ in held:
-        assert {(name, dtype) for name, dtype, *_ in found} == {("DTensor", torch.float32)}
-        assert all(own <= -(-every // 2) for *_, own, every in found)
+    folder, ranks = low
+    for weights, _ in ranks:
+        assert {(name, dtype) for name, dtype, *_ in weights} == {("DTensor", torch.float32)}
+        assert all(local <= -(-total // 2) for *_, local, total in weights)
     run = kit.Run(folder)
     for part in (at_step(run, 10), folder / "final"):
         assert json.loads((part / "config.json").read_text())["dtype"] == "float32"
@@ -247,8 +247,8 @@ def test_weights_stay_float32_under_mixed_precision(fsdp2_alone, low):
 
 def test_an_evaluation_computes_in_the_precision_of_training(low, tmp_path):
     folder, _ = low
-    found = kit.run_evaluation(3, tmp_path / "here", "--checkpoint", folder / "final", env=kit.where("fsdp2", 3))
-    assert found["loss"] == kit.Run(folder).kind("eval")[-1]["loss"]
+    line = kit.run_evaluation(3, tmp_path / "here", "--checkpoint", folder / "final", env=kit.where("fsdp2", 3))
+    assert line["loss"] == kit.Run(folder).kind("eval")[-1]["loss"]
 
 
 def test_only_the_main_process_reads_or_draws_weights(low):

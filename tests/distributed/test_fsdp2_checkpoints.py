@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors import safe_open
 
 import train
@@ -53,9 +52,9 @@ def test_every_rank_writes_a_file_and_none_holds_a_pickle(fsdp2_two):
         for part in parts:
             names = [f"{part}-0000{rank}-of-00002.safetensors" for rank in (1, 2)]
             assert set(names) <= listed.keys()
-            held = [set(safe_open(folder / name, "pt").keys()) for name in names]
-            assert all(held)
-            assert not held[0] & held[1]
+            tensors = [set(safe_open(folder / name, "pt").keys()) for name in names]
+            assert all(tensors)
+            assert not tensors[0] & tensors[1]
 
 
 def test_transformers_reads_what_all_ranks_have_written(fsdp2_two):
@@ -131,9 +130,9 @@ def at_write(monkeypatch, number: int, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of a checkpoint."""
     write = checkpoint_format.write_checkpoint
 
-    def wrote(folder, model_with_loss, tensors, state, mine=0, world=1):
-        write(folder, model_with_loss, tensors, state, mine, world)
-        if mine == rank and state["progress"]["step"] == number:
+    def wrote(folder, model_with_loss, tensors, state, rank_of_file=0, world=1):
+        write(folder, model_with_loss, tensors, state, rank_of_file, world)
+        if rank_of_file == rank and state["progress"]["step"] == number:
             act()
 
     monkeypatch.setattr(checkpoint_format, "write_checkpoint", wrote)
@@ -174,35 +173,24 @@ def poison(monkeypatch, number: int) -> None:
     """Let the loss of the second of two ranks be NaN in one step."""
     gradient, loss = train.compute_gradient, causal_lm.Task.loss
 
-    def spoiled(strategy, module, window, weight):
-        wrong = window[-1][0].step + 1 == number and strategy.data_rank == 1
+    def poisoned(strategy, module, batch, weight):
+        wrong = batch[-1][0].step + 1 == number and strategy.data_rank == 1
         module.task.factor = float("nan") if wrong else 1.0
-        return gradient(strategy, module, window, weight)
+        return gradient(strategy, module, batch, weight)
 
     def loss_of(self, *args):
         sums = loss(self, *args)
         return sums | {"loss": sums["loss"] * getattr(self, "factor", 1.0)}
 
-    monkeypatch.setattr(train, "compute_gradient", spoiled)
+    monkeypatch.setattr(train, "compute_gradient", poisoned)
     monkeypatch.setattr(causal_lm.Task, "loss", loss_of)
 
 
-def naive_update(strategy, module, optimizer, learning_rate, max_grad_norm):
-    norm = strategy.accelerator.clip_grad_norm_(module.parameters(), max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return norm.full_tensor(), torch.tensor(False)
-
-
-@pytest.mark.parametrize("mutant", [False, True])
-def test_a_nan_loss_on_one_rank_changes_nothing_on_any(files, fsdp2_two, tmp_path, monkeypatch, mutant):
+def test_a_nan_loss_on_one_rank_changes_nothing_on_any(files, fsdp2_two, tmp_path, monkeypatch):
     poison(monkeypatch, 7)
-    if mutant:
-        monkeypatch.setattr(train, "optimizer_step", naive_update)
     folder = killed_after(fsdp2_two, tmp_path / "run", 5)
     flags = recipe(files, max_steps=8, save_steps=1, eval_steps=99)
     run = kit.run_training(2, folder, *flags, env=where("fsdp2", 2))
     same = [same_state(at_step(run, number), at_step(run, number + 1)) for number in (5, 6, 7)]
-    assert same == [False, not mutant, False]
-    assert run.kind("train")[-1]["skipped"] == (not mutant)
-    assert any(value.isnan().any() for value in run.weights.values()) == mutant
+    assert same == [False, True, False]
+    assert run.kind("train")[-1]["skipped"]

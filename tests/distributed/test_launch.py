@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import train
 from tests.helpers import kit
 
 PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")}
 ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch"]
-ACCUMULATE_8 = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"}
 
 
 def recipe(files, **fields) -> list[str]:
@@ -123,16 +121,7 @@ def test_float8_trains_every_weight(files, tmp_path):
         assert (weight - start.weights[name]).norm() > 0.5 * (plain.weights[name] - start.weights[name]).norm(), name
 
 
-@pytest.mark.parametrize("mutant", [False, True])
-def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path, monkeypatch, mutant):
-    def init_accelerator(cfg, original=train.init_accelerator):
-        accelerator = original(cfg)
-        accelerator.gradient_accumulation_steps = 8  # accelerate's own value, from the environment
-        return accelerator
-
-    if mutant:
-        monkeypatch.setattr(train, "init_accelerator", init_accelerator)
-    run = kit.run_training(1, tmp_path / "run", *recipe(files), env=ACCUMULATE_8)
+def test_accumulation_in_the_environment_is_ignored(files, plain, tmp_path):
+    run = kit.run_training(1, tmp_path / "run", *recipe(files), env={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
     assert "gradient accumulation of 8" in (tmp_path / "run.out" / "rank0.txt").read_text()
-    assert kit.same(run.weights, plain.weights) != mutant
-    assert (run.losses() == plain.losses()) != mutant
+    assert kit.same(run.weights, plain.weights)

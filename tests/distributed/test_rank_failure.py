@@ -57,7 +57,7 @@ def run_two_ranks(folder: Path, flags: list[str]) -> tuple[list, list[str]]:
     start = time.monotonic()
     codes, texts = kit.run_command("train.py", *flags, folder=folder, world=2)
     assert time.monotonic() - start < 300  # ddp_timeout is 600
-    return codes, texts
+    return codes, [re.sub(r"\[.*real_accelerator.py.*\n", "", text) for text in texts]  # DeepSpeed, if it is installed
 
 
 def check_failed(folder: Path, flags: list[str], rank: int, message: str) -> str:
@@ -157,11 +157,11 @@ def launch(folder: Path, flags: list[str], place: str, statement: str) -> str:
 
 def command_lines() -> list[list[str]]:
     """Return the command lines of all processes."""
-    found = []
+    lines = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            found.append(process.cmdline())
-    return found
+            lines.append(process.cmdline())
+    return lines
 
 
 def root_cause(text: str) -> str:

@@ -139,7 +139,7 @@ def _compare(changes: list[dict[int, str]], mutant: bool) -> list[str]:
     if mutant:  # sums in the tensors' own precision
         sums = lambda model: torch.stack([p.detach().sum() for p in model.parameters()])  # noqa: E731
         replica_check.digests = lambda model: sums(model).view(torch.int32)
-    cfg, found = RunConfig(output_dir="unused", ddp_timeout=60), []
+    cfg, messages = RunConfig(output_dir="unused", ddp_timeout=60), []
     strategy = make_strategy(init_accelerator(cfg), cfg)
     for change in changes:
         model = _model()
@@ -147,10 +147,10 @@ def _compare(changes: list[dict[int, str]], mutant: bool) -> list[str]:
             flip(model.get_parameter(name), 0)
         try:
             replica_check.check_replicas(strategy, model, 7)
-            found.append("")
+            messages.append("")
         except Failure as failure:
-            found.append(str(failure))
-    return found
+            messages.append(str(failure))
+    return messages
 
 
 @pytest.mark.parametrize(
