@@ -32,10 +32,13 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import re
 import shutil
 import subprocess
+from contextlib import suppress
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.helpers import kit, plain_task, strategy_runs
@@ -85,6 +88,26 @@ def pytest_runtest_teardown(item):
 def pytest_sessionfinish(session, exitstatus):
     for folder in filter(None, (os.environ["HF_HOME"], EXTENSIONS)):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _processes_of_tests() -> list[str]:
+    """Return the command lines of processes that tests have started, also of those whose parents have ended."""
+    processes = []
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            is_ours = process.pid in children or process.environ().get("HF_HOME") == os.environ["HF_HOME"]
+            if is_ours and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+                processes.append(" ".join(process.cmdline()))
+    return [words for words in processes if not re.search("resource_tracker|forkserver", words)]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_process_is_left():
+    """Fail if processes of the tests are still alive a minute after the last one."""
+    yield
+    kit.kill_all()
+    kit.until(lambda: not _processes_of_tests(), 60)
 
 
 @pytest.fixture(scope="session")

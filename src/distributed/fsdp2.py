@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from src.config.errors import Failure, UsageError, warn
+from src.config.errors import Failure, UsageError
 from src.config.optimizer_class import normalized
 from src.config.schema import RunConfig
 from src.distributed.host_group import run_on_main
 from src.distributed.strategies import Strategy
-from src.distributed.strategy_checks import check_precision_of_fsdp2, check_shardable
 from src.runtime import private_apis
 
 if TYPE_CHECKING:
@@ -34,20 +33,18 @@ class FSDP2(Strategy):
             self.can_fuse_optimizer = False  # torch has no fused SGD for DTensors
         self.sync_every_micro_batch = cfg.sync_each_batch is not False  # less memory: no unsharded gradients
         self.main_process_builds = accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        self._configure(cfg)
+        if accelerator.state.fsdp_plugin.fsdp_version != 2:
+            raise UsageError("fsdp_version is 1: give 2, as accelerate_configs/fsdp2.yaml does")
+        if low := LOW_PRECISION.get(accelerator.mixed_precision):
+            from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    def _configure(self, cfg: RunConfig) -> None:
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-
-        plugin = self.accelerator.state.fsdp_plugin
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy) and self.accelerator.device.type == "cpu":
-            raise UsageError(
-                "fsdp_offload_params is true, but there is no accelerator to offload from: set it to false"
-            )
-        check_precision_of_fsdp2(self.accelerator.mixed_precision, cfg)
-        if low := LOW_PRECISION.get(self.accelerator.mixed_precision):
+            if cfg.dtype == "bfloat16":
+                raise UsageError(
+                    "dtype is bfloat16, but FSDP2 keeps float32 weights for mixed_precision: set mixed_precision: 'no'"
+                )
             # accelerate's own policy would reduce gradients, and return the loss, in 16 bits.
-            plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+            accelerator.state.fsdp_plugin.mixed_precision_policy = policy
 
     @property
     def name(self) -> str:
@@ -83,8 +80,6 @@ class FSDP2(Strategy):
 
     def wrap(self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer):
         """Return (sharded module, its optimizer); raise Failure if sharding untied weights or changed a dtype."""
-        self._warn_if_one_unit(model_with_loss)
-        check_shardable(model_with_loss.model, self.name)
         for parameter in model_with_loss.parameters():
             parameter.data = parameter.data.contiguous()  # FSDP2 refuses other layouts
         if shared := layers_that_share(model_with_loss):  # torch refuses a parameter of two units, at the first step
@@ -93,15 +88,8 @@ class FSDP2(Strategy):
             )
         dtypes = {p.dtype for p in model_with_loss.parameters() if p.requires_grad}
         count = len(list(model_with_loss.parameters()))  # tied weights count once
-        try:
-            with self._broadcast_buffers(model_with_loss):
-                module, optimizer = super().wrap(model_with_loss, optimizer)
-        except ValueError as error:
-            if "layer class" not in str(error):
-                raise
-            raise UsageError(
-                f"fsdp_transformer_layer_cls_to_wrap: {error}: remove the key, or name a layer class of this model"
-            ) from error
+        with self._broadcast_buffers(model_with_loss):
+            module, optimizer = super().wrap(model_with_loss, optimizer)
         if not isinstance(module, torch.distributed.fsdp.FSDPModule):
             raise Failure("the launch requests FSDP2, but accelerate has not sharded the model")
         if len(list(model_with_loss.parameters())) != count:
@@ -115,17 +103,6 @@ class FSDP2(Strategy):
         # or a crash. Now a parameter that a rank does not use has a zero gradient there.
         module.set_reduce_scatter_unused_params(True)
         return module, optimizer
-
-    def _warn_if_one_unit(self, model_with_loss: torch.nn.Module) -> None:
-        """Warn if the whole model is gathered at once, because no class of its layers is known."""
-        plugin = self.accelerator.state.fsdp_plugin
-        if plugin.transformer_cls_names_to_wrap or private_apis.layer_class_names(model_with_loss):
-            return
-        warn(
-            f"{self.name} gathers the whole model at once, because {type(model_with_loss.model).__name__} does not name its "
-            'repeated layers: set `_no_split_modules = ["NameOfTheLayerClass"]` in its class, or fsdp_transformer_layer_cls_to_wrap '
-            "in the accelerate file"
-        )
 
     @contextmanager
     def _broadcast_buffers(self, model_with_loss: torch.nn.Module) -> Iterator[None]:
@@ -174,9 +151,9 @@ def layers_that_share(model: torch.nn.Module) -> set[str]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), set()).add(id(module))
-    found, names = set(), private_apis.layer_class_names(model)
+    sharing, names = set(), private_apis.layer_class_names(model)
     for layer in (module for module in model.modules() if type(module).__name__ in names):
         inside = {id(module) for module in layer.modules()}
         if any(not owners[id(parameter)] <= inside for parameter in layer.parameters()):
-            found.add(type(layer).__name__)
-    return found
+            sharing.add(type(layer).__name__)
+    return sharing

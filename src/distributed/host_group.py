@@ -41,11 +41,11 @@ class HostGroup:
 
     def union(self, names: set[str]) -> list[str]:
         """Return the names of all ranks, sorted. Collective."""
-        found = [names]
+        by_rank = [names]
         if not self.is_single:
-            found = [set()] * dist.get_world_size()
-            dist.all_gather_object(found, names, group=self.group)
-        return sorted(set().union(*found))
+            by_rank = [set()] * dist.get_world_size()
+            dist.all_gather_object(by_rank, names, group=self.group)
+        return sorted(set().union(*by_rank))
 
 
 def run_on_main(accelerator: "Accelerator", work: Callable[[], Any]) -> Any:

@@ -1,12 +1,11 @@
 """Creation and shutdown of the Accelerator, with a check that its process group is the requested one.
 
-Tests: tests/distributed/test_launch.py.
+Tests: tests/distributed/test_launch.py and test_accelerate_configs.py.
 """
 
 import gc
 import os
 import warnings
-from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -15,29 +14,22 @@ import torch.distributed as dist
 
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.schema import RunConfig
-from src.distributed import stop_signals, strategy_checks
+from src.distributed import stop_signals
 from src.runtime import console, private_apis
 from src.runtime.exit_codes import run_exit_hooks
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, InitProcessGroupKwargs
 
-RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-MPI_WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
-
 
 def check_environment() -> None:
-    """Raise UsageError if a launcher variable is invalid, or if the launcher started one process instead of several."""
-    for name in RANK_VARIABLES:
-        value = os.environ.get(name, "0")
-        if not value.isdecimal():
-            raise UsageError(f"the environment variable {name} is {value!r}, not a whole number: unset it")
+    """Raise UsageError if the launcher started one process instead of several."""
     # accelerate launch sets both variables only if several processes were requested. Then it must set a world size.
     several = os.environ.get("MASTER_ADDR") == "127.0.0.1" and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if several and not {"WORLD_SIZE", *MPI_WORLD_SIZES} & set(os.environ):
+    if several and "WORLD_SIZE" not in os.environ:
         raise UsageError(
             "several processes were requested, but accelerate launch started only one (as it does for --cpu, and for "
-            "distributed_type: MULTI_CPU without mpirun): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
+            "distributed_type: MULTI_CPU): use --config_file accelerate_configs/cpu_ddp.yaml, or torchrun"
         )
 
 
@@ -45,18 +37,20 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     """Return the Accelerator; raise UsageError if its process group or precision is not the requested one."""
     stop_signals.check_launcher()
     console.reroute()
-    check_trackers(cfg.report_to)
+    _check_trackers(cfg.report_to)
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     sharding = [
         name for name in ("FSDP", "DEEPSPEED") if os.environ.get(f"ACCELERATE_USE_{name}", "").lower() == "true"
     ]
-    if "FSDP" in sharding:
-        strategy_checks.check_fsdp_version()
-    strategy_checks.complete_mesh(world_size)
+    complete_mesh(world_size)
     accelerator = _create(cfg, sharding)
     accelerator.wait_for_everyone()  # or a rank that raises below would end while others still connect to it
     _check_group(accelerator, world_size, sharding)
-    _check_precision(accelerator, cfg)
+    precision = accelerator.mixed_precision
+    if precision == "fp16" and accelerator.device.type == "cpu":
+        raise UsageError("mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16")
+    if precision != "no" and cfg.dtype == "float64":
+        raise UsageError(f"dtype is float64, but mixed_precision is {precision} in the accelerate file: set it to 'no'")
     if accelerator.gradient_accumulation_steps != 1:
         warn(
             f"gradient accumulation of {accelerator.gradient_accumulation_steps} in accelerate's config is ignored: "
@@ -66,8 +60,25 @@ def init_accelerator(cfg: RunConfig) -> "Accelerator":
     return accelerator
 
 
+def complete_mesh(world: int) -> None:
+    """Set dp_shard_size so that HSDP or tensor parallelism uses all `world` processes.
+
+    The accelerate file then sets only dp_replicate_size and tp_size, and fits any number of processes."""
+    names = [f"PARALLELISM_CONFIG_{name}_SIZE" for name in ("DP_REPLICATE", "DP_SHARD", "TP")]
+    copies, shards, tp = (int(os.environ.get(name, "1")) for name in names)
+    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() != "true" or copies * shards * tp == 1:
+        return
+    if shards == 1:
+        shards = world // (copies * tp)
+        os.environ["PARALLELISM_CONFIG_DP_SHARD_SIZE"] = str(shards)
+    if shards < 2 or copies * shards * tp != world:  # accelerate would leave some processes out
+        raise UsageError(
+            f"dp_replicate_size {copies} × tp_size {tp} does not divide {world} processes into equal groups of at least "
+            f"two that shard the model (dp_shard_size {shards}): change these sizes or the number of processes"
+        )
+
+
 def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
-    """Return a new Accelerator; raise UsageError if accelerate rejects its configuration."""
     from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
     from accelerate.utils import DDPCommunicationHookType
 
@@ -82,25 +93,18 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     # The warning suggests another argument, which accelerate has no field for.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
     group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
-    asked = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
-    if asked and sharding and "LOCAL_RANK" in os.environ:
+    use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
+    if use_cpu and sharding and "LOCAL_RANK" in os.environ:
         private_apis.shard_over_gloo()
-        asked = False
+        use_cpu = False
     if not sharding:  # accelerate (1.15) would give each float8 weight a new parameter, which no optimizer would train
         os.environ["ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER"] = "false"
-    use_cpu = asked or not (torch.accelerator.is_available() or sharding)
-    try:
-        return Accelerator(
-            cpu=use_cpu,
-            kwargs_handlers=[ddp, group],
-            log_with=[name for name in cfg.report_to if name != "none"] or None,
-            project_dir=cfg.output_dir,
-        )
-    except (ValueError, ImportError) as error:
-        if dist.is_initialized():  # a rank that ends now would break the connection of ranks that are still starting
-            with suppress(RuntimeError):
-                dist.barrier()
-        raise UsageError(f"accelerate rejects its configuration (file, flags, environment): {error}") from error
+    return Accelerator(
+        cpu=use_cpu or not (torch.accelerator.is_available() or sharding),
+        kwargs_handlers=[ddp, group],
+        log_with=[name for name in cfg.report_to if name != "none"] or None,
+        project_dir=cfg.output_dir,
+    )
 
 
 def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitProcessGroupKwargs":
@@ -126,12 +130,12 @@ def _process_group_settings(settings_type: type, timeout: timedelta) -> "InitPro
 
 
 def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str]) -> None:
-    """Raise UsageError if accelerate silently created another kind or size of process group than requested."""
-    kind, size = accelerator.distributed_type.value, accelerator.num_processes
+    """Raise UsageError if accelerate silently created another type or size of process group than requested."""
+    created, size = accelerator.distributed_type.value, accelerator.num_processes
     for name in sharding:
-        if kind != name:
+        if created != name:
             raise UsageError(
-                f"{name} was requested, but accelerate created {kind}: {name} needs a GPU or NPU; to try it on CPUs, set "
+                f"{name} was requested, but accelerate created {created}: {name} needs a GPU or NPU; to try it on CPUs, set "
                 "ACCELERATE_USE_CPU=true and start it by accelerate launch"
             )
     if size != world_size:
@@ -141,31 +145,19 @@ def _check_group(accelerator: "Accelerator", world_size: int, sharding: list[str
         )
 
 
-def _check_precision(accelerator: "Accelerator", cfg: RunConfig) -> None:
-    """Raise UsageError for a precision that accelerate would ignore, or that contradicts the run file."""
-    strategy_checks.check_precision(accelerator.mixed_precision, cfg)
-    if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
-        raise UsageError(
-            "mixed_precision is fp16, which is silently ignored on a CPU: use 'no' or bf16 in the accelerate file"
-        )
-
-
-def check_trackers(names: list[str]) -> None:
-    """Raise UsageError for a tracker that accelerate does not know, or would skip because its package is missing."""
+def _check_trackers(names: list[str]) -> None:
+    """Raise UsageError for a tracker that accelerate would skip because its package is missing."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
     from accelerate.utils import LoggerType
 
-    custom = set(LOGGER_TYPE_TO_CLASS) - {str(kind) for kind in LoggerType}
-    known = [*LOGGER_TYPE_TO_CLASS, "all", "none"]
-    installed = [*map(str, get_available_trackers()), *custom, "all", "none"]
+    built_in = {str(name) for name in LoggerType}
+    usable = {*map(str, get_available_trackers()), *(set(LOGGER_TYPE_TO_CLASS) - built_in), "all", "none"}
     for name in names:
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UsageError(f"report_to: unknown tracker {name!r}{hint}; known are {', '.join(known)}")
-        if name not in installed:
-            raise UsageError(f"report_to: the package of {name} is not installed: install it, or remove {name}")
+        if name not in usable:
+            hint = did_you_mean(name, LOGGER_TYPE_TO_CLASS)
+            raise UsageError(f"report_to: {name} is unknown to accelerate, or its package is not installed{hint}")
 
 
 def num_nodes() -> int:

@@ -53,9 +53,9 @@ def check_replicas(strategy: "Strategy", model: torch.nn.Module, step: int, is_d
     `is_due`, on one process, and if the model is sharded."""
     if not is_due or strategy.accelerator.num_processes == 1 or strategy.is_sharded:
         return
-    mine = digests(model)
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine, group=strategy.hosts.group)
+    hashes = digests(model)
+    ranks = [torch.empty_like(hashes) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, hashes, group=strategy.hosts.group)
     table = torch.stack(ranks)  # (ranks, tensors)
     differs = (table != table[0]).any(dim=0)
     if not differs.any():

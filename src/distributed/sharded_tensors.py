@@ -49,7 +49,9 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
         shards = 1
         if isinstance(local, torch.distributed.tensor.DTensor):
             mesh, placements = local.device_mesh, local.placements
-            shards = math.prod(mesh.size(dim) for dim, kind in enumerate(placements) if not kind.is_replicate())
+            shards = math.prod(
+                mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+            )
             local = local.to_local()
         wide = local.float() if local.dtype.itemsize < 4 else local
         # Each value is on (world size / shards) ranks. Times `shards`, the all-reduce counts it (world size) times.

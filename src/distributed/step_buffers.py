@@ -15,9 +15,9 @@ from src.runtime import private_apis
 
 def persistent_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return by name the buffers that a checkpoint holds; a buffer with several names appears once."""
-    found = dict(module.named_buffers())
-    saved = module.state_dict(keep_vars=True).keys() if found else ()
-    return {name: buffer for name, buffer in found.items() if name in saved}
+    buffers = dict(module.named_buffers())
+    saved = module.state_dict(keep_vars=True).keys() if buffers else ()
+    return {name: buffer for name, buffer in buffers.items() if name in saved}
 
 
 class StepBuffers:
@@ -30,9 +30,9 @@ class StepBuffers:
         """`all_ranks`: whether `finish` takes the mean over the passes of all ranks (a collective)."""
         self.module, self.device, self.all_ranks = module, device, all_ranks
         self.wide = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
-        found = {name: b for name, b in persistent_buffers(module).items() if not b.is_complex()}
-        self.names = [name for name, buffer in found.items() if buffer.is_floating_point()]
-        owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in found]
+        buffers = {name: b for name, b in persistent_buffers(module).items() if not b.is_complex()}
+        self.names = [name for name, buffer in buffers.items() if buffer.is_floating_point()]
+        owners = [(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in buffers]
         # By dtype, so that few kernels copy many small buffers. A module may replace a buffer, so look it up by name.
         self.owners = sorted(owners, key=lambda owner: str(getattr(*owner).dtype))
 

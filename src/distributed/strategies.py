@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from src.config.addons import load_addon
-from src.config.errors import warn
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state, strategy_checks
 from src.distributed.host_group import HostGroup
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
 
 def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
-    kind, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
+    distributed_type, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
     if mesh is not None and mesh.tp_size > 1:
         chosen = load_addon("backends", "tensor_parallel").strategy_type(accelerator)
-    elif kind == "DEEPSPEED":
+    elif distributed_type == "DEEPSPEED":
         chosen = load_addon("backends", "deepspeed").DeepSpeed
-    elif kind == "FSDP":
+    elif distributed_type == "FSDP":
         from src.distributed.fsdp2 import FSDP2 as chosen
     else:
         chosen = Strategy
@@ -76,24 +75,17 @@ class Strategy:
 
     def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
         """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
-        if (
-            self.accelerator.mixed_precision == "fp16"
-            and getattr(getattr(task, "config", None), "dtype", None) is torch.bfloat16
-        ):
-            warn(
-                "mixed_precision is fp16, but the model was trained in bfloat16: activations above 65,504, the largest "
-                "float16 number, overflow; use mixed_precision: bf16 in the accelerate file"
-            )
         return task.build_model(weights)
 
     def prepare(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         """Return (the module to call, the optimizer to step), wrapped as this strategy needs them."""
-        strategy_checks.check_model(self, model_with_loss)
-        strategy_checks.check_groups(model_with_loss, optimizer)
+        strategy_checks.check_model(self, model_with_loss, optimizer)
+        base = self.cfg.learning_rate
         for group in optimizer.param_groups:  # a step sets the rate of each group to the schedule's times this factor
-            group.setdefault("lr_factor", strategy_checks.rate_factor(group.get("lr", 0.0), self.cfg.learning_rate))
+            rate = group.get("lr", 0.0)
+            group.setdefault("lr_factor", 1.0 if rate == base else rate / base)
         module, optimizer = self.wrap(model_with_loss, optimizer)
         self.parameters = {plain_name(name): p for name, p in model_with_loss.named_parameters()}
         self.trainable = {name for name, p in self.parameters.items() if p.requires_grad}
@@ -127,20 +119,15 @@ class Strategy:
 
     # ---- in a step ---------------------------------------------------------------------------------------------------
 
-    def forwards_per_rank(self, window: list) -> list[float]:
+    def forwards_per_rank(self, batch: list) -> list[float]:
         """Return a zero vector with this rank's micro-batch count at its index, or [] if counts may differ by rank."""
-        if not self.is_sharded:
-            return []
-        counts = [0.0] * self.data_world_size
-        counts[self.data_rank] = float(len(window))
-        return counts
+        return [float(len(batch)) * (rank == self.data_rank) for rank in range(self.data_world_size * self.is_sharded)]
 
-    def pad_with_dummy_batches(self, window: list, forwards: list[float]) -> list:
-        """Return the window with dummy batches (weight zero) in front, so that every rank runs max(forwards) passes."""
-        micro, batch = window[0]
+    def pad_with_dummy_batches(self, batch: list, forwards: list[float]) -> list:
+        """Return the batch with dummy batches (weight zero) in front, so that every rank runs max(forwards) passes."""
+        micro, rows = batch[0]
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
-        missing = int(max(forwards, default=0)) - len(window)
-        return [(dummy, batch)] * missing + window
+        return [(dummy, rows)] * (int(max(forwards, default=0)) - len(batch)) + batch
 
     @contextmanager
     def accumulation(self) -> Iterator[None]:

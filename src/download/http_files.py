@@ -92,7 +92,7 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
 
     part, name = folder / "part", Path(urlparse(url).path)
     store, path = _open_store(url)
-    with closing(console.bar(f"downloading {name.name}", version["bytes"], "B", scale=True, delay=1)) as bar:
+    with closing(console.bar(f"downloading {name.name}", version["bytes"], "B", unit_scale=True, delay=1)) as bar:
 
         def progress(_size, value: int, **_) -> None:
             bar.update(value - bar.n)

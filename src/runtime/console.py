@@ -16,7 +16,6 @@ from src.config.redact import redact
 LINE_SECONDS = 10.0  # between two progress lines of the same work, if the output is not a terminal
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 KIND_NAMES = {"eval": "evaluation"}
-PLURALS = {"B": "B", "batch": "batches"}
 
 log = logging.getLogger("run")
 
@@ -29,11 +28,14 @@ def is_terminal() -> bool:
 # ---- logging ---------------------------------------------------------------------------------------------------------
 
 
+_buffered = MemoryHandler(1000, flushLevel=sys.maxsize, flushOnClose=False)  # messages before there is a log file
+
+
 def prepare() -> None:
     """Keep progress bars and log messages of libraries off the console. Buffer the messages for the log file."""
     if not is_terminal():
         os.environ.update(dict.fromkeys(PROGRESS_BAR_VARIABLES, "1"))
-    logging.getLogger().handlers[:] = [MemoryHandler(1000, flushLevel=sys.maxsize, flushOnClose=False)]
+    logging.getLogger().handlers[:] = [_buffered]
     logging.captureWarnings(True)
     reroute()
 
@@ -55,28 +57,15 @@ class _RedactingFormatter(logging.Formatter):
         return redact(super().format(record))
 
 
-def _held_records() -> list[logging.LogRecord]:
-    """Return the buffered messages, which no log file has received yet."""
-    handlers = logging.getLogger().handlers
-    return [record for handler in handlers if isinstance(handler, MemoryHandler) for record in handler.buffer]
-
-
 def log_to(file: Path) -> None:
     """Write the log of this process to `file` from now on, starting with the buffered messages."""
     handler = logging.FileHandler(file)
     handler.handleError = lambda record: None  # ignore a full disk: the important messages are printed, too
     handler.setFormatter(_RedactingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    held = _held_records()
+    _buffered.setTarget(handler)
+    _buffered.flush()
     logging.getLogger().handlers[:] = [handler]
-    for record in held:
-        handler.handle(record)
     log.setLevel(logging.INFO)
-
-
-def unwritten() -> str:
-    """Return the buffered warnings of libraries, for a process that fails before it has a log file."""
-    records = [r for r in _held_records() if r.levelno >= logging.WARNING and r.name != log.name]
-    return "".join(f"{record.name}: {record.getMessage().strip()}\n" for record in records)
 
 
 # ---- lines and bars --------------------------------------------------------------------------------------------------
@@ -100,42 +89,29 @@ def stamped(text: str) -> None:
 class _ProgressLines:
     """Replaces a progress bar if there is no terminal: prints a line every LINE_SECONDS."""
 
-    def __init__(self, what: str, total: int | None, unit: str, n: int, scale: bool, shown: bool):
-        self.what, self.total, self.unit, self.scale, self.shown = what, total, unit, scale, shown
-        self.n = self.first = n
-        self.start = self.last_line = time.monotonic()
+    def __init__(self, what: str, total: int | None, shown: bool):
+        self.what, self.n, self.shown = what, 0, shown
+        self.of_total = "" if total is None else f" of {total:,}"
+        self.last_line = time.monotonic()
 
     def update(self, n: int = 1) -> None:
         self.n += n
-        now = time.monotonic()
-        if not self.shown or now - self.last_line < LINE_SECONDS:
-            return
-        self.last_line = now
-        total = "" if self.total is None else f" of {self._format(self.total)}"
-        stamped(f"{self.what}: {self._format(self.n)}{total} {self.unit}{self._eta(now)}")
-
-    def _format(self, n: int) -> str:
-        return f"{n / 1e6:,.1f} M" if self.scale else f"{n:,}"
-
-    def _eta(self, now: float) -> str:
-        done = self.n - self.first
-        if not self.total or not done:
-            return ""
-        return f", ETA {format_seconds((self.total - self.n) * (now - self.start) / done)}"
-
-    def set_postfix(self, *_, **__) -> None: ...
+        if self.shown and time.monotonic() - self.last_line >= LINE_SECONDS:
+            self.last_line = time.monotonic()
+            stamped(f"{self.what}: {self.n:,}{self.of_total}")
 
     def close(self) -> None: ...
 
 
-def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool = True, scale: bool = False, **options):
+def bar(what: str, total: int | None, unit: str, shown: bool = True, **options):
     """Return a tqdm progress bar, or an object with the same `n`, `update` and `close` that prints lines or nothing."""
     if not shown or not is_terminal():
-        return _ProgressLines(what, total, PLURALS.get(unit, f"{unit}s"), initial, scale, shown)
+        return _ProgressLines(what, total, shown)
     from tqdm import tqdm
 
-    options = {"mininterval": 0.2, "dynamic_ncols": True, "leave": False, "unit_scale": scale} | options
-    return tqdm(total=total, initial=initial, desc=what, unit=unit, **options)
+    return tqdm(
+        total=total, desc=what, unit=unit, **{"mininterval": 0.2, "dynamic_ncols": True, "leave": False} | options
+    )
 
 
 class Console:
@@ -149,7 +125,7 @@ class Console:
         """Show the progress bar of training, starting at `step`."""
         self.first_step, self.start = step, time.monotonic()
         if self.shown and is_terminal():
-            self.bar = bar("training", self.total, "step", step, leave=True)
+            self.bar = bar("training", self.total, "step", initial=step, leave=True)
 
     def step(self) -> None:
         if self.bar is not None:
@@ -164,7 +140,7 @@ class Console:
         groups: dict[str, list[str]] = {}  # by source of a mixture, or average of weights
         for group, _, name in (k.rpartition("/") for k in names if isinstance(line[k], int | float | None)):
             groups.setdefault(group, []).append(f"{name} {number(line[f'{group}/{name}' if group else name])}")
-        numbers = "; ".join(f"{group}: " * bool(group) + ", ".join(found) for group, found in groups.items())
+        numbers = "; ".join(f"{group}: " * bool(group) + ", ".join(texts) for group, texts in groups.items())
         stamped(f"{KIND_NAMES.get(line['kind'], line['kind'])} at step {line['step']}: {numbers}")
 
     def _train_line(self, line: dict) -> None:
@@ -175,7 +151,7 @@ class Console:
             return
         step = line["step"]
         seconds_per_step = (time.monotonic() - self.start) / max(1, step - self.first_step)
-        eta = format_seconds(seconds_per_step * (self.total - step))
+        eta = timedelta(seconds=round(seconds_per_step * (self.total - step)))
         stamped(f"step {step}/{self.total} loss {loss} lr {rate} {speed} {self.unit}/s ETA {eta}")
 
     def end(self) -> None:
@@ -185,11 +161,6 @@ class Console:
 
 
 # ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def format_seconds(seconds: float) -> str:
-    """Return a duration as hours:minutes:seconds."""
-    return str(timedelta(seconds=round(seconds)))
 
 
 def number(value: float | None) -> str:

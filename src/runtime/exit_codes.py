@@ -79,7 +79,7 @@ def run_main(work: Callable[[list[str]], None]) -> None:
     """Run `work(argv)`. On any error, print it and exit at once, so that no other rank waits for this one."""
     argv = _prepare()
     try:
-        _recorded(work)(argv)
+        work(argv)
         if not run_exit_hooks():  # what blocks this hook could also block the normal exit of Python
             exit_process(0)
     except SystemExit as error:
@@ -96,23 +96,6 @@ def run_main(work: Callable[[list[str]], None]) -> None:
         _stop(EXIT_CTRL_C, "Stopped by Ctrl-C.")
     except Exception as error:
         _fail(error)
-
-
-def _recorded(work: Callable[[list[str]], None]) -> Callable:
-    """Return `work` with torchelastic's @record: it writes an error to a file, and the launcher quotes the first one."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return work
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
-
-    class RedactingHandler(ErrorHandler):
-        def record_exception(self, e: BaseException) -> None:
-            if isinstance(e, Stopped):  # no failure: `another_rank_failed` looks for these files
-                return
-            with suppress(OSError):  # the launcher's folder in /tmp is full or gone: code and message still count
-                error = {"message": redact(_describe(e)), "timestamp": int(time.time())}
-                Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
-
-    return record(work, RedactingHandler())
 
 
 def _prepare() -> list[str]:
@@ -156,15 +139,23 @@ def _stop(code: int, message: str) -> NoReturn:
 
 def _end(code: int, message: str, printed: str) -> NoReturn:
     """End this rank because of an error."""
+    _tell_launcher(message)
     _log(message)
     _write_status(code, message)
     print_once(printed)
     exit_process(code)
 
 
+def _tell_launcher(message: str) -> None:
+    """Write the error to the file from which torchrun quotes the first failure, as torchelastic's @record does."""
+    with suppress(KeyError, OSError):  # no launcher, or its folder is full or gone
+        error = {"message": redact(message), "timestamp": int(time.time())}
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
+
+
 def _fail(error: BaseException) -> NoReturn:
     """End this rank because of an error that is not the user's."""
-    text = console.unwritten() + _describe(error)
+    text = _describe(error)
     if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
         time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
         text += f"\nrank {_rank()} lost the connection to another rank: see the error of that rank (was it killed?)"
@@ -199,8 +190,10 @@ def another_rank_failed() -> bool:
     """Return True if another rank of this launcher has failed: then the launcher ends this one, too."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
-    return any(file != own for file in own.parents[1].glob("*/error.json"))
+    our_file = Path(
+        os.environ["TORCHELASTIC_ERROR_FILE"]
+    )  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
+    return any(file != our_file for file in our_file.parents[1].glob("*/error.json"))
 
 
 def _write_status(code: int, message: str) -> None:

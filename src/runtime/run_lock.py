@@ -4,13 +4,14 @@ Tests: tests/runtime/test_run_status.py.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from src.config.errors import UsageError, warn
 
-# Run folder -> its lock, held until the process ends, and the identity of the lock file; None: it cannot be locked.
+# Run folder -> its lock, which ends with the process, and the identity of the lock file; None: it cannot be locked.
 _locks: dict[Path, tuple[FileLock, os.stat_result] | None] = {}
 
 
@@ -49,16 +50,11 @@ def check_links(folder: Path) -> None:
 
 def keep_lock(folder: Path) -> bool:
     """Lock the folder again if the lock file of this process was deleted. Return False if another process was faster."""
-    held = _locks.get(folder.absolute())
-    if held is None:
-        return True
-    try:
-        if os.path.samestat(held[1], os.stat(_lock_file(folder))):
+    lock, file = _locks.get(folder.absolute()), _lock_file(folder)
+    with suppress(OSError):  # deleted, or the file system does not answer
+        if lock is None or os.path.samestat(lock[1], os.stat(file)):
             return True
-    except FileNotFoundError:
-        if not _lock_file(folder).parent.is_dir():  # FileLock would create it, in the way of a new run
-            return True  # the next call tries again
-    except OSError:  # the file system does not answer
+    if not file.parent.is_dir():  # FileLock would create it, in the way of a new run
         return True
     try:
         _lock(folder, 0)
@@ -66,7 +62,7 @@ def keep_lock(folder: Path) -> bool:
         return False
     except OSError:
         return True
-    warn(f"{_lock_file(folder)} was deleted: the run folder is locked again", any_rank=True)
+    warn(f"{file} was deleted: the run folder is locked again", any_rank=True)
     return True
 
 

@@ -55,7 +55,7 @@ def llama(expected: str, **changed) -> Case:
 
 CASES = {
     "misspelled flag": Case("--learning_rat: unknown field; did you mean learning_rate?", {"learning_rat": 1}),
-    "tracker unknown": Case("report_to: |'wand'; did you mean wandb?", {"report_to": "wand"}),
+    "tracker unknown": Case("report_to: wand |did you mean wandb?", {"report_to": "wand"}),
     "tracker without its package": Case("report_to: |clearml|not installed", {"report_to": "clearml"}),
     "attention unknown": Case("fast|sdpa", {"attn_implementation": "fast"}),
     "schedule argument unknown": Case("lr_scheduler_kwargs: |linear|min_lr", {"lr_scheduler_kwargs": '{"min_lr": 1}'}),

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -49,24 +48,6 @@ def noted_signals(monkeypatch) -> None:
     monkeypatch.setattr(stop_signals.StopSignals, "_handle", handle_and_note)
 
 
-@pytest.fixture(autouse=True)
-def no_process_is_left(tmp_path):
-    yield
-    for name in ("go", "never"):  # end the loops of `block_step_5`, whose ranks have ended without them
-        (tmp_path / name).touch()
-    kit.until(lambda: not processes_in(tmp_path), 60)
-
-
-def processes_in(folder: Path) -> list[psutil.Process]:
-    """Return the processes that work in a folder, or name it in their command line."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.cwd().startswith(str(folder)) or str(folder) in " ".join(process.cmdline()):
-                found.append(process)
-    return found
-
-
 def until_handled(folder: Path, chosen: tuple[int, ...] = (0, 1), count: int = 1) -> None:
     """Wait until each of these ranks has handled so many signals."""
     files = [folder / f"handled_{rank}" for rank in chosen]
@@ -92,23 +73,19 @@ def test_sigterm_at_random_moments_loses_nothing(tiny, tmp_path):
     check_resumes(tmp_path, flags, undisturbed)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_any_signal_to_any_rank_stops_all(tiny, straight, tmp_path, workers):
+@pytest.mark.parametrize("number, ranks, workers", [(signal.SIGINT, (1,), 0), (signal.SIGUSR1, (), 2)])
+def test_any_signal_to_any_rank_stops_all(tiny, straight, tmp_path, number, ranks, workers):
     """With loader processes the signal goes to the process group of a rank, as a terminal or a scheduler sends it."""
     flags = recipe(tiny, dataloader_num_workers=workers)
-    cases = [(signal.SIGINT, (1,)), (signal.SIGUSR1, (0,))]
-    for number, chosen in [(signal.SIGTERM, ()), (signal.SIGINT, ())] if workers else cases:
-        ranks = begin(tmp_path, flags)
-        time.sleep(random.uniform(0, 0.1))
-        ranks.signal(number, *chosen, group=bool(workers))
-        check_stopped(ranks, tmp_path / "run")
-        assert ranks.text().count("saving after this step") == (chosen != (1,))  # rank 0 prints, once per run
-        assert "DataLoader worker" not in ranks.text()
+    run = begin(tmp_path, flags)
+    run.signal(number, *ranks, group=bool(workers))
+    check_stopped(run, tmp_path / "run")
+    assert run.text().count("saving after this step") == (ranks != (1,))  # rank 0 prints, once per run
+    assert "DataLoader worker" not in run.text()
     check_resumes(tmp_path, flags, straight)
 
 
-@pytest.mark.parametrize("chosen", [(1,), ()], ids=["one rank stops alone", "all stop without saving"])
-def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch, chosen):
+def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch):
     def requests(self):
         if self.reason:
             raise Stopped(f"{self.reason}; everything is saved")
@@ -116,7 +93,7 @@ def test_mutant_stop_without_a_decision_of_all_ranks(tiny, tmp_path, monkeypatch
 
     monkeypatch.setattr(stop_signals.StopSignals, "requests", requests)
     ranks = begin(tmp_path, recipe(tiny))
-    ranks.signal(signal.SIGTERM, *chosen)
+    ranks.signal(signal.SIGTERM, 1)
     with pytest.raises(AssertionError):
         check_stopped(ranks, tmp_path / "run")
 
@@ -156,106 +133,63 @@ def evaluated_steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines if line["kind"] == "eval"]
 
 
-def evaluation_recipe(tiny, **fields) -> list[str]:
-    return recipe(tiny, max_steps=20, eval_steps=10, per_device_eval_batch_size=1, **fields)
-
-
 def test_interrupted_evaluation_is_repeated(tiny, tmp_path, waiting_evaluation):
-    """Interrupted in the middle of the run, again after the resume, and in the last evaluation of the run."""
-    flags, folder = evaluation_recipe(tiny), tmp_path / "run"
-    undisturbed = kit.run_training(2, tmp_path / "straight", *flags)
-    for chosen in ((1,), (0, 1)):
-        ranks = begin_evaluation(tmp_path, flags, 10)
-        ranks.signal(signal.SIGTERM, *chosen)
-        until_handled(tmp_path, chosen)
-        (tmp_path / "go_10").touch()
-        assert check_stopped(ranks, folder) == 10
-        assert evaluated_steps(folder) == []
-    ranks = begin_evaluation(tmp_path, flags, 20)
-    assert evaluated_steps(folder) == [10]
-    ranks.signal(signal.SIGUSR1, 0)
-    until_handled(tmp_path, (0,))
-    (tmp_path / "go_20").touch()
-    assert check_stopped(ranks, folder) == 20
-    assert evaluated_steps(folder) == [10]
+    """Interrupted in the middle of the run, and in the last evaluation of the run."""
+    flags = recipe(tiny, max_steps=20, eval_steps=10, per_device_eval_batch_size=1)
+    undisturbed, folder = kit.run_training(2, tmp_path / "straight", *flags), tmp_path / "run"
+    for step, number, rank in ((10, signal.SIGTERM, 1), (20, signal.SIGUSR1, 0)):
+        ranks = begin_evaluation(tmp_path, flags, step)
+        ranks.signal(number, rank)
+        until_handled(tmp_path, (rank,))
+        (tmp_path / f"go_{step}").touch()
+        assert check_stopped(ranks, folder) == step
+        assert evaluated_steps(folder) == list(range(10, step, 10))
     check_resumes(tmp_path, flags, undisturbed)
     assert evaluated_steps(folder) == [10, 20]
-
-    names = ("metrics.jsonl", "ledger.jsonl", "final/model.safetensors", "checkpoints/step_00000020/manifest.json")
-    before = [(folder / name).read_bytes() for name in names]
-    again = kit.Ranks("train.py", *flags, folder=tmp_path, world=2)
-    assert again.wait() == [0, 0], again.text()
-    assert [(folder / name).read_bytes() for name in names] == before  # a complete run stays as it is
-    assert not list(folder.glob("*.old*"))
-
-
-def test_file_save_during_an_evaluation(tiny, tmp_path, waiting_evaluation):
-    ranks = begin_evaluation(tmp_path, evaluation_recipe(tiny, save_total_limit=9), 10)
-    save = tmp_path / "run" / "save"
-    save.touch()
-    kit.until(lambda: not save.exists())  # the request is noted
-    for step in (10, 20):
-        (tmp_path / f"go_{step}").touch()
-    assert ranks.wait() == [0, 0], ranks.text()
-    steps = [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "run")]
-    assert steps == [11, 20]
 
 
 # ---- twice, early, by file, by clock -----------------------------------------------------------------------------------
 
 
-def block_step_5(monkeypatch, go: Path, is_blocked=lambda rank: True) -> None:
-    """Let step 5 wait for the file `go` on some ranks; the others wait for them in a collective."""
+def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch):
+    """Rank 0 waits for rank 1 in a collective."""
     original, calls = train.optimizer_step, 0
 
     def optimizer_step(*args):
         nonlocal calls
         calls += 1
-        if calls == 5:
+        if calls == 5 and os.environ["RANK"] == "1":
             Path("blocked").touch()
-            if is_blocked(int(os.environ["RANK"])):
-                subprocess.run(
-                    ["sh", "-c", f"until [ -e {go} ]; do sleep 0.1; done"], check=False
-                )  # blocks this thread
+            time.sleep(600)
         return original(*args)
 
     monkeypatch.setattr(train, "optimizer_step", optimizer_step)
-
-
-@pytest.mark.parametrize("number, second", [(signal.SIGTERM, ()), (signal.SIGUSR1, ()), (signal.SIGINT, (1,))])
-def test_second_signal_ends_at_once_in_a_blocking_call(tiny, tmp_path, monkeypatch, number, second):
-    block_step_5(monkeypatch, Path("never"), lambda rank: rank == 1)
+    monkeypatch.setattr(stop_signals, "COPY_SECONDS", 0.0)
     ranks = begin(tmp_path, recipe(tiny))
     kit.until((tmp_path / "blocked").exists)
-    ranks.signal(number)
+    ranks.signal(signal.SIGTERM)
     until_handled(tmp_path)
-    time.sleep(stop_signals.COPY_SECONDS + 0.3)
     assert all(process.is_alive() for process in ranks.processes)
-    ranks.signal(number, *second)
-    alone = bool(second)  # then the other rank loses the connection, or its launcher ends it
-    assert ranks.wait() == [1 if alone else 128 + number, 128 + number], ranks.text()
-    assert ranks.text().count("without saving.") == (1 if alone else 2)  # of one launcher: once
+    ranks.signal(signal.SIGTERM, 0)
+    kit.until(lambda: ranks.processes[0].exitcode is not None)
+    ranks.signal(signal.SIGTERM, 1)
+    assert ranks.wait() == [128 + signal.SIGTERM] * 2, ranks.text()
+    assert ranks.text().count("without saving.") == 2  # of one launcher: once
 
 
-def test_copies_of_a_signal_within_a_second(tiny, straight, tmp_path, monkeypatch):
+def test_copy_of_a_signal_is_no_second_one(tmp_path, monkeypatch):
     """A launcher passes on a signal that the whole process group has received."""
-    with monkeypatch.context() as patch:
-        block_step_5(patch, Path("go"))
-        patch.setattr(stop_signals, "COPY_SECONDS", 600)  # of a slow machine
-        ranks = begin(tmp_path, recipe(tiny))
-        kit.until((tmp_path / "blocked").exists)
-        for _ in range(2):
-            ranks.signal(signal.SIGTERM)
-            until_handled(tmp_path)
-        (tmp_path / "go").touch()
-        assert check_stopped(ranks, tmp_path / "run") == 5
-    check_resumes(tmp_path, recipe(tiny), straight)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(stop_signals, "COPY_SECONDS", 600.0)
+    signals = stop_signals.StopSignals.__new__(stop_signals.StopSignals)
+    vars(signals).update(folder=tmp_path, rank=0, reason=None, is_training=True, is_main=False, first_signal=None)
+    for _ in range(2):
+        stop_signals.StopSignals._handle(signals, signal.SIGTERM)
+    assert signals.reason == "SIGTERM"
 
 
 @pytest.mark.parametrize(
-    "holder, name",
-    [(causal_lm.Task, "encode"), (causal_lm.Task, "build"), (stop_signals.StopSignals, "begin")],
-    ids=["data", "model", "run folder"],
+    "holder, name", [(causal_lm.Task, "encode"), (stop_signals.StopSignals, "begin")], ids=["data", "run folder"]
 )
 def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     receive = stop_signals.exit_on_signal
@@ -277,25 +211,6 @@ def test_signal_before_training(tiny, tmp_path, monkeypatch, holder, name):
     assert not (tmp_path / "run" / "checkpoints").exists()
     status = run_status.read_status(tmp_path / "run")
     assert not status or (status["status"], status["exit_code"]) == ("stopped", 75)
-
-
-def test_request_that_comes_while_requests_are_read():
-    """The file `save` is gone then: whoever made it expects a save."""
-
-    class Signals(stop_signals.StopSignals):
-        reason, step_seconds, last_boundary, requested, comes = None, 0.0, None, False, True
-
-        @property
-        def save_requested(self):
-            found, self.requested, self.comes = self.requested, self.requested or self.comes, False
-            return found
-
-        @save_requested.setter
-        def save_requested(self, value):
-            self.requested = value
-
-    signals = Signals.__new__(Signals)
-    assert [signals.requests()[0] for _ in range(3)] == [0.0, 1.0, 0.0]
 
 
 def test_files_save_and_stop(tiny, straight, tmp_path):
@@ -353,12 +268,12 @@ class Launch:
 
     def workers(self) -> list[psutil.Process]:
         """Return the training processes by rank: those that hold the log files of the ranks."""
-        found = {}
+        by_rank = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             for file in process.open_files():
                 if match := re.fullmatch(re.escape(str(self.folder)) + r"/logs/rank_(\d+)\.log", file.path):
-                    found[int(match[1])] = process
-        return [found[rank] for rank in sorted(found)]
+                    by_rank[int(match[1])] = process
+        return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def long_recipe(tiny, folder: Path, **fields) -> list[str]:

@@ -39,17 +39,17 @@ time.sleep(600)
 """
 
 
-def make_project(folder: Path, remove: str = "", replace: tuple[tuple[str, str], ...] = ()) -> Path:
-    """Return a folder to submit from: this project without .venv, with its slurm files changed for a mutant."""
+def make_project(folder: Path, remove: str = "") -> Path:
+    """Return a folder to submit from: this project without .venv; for a mutant, its slurm files lack `remove`."""
     folder.mkdir(parents=True)
     for name in ("train.py", "src", "accelerate_configs"):
         (folder / name).symlink_to(kit.REPOSITORY / name)
     (folder / "slurm").mkdir()
     for script in SCRIPTS:
         text = script.read_text()
-        for old, new in ((remove, ":"), *replace) if remove else replace:
-            assert old in text or script.name != "train.sbatch", old
-            text = text.replace(old, new)
+        if remove:
+            assert remove in text or script.name != "train.sbatch"
+            text = text.replace(remove, ":")
         (folder / "slurm" / script.name).write_text(text)
     kit.write_yaml(folder / "x.yaml", {})
     return folder
@@ -58,10 +58,10 @@ def make_project(folder: Path, remove: str = "", replace: tuple[tuple[str, str],
 class Job:
     """A job, submitted from a folder; `fake` is the behavior of a fake launcher ("": print its arguments)."""
 
-    def __init__(self, slurm: Slurm, folder: Path, *command, fake: str | None = None, task: int | None = None, **env):
+    def __init__(self, slurm: Slurm, folder: Path, *command, fake: str | None = None, **env):
         self.slurm, self.output = slurm, folder / "output.txt"
         self.step = 0  # at which it was last signaled
-        self.folder = folder / "run" if task is None else folder / f"run_seed{task}"
+        self.folder = folder / "run"
         path = f"{Path(sys.executable).parent}:{slurm.env['PATH']}"
         if fake is not None:
             (folder / "bin").mkdir(exist_ok=True)
@@ -73,7 +73,6 @@ class Job:
             (self.folder / "behavior").write_text(fake)
         sbatch = ["sbatch", "--parsable", "--output", self.output, *command]
         self.id = slurm(*sbatch, env={"PATH": path, "OUT": str(folder / "run")} | env, cwd=folder)
-        self.id += "" if task is None else f"_{task}"
 
     def text(self) -> str:
         return self.output.read_text() if self.output.exists() else ""

@@ -130,6 +130,17 @@ def test_unusual_modules_train_resume_and_evaluate(data, tmp_path):
         assert json.loads((tmp_path / f"{net}-evaluated" / "eval.json").read_text()) == run.kind("eval")[-1], net
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("net", ["tied", "transposed"])
+def test_unusual_modules_are_sharded(data, tmp_path, net):
+    argv = flags(data, net, max_steps=4, dtype="float64")
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "two", world=2, env=env)
+    assert codes == [0, 0], texts
+    one = kit.run_training(1, tmp_path / "one", *argv)
+    assert kit.distance(one.weights, kit.load_weights(tmp_path / "two" / "run" / "final")) <= 1e-10
+
+
 def test_extra_state_is_refused(data, tmp_path):
     argv = flags(data, "extra", max_steps=1, output_dir="run")
     codes, [text] = kit.run_command("train.py", *argv, folder=tmp_path / "here")

@@ -10,8 +10,6 @@ import sys
 import termios
 import threading
 
-import pytest
-
 from src.runtime import console
 from tests.helpers import kit
 
@@ -51,23 +49,6 @@ def test_lines_in_a_file(files, tmp_path):
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 
-def test_library_messages_leave_a_stream_that_is_closed():
-    """A library may be imported while stderr is another stream, as in a test that captures the output."""
-    code = """if True:
-        import contextlib, io, logging
-        from src.runtime import console
-
-        with contextlib.redirect_stderr(io.StringIO()) as captured:
-            logging.getLogger("library").addHandler(logging.StreamHandler())
-        captured.close()
-        console.prepare()
-        logging.getLogger("library.module").error("a message")
-        assert console.unwritten() == "library.module: a message\\n"
-    """
-    done = subprocess.run([sys.executable, "-c", code], cwd=kit.REPOSITORY, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-
-
 def test_bars_on_a_terminal(files, tmp_path):
     parent, child = pty.openpty()
     fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
@@ -85,7 +66,7 @@ def test_bars_on_a_terminal(files, tmp_path):
     kit.spawn(1, train_on_terminal, child, recipe(files, tmp_path), out=tmp_path / "out")
     os.close(child)
     reader.join()
-    text = b"".join(chunks).decode()
+    text = re.sub(r"\[.*real_accelerator.py.*\n", "", b"".join(chunks).decode())  # DeepSpeed, if it is installed
     for pattern in (r"\rtraining: +\d+%", r"\revaluation: +\d+%", "evaluation at step 6: loss", "step 6 saved in "):
         assert re.search(pattern, text)
     assert not re.search(TIME, text)
@@ -100,19 +81,16 @@ def test_progress_lines(capsys, monkeypatch):
         clock[0] += console.LINE_SECONDS + 1
         bar.update(100)
         bar.update(0)
-    console.bar("downloading x", None, "B", shown=False).update(10**9)
     lines = capsys.readouterr().out.splitlines()
-    assert [re.sub(f"^{TIME} ", "", line).split(", ETA")[0] for line in lines] == [
-        f"evaluation: {count} of 1,000 batches" for count in (101, 202, 303)
+    assert [re.sub(f"^{TIME} ", "", line) for line in lines] == [
+        f"evaluation: {count} of 1,000" for count in (101, 202, 303)
     ]
 
 
-@pytest.mark.parametrize("kind", ["train", "eval"])
-def test_line_without_a_loss(kind, capsys):
+def test_line_without_a_loss(capsys):
     shown = console.Console(True, 10)
     shown.begin(0)
-    rest = {"learning_rate": None, "tokens_per_second": 0.0} if kind == "train" else {"weight": 0.0}
-    shown.line({"kind": kind, "step": 1, "loss": None} | rest)
+    shown.line({"kind": "train", "step": 1, "loss": None, "learning_rate": None, "tokens_per_second": 0.0})
     assert "loss none" in capsys.readouterr().out
 
 

@@ -7,15 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 
 import train
-from src.distributed import stop_signals
 from src.runtime import run_lock, run_status
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
@@ -69,14 +66,6 @@ def test_status_of_a_run(tiny, tmp_path, monkeypatch):
     assert exit_code(folder, launcher_code=1) == 0
 
 
-def test_full_folder_of_the_launcher_changes_neither_code_nor_message(tmp_path):
-    env = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "gone" / "error.json")}
-    codes, texts = kit.run_command("train.py", "--learning_rate", "fast", folder=tmp_path / "here", env=env)
-    assert codes == [2], texts
-    assert "error: --learning_rate" in texts[0]
-    assert "Traceback" not in texts[0]
-
-
 # ---- lock --------------------------------------------------------------------------------------------------------------
 
 
@@ -99,23 +88,6 @@ def test_lock_ends_with_its_process(tiny, straight, tmp_path, short_wait):
     check_resumes(tmp_path, flags, straight)
 
 
-def _train_twice(commands: list[list]) -> None:
-    for argv in commands:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        train.main([str(word) for word in argv])
-    time.sleep(3 * stop_signals.POLL_SECONDS)
-
-
-def test_two_runs_in_one_process_keep_their_locks(tiny, tmp_path):
-    """Each run watches its own lock file."""
-    commands = [[*recipe(tiny), "--max_steps", 2, "--output_dir", tmp_path / name] for name in ("one", "two")]
-    kit.spawn(1, _train_twice, commands, out=tmp_path / "out")
-    assert "was deleted" not in (tmp_path / "out" / "rank0.txt").read_text()
-    for name in ("one", "two"):
-        with (tmp_path / name / "logs" / "run.lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # their process has ended
-
-
 def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -126,17 +98,6 @@ def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
         run_lock.lock_run_folder(tmp_path / "run")
     assert run_lock.keep_lock(tmp_path / "run")
     assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
-
-
-def test_deleted_lock_file_is_locked_again(tiny, tmp_path, short_wait):
-    ranks = begin(tmp_path, recipe(tiny, max_steps=100_000), world=1)
-    lock = tmp_path / "run" / "logs" / "run.lock"
-    lock.unlink()
-    kit.until(lock.exists)
-    second = kit.Ranks("train.py", *recipe(tiny), "--output_dir", tmp_path / "run", folder=tmp_path / "elsewhere")
-    assert second.wait() == [2], second.text()
-    ranks.signal(signal.SIGTERM)
-    check_stopped(ranks, tmp_path / "run")
 
 
 def test_new_run_in_the_place_of_a_deleted_one(tiny, straight, tmp_path):

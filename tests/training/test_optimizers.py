@@ -7,7 +7,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed.strategy_checks import check_groups, rate_factor
+from src.distributed.strategy_checks import check_model
 from src.training.optimizers import make_optimizer
 from src.training.parameter_groups import parameter_groups
 from tests.helpers import kit
@@ -89,24 +89,13 @@ def check_factors(files, tmp_path, world: int = 1, env: dict | None = None) -> N
         assert [pair[1] for pair in rates] == pytest.approx([0.1 * rate for rate in expected])
 
 
-def test_a_rate_beside_a_learning_rate_of_zero_is_refused():
-    assert rate_factor(0.0, 0.0) == 1.0
-    with pytest.raises(UsageError, match="learning_rate is 0"):
-        rate_factor(0.1, 0.0)
-
-
 def test_parameter_outside_all_groups_is_refused():
     model = small_model()
     optimizer = make_optimizer(RunConfig(), model)
-    check_groups(model, optimizer)
+    check_model(None, model, optimizer)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(UsageError, match=r"1\.weight: trainable, but in no parameter group"):
-        check_groups(model, optimizer)
-
-
-def test_negative_rate_of_a_group_is_refused():
-    with pytest.raises(UsageError, match=r"rate -1"):
-        rate_factor(-1.0, 1e-3)
+        check_model(None, model, optimizer)
 
 
 # ---- optimizers by name ------------------------------------------------------------------------------------------------

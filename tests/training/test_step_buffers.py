@@ -142,11 +142,9 @@ def test_probes_leave_buffers_unchanged():
 
 def test_synchronized_batch_norm_is_refused_on_several_processes():
     class Two:
-        is_sharded = False
-
         class accelerator:
             num_processes = 2
 
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2))
     with pytest.raises(UsageError, match=r"1 is a SyncBatchNorm"):
-        strategy_checks.check_model(Two, model)
+        strategy_checks.check_model(Two, model, torch.optim.SGD(model.parameters()))
