@@ -48,7 +48,7 @@ def check_model(strategy: "Strategy", model: torch.nn.Module, optimizer: torch.o
     if trainable:
         raise UsageError(
             f"{_in_words(trainable)}: trainable, but in no parameter group of the optimizer: add it to one "
-            "(`parameter_groups` in src/training/parameter_groups.py), or freeze it in `build`"
+            "(`parameter_groups` in src/training/optimizers.py), or freeze it in `build`"
         )
 
 

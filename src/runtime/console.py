@@ -10,6 +10,7 @@ import time
 from datetime import datetime, timedelta
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 from src.config.redact import redact
 
@@ -117,15 +118,11 @@ def bar(what: str, total: int | None, unit: str, shown: bool = True, **options):
 class Console:
     """Shows the progress of one training run on the main process; does nothing on the others."""
 
-    def __init__(self, shown: bool, total: int, unit: str = "tokens"):
-        self.shown, self.total, self.unit = shown, total, unit
-        self.bar = None
-
-    def begin(self, step: int) -> None:
+    def __init__(self, shown: bool, total: int, unit: str, step: int):
         """Show the progress bar of training, starting at `step`."""
-        self.first_step, self.start = step, time.monotonic()
-        if self.shown and is_terminal():
-            self.bar = bar("training", self.total, "step", initial=step, leave=True)
+        self.total, self.unit, self.first_step, self.start = total, unit, step, time.monotonic()
+        shows_bar = shown and is_terminal()
+        self.bar: Any = bar("training", total, "step", initial=step, leave=True) if shows_bar else None
 
     def step(self) -> None:
         if self.bar is not None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 import types
 
 import pytest
@@ -42,19 +41,13 @@ def check_sound_run(plain, tmp_path, strategy, world, **fields) -> None:
     codes, texts = smoke(argv, tmp_path / "here", world, env)
     assert codes == [0] * world, texts
     assert texts[0].rstrip().endswith("smoke: passed")
+    assert "depend on per_device_batch_size" not in texts[0]
     assert [path.stat().st_mtime_ns for path in files] == before
     small = own.folder / ".smoke"
     lines = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
     assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("train", 2), ("eval", 2)]
     assert [line["loss"] for line in lines[:2]] == own.losses()[:2]  # the first steps of the run itself
     assert not (small / "checkpoints").exists()
-
-
-def test_run_without_evaluation_data_passes(plain, tmp_path):
-    argv = plain_task.flags({"train_file": plain["train_file"]})
-    codes, texts = smoke(argv, tmp_path / "here", 2)
-    assert codes == [0, 0], texts
-    assert "no evaluation data" in texts[0].splitlines()[-2]
 
 
 class WithParameter(causal_lm.Task):
@@ -84,8 +77,7 @@ def count(model) -> None:
     model.extra += model.training
 
 
-@pytest.mark.parametrize("kind", [WithParameter, WithBuffer])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("kind, world", [(WithParameter, 2), (WithBuffer, 1)])
 def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world):
     fork = types.SimpleNamespace(Options=causal_lm.Options, Task=kind)
     argv = kit.flags(**tiny, task="fork", max_steps=9, learning_rate=1e-2, lr_scheduler_type="constant")
@@ -96,19 +88,6 @@ def test_what_does_not_come_back_is_named(tiny, tmp_path, kind, world):
     assert "model/extra: " in texts[0].rstrip().splitlines()[-1]
     assert "smoke: passed" not in "".join(texts)
     assert "Traceback" not in "".join(texts)
-
-
-def test_weights_that_build_ignores_are_named(plain, tmp_path):
-    def forgets(self, weights=None, empty=False):
-        model, fresh = plain_task.Task.build(self, weights, empty), plain_task.Task.build(self, None, empty)
-        model.blocks[0] = fresh.blocks[0]
-        return model
-
-    with plain_task.registered(module(build=forgets), "fork"):
-        argv = plain_task.flags(plain, task="fork", lr_scheduler_type="constant")
-        codes, texts = smoke(argv, tmp_path / "here")
-    assert codes == [2], texts
-    assert "model/blocks.0.linear.bias" in texts[0]
 
 
 def test_evaluation_that_is_not_deterministic_is_named(plain, tmp_path):
@@ -137,31 +116,25 @@ def test_save_that_fails_is_not_passed(plain, tmp_path, monkeypatch):
     assert "there is no checkpoint" in texts[0]
 
 
-def test_metric_that_evaluations_lack_ends_with_the_list(plain, tmp_path):
-    codes, texts = smoke(plain_task.flags(plain, metric_for_best_model="acuracy"), tmp_path / "here")
-    assert codes == [2], texts
-    assert "did you mean accuracy?" in texts[0]
-
-
-@pytest.mark.parametrize("mean", [False, True])
-def test_rows_that_depend_on_each_other_are_named(plain, tmp_path, mean):
+def test_rows_that_depend_on_each_other_are_named(plain, tmp_path):
     def loss(self, model, inputs):
         sums = plain_task.Task.loss(self, model, inputs)
-        return sums | {"loss": sums["loss"] / len(inputs["x"])} if mean else sums
+        return sums | {"loss": sums["loss"] / len(inputs["x"])}
 
     with plain_task.registered(module(loss=loss), "fork"):
         codes, texts = smoke(plain_task.flags(plain, task="fork"), tmp_path / "here")
     assert codes == [0], texts
-    assert ("depend on per_device_batch_size" in texts[0]) == mean
+    assert "depend on per_device_batch_size" in texts[0]
 
 
 def live_save(self, weights=None, empty=False):
     """A save_pretrained that ignores state_dict, as some libraries have: it saves what training changes meanwhile."""
     model = causal_lm.Task.build(self, weights, empty)
-    original = model.save_pretrained
+    original, parameter = model.save_pretrained, next(model.parameters())
 
     def save(folder, state_dict=None, **_):
-        time.sleep(1)
+        before = parameter.detach().clone()
+        kit.until(lambda: not torch.equal(parameter, before))
         original(folder)
 
     model.save_pretrained = save
