@@ -128,8 +128,8 @@ def test_a_state_that_no_checkpoint_can_hold_ends_all_ranks_at_the_first_save(tm
 @pytest.mark.parametrize(
     "given, text",
     [
-        ({"optim": "owm"}, "optim is owm: not one of torch.optim or pytorch_optimizer; did you mean own"),
-        ({"optim": "pytorch_optimizer/adamw"}, "optim is pytorch_optimizer/adamw: not one of"),
+        ({"optim": "owm"}, "optim is owm: not a class of torch.optim or pytorch_optimizer; did you mean own"),
+        ({"optim": "pytorch_optimizer/adamw"}, "optim is pytorch_optimizer/adamw: not a class of"),
         ({"optim": "own", "optim_args": {"betta": 1}}, "Own has no argument betta"),
         ({"optim": "other_weights"}, "trains other weights than it evaluates: .*schedule_free"),
         ({"optim": "no_rate"}, "no learning rate"),
