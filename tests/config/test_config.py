@@ -260,10 +260,7 @@ def test_names_of_other_trainers_lead_to_fields_that_exist(here, name):
         (b"learning_rate: yes", ["learning_rate: True", "number"]),
         (b"task: {a: 1}", ["task: ", "{'a': 1}"]),
         (b"packing: yes please", ["packing: 'yes please'"]),
-        (
-            b"packing: true\ntask: text_classification",
-            ["packing: ", "causal_lm", "text_classification"],
-        ),
+        (b"packing: true\ntask: text_classification", ["packing: ", "causal_lm", "text_classification"]),
     ],
 )
 def test_errors_of_the_run_file(here, content, parts):
@@ -276,10 +273,7 @@ def test_errors_of_the_run_file(here, content, parts):
 @pytest.mark.parametrize(
     "values, parts",
     [
-        (
-            {"per_device_batch_size": 9, "global_batch_size": 8},
-            ["per_device_batch_size is 9", "global_batch_size, which is 8"],
-        ),
+        ({"per_device_batch_size": 9, "global_batch_size": 8}, ["per_device_batch_size is 9", "which is 8"]),
         ({"warmup_steps": 1.5}, ["warmup_steps is 1.5", "below 1"]),
         ({"model_name_or_path": "gpt2"}, ["model_name_or_path and model_config are both given"]),
         ({"model_config": None}, ["no model: give --model_name_or_path"]),
@@ -298,21 +292,14 @@ def test_rules_between_fields(here, values, parts):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    "values, parts",
-    [
-        # random weights: what train.py takes would overwrite eval.json of the run with their loss
-        (
-            MODEL | {"validation_file": "a.jsonl", "output_dir": "scores"},
-            ["model_config is llama.yaml", "--checkpoint scores"],
-        ),
-        ({"model_name_or_path": "gpt2", "train_file": "a.jsonl"}, ["no data: give --validation_file"]),
-    ],
-)
-def test_rules_of_an_evaluation(here, values, parts):
-    message = errors(training=False, **values)
-    for part in parts:
-        assert part in message
+def test_rules_of_an_evaluation(here):
+    """A run file of train.py gives random weights: their loss would overwrite eval.json of the run."""
+    given = MODEL | {"validation_file": "a.jsonl", "output_dir": "scores"}
+    message = errors(training=False, **given)
+    assert "model_config is llama.yaml" in message
+    assert "--checkpoint scores" in message
+    given = {"model_name_or_path": "gpt2", "train_file": "a.jsonl"}
+    assert "no data: give --validation_file" in errors(training=False, **given)
 
 
 # ---- --help ----------------------------------------------------------------------------------------------------------
