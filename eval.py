@@ -7,7 +7,6 @@ import json
 import os
 from pathlib import Path
 
-import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
 from src.checkpointing import locate_weights
 from src.config import parsing, validation
 from src.config.errors import UsageError

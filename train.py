@@ -3,7 +3,7 @@
 Usage: accelerate launch train.py --config configs/stdlib_lm.yaml [--learning_rate 1e-3 ...]
 """
 
-import src.config.quick_help  # noqa: F401  prints --help and exits, before the slow imports below
+import src  # noqa: F401  checks the installation and prints --help, before the slow imports below
 
 # isort: split
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Check Python and its packages before anything is imported; `python src/__init__.py` checks the version only.
+"""Check Python and its packages, and show --help, before slow imports; `python src/__init__.py` checks the version only.
 
 Written for any Python, so that an old one prints one sentence instead of a SyntaxError.
 """
@@ -14,10 +14,10 @@ PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]
 def find_problem(version, packages):
     """Return why this Python cannot run the project, or None."""
     if tuple(version[:2]) < OLDEST_PYTHON:
-        found = "%d.%d.%d at %s" % (tuple(version[:3]) + (sys.executable,))
+        numbers = OLDEST_PYTHON + tuple(version[:3])
         return (
-            "Python %d.%d or newer is needed, found %s: install a newer one and name it, for example "
-            "make setup PYTHON=python3.12" % (OLDEST_PYTHON + (found,))
+            "Python %d.%d or newer is needed, found %d.%d.%d at %s: install a newer one and name it, for example "
+            "make setup PYTHON=python3.12" % (numbers + (sys.executable,))
         )
     from importlib.util import find_spec
 
@@ -53,6 +53,9 @@ def _stop(number, frame):
 if _is_script:
     import signal
 
+    from src.config.help_text import show_quickly
+
     # Until src/distributed/stop_signals.py takes over.
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # ignored in a background job
         signal.signal(signal.SIGINT, _stop)
+    show_quickly(sys.argv)

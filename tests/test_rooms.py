@@ -16,7 +16,7 @@ ORDER += ["data", "training", "checkpointing", "reporting"]  # each may import t
 def imports(folder: Path) -> set[tuple[str, str]]:
     """Return (room, room that it imports) of all files below `folder`."""
     found = set()
-    for path in folder.rglob("*.py"):
+    for path in folder.glob("*/**/*.py"):
         room = path.relative_to(folder).parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
             names = []

@@ -16,9 +16,8 @@ from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import ASK
-from src.config.paths import REPOSITORY, locate
+from src.config.paths import REPOSITORY, locate, read_yaml
 from src.config.schema import RunConfig
-from src.config.yaml_files import read_yaml
 from src.storage import atomic_folder
 from src.tasks import OPTIONS
 

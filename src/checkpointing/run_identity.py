@@ -15,8 +15,8 @@ from src.checkpointing.checkpoint_list import read_state, step_of
 from src.config.addons import config_type, follows_evaluations, missing_addon
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
+from src.config.paths import read_yaml
 from src.config.schema import RunConfig, changeable_fields
-from src.config.yaml_files import read_yaml
 from src.models.load_config import pretrained_source
 from src.storage import atomic_folder
 from src.training.schedules import make_schedule, total_steps

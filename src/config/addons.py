@@ -9,7 +9,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -65,11 +65,7 @@ def _extended(addons: tuple[ModuleType, ...]) -> type[RunConfig]:
 
 
 def _pickled(cfg: RunConfig) -> tuple:
-    return _from_values, (vars(cfg),)  # the type is made at run time, so pickle cannot find it by its name
-
-
-def _from_values(values: dict[str, Any]) -> RunConfig:
-    return run_config(**values)
+    return partial(run_config, **vars(cfg)), ()  # the type is made at run time, so pickle cannot find it by its name
 
 
 def run_config(**values: Any) -> RunConfig:
@@ -90,8 +86,8 @@ def missing_addon(name: str) -> str | None:
 
 def missing_choice(field: str, value: Any) -> str | None:
     """Return a sentence if `value` of `task` or `lr_scheduler_type` names an add-on that is not here."""
-    room, known = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(field), _fields_in_schema().get(field, {})
-    if not room or value not in known.get("enum", ()):
+    room, rules = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(field), _fields_in_schema().get(field, {})
+    if not room or value not in rules.get("enum", ()):
         return None
     return f"{field}: {value} is an add-on that is not here: restore addons/{room}/{value}, or choose another one"
 

@@ -13,23 +13,22 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 from pydantic import (
-    AllowInfNan,
     BeforeValidator,
+    ConfigDict,
     Field,
     JsonValue,
-    Strict,
     TypeAdapter,
     ValidationError,
     WithJsonSchema,
+    with_config,
 )
+from typing_extensions import TypedDict
 
 from src.config.errors import did_you_mean
-from src.config.yaml_files import Loader
+from src.config.paths import Loader
 
 ASK = "ask"
 Auto = Literal["auto"]
-TRUTH = dict.fromkeys(("true", "t", "yes", "y", "1"), True) | dict.fromkeys(("false", "f", "no", "n", "0"), False)
-BOUNDS = ("greater_than_equal", "greater_than", "less_than_equal", "less_than", "finite_number")  # errors of pydantic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +36,12 @@ class Option:
     """Help text and rules of a field, besides its type and default."""
 
     help: str  # ends with "(default: …)" only if the default in the dataclass does not tell the effect
-    choices: tuple = ()  # all values that the field may have
+    choices: tuple = ()  # all texts that the field may have
     min: float | None = None
     max: float | None = None
     above: float | None = None  # exclusive lower bound
     below: float | None = None  # exclusive upper bound
+    values: type | None = None  # of a dict: the TypedDict of its values
     # True if a resumed run may change this field: the results do not depend on the field, or resume compares what it
     # determines (content of model and data, past learning rates). Resume refuses to change any other field.
     may_change_on_resume: bool = False
@@ -70,26 +70,17 @@ def declared_options(kind: type) -> dict[str, Option]:
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def _spelled(kind: Callable) -> BeforeValidator:
-    """Return a reader of text, such as 1e5 in YAML or a word after a flag, as the number that it spells."""
-
-    def number(value: Any) -> Any:
-        with suppress(ValueError):
-            return kind(value) if isinstance(value, str) else value
-        return value  # pydantic reports it
-
-    return BeforeValidator(number)
-
-
-def _truth(value: Any) -> Any:
-    return TRUTH.get(value.lower(), value) if isinstance(value, str) else value
-
-
 def _text(value: Any) -> Any:
     """Return a number, bool or date, which YAML finds in words such as 2024 or no, as text."""
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str | list | dict) else str(value)
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, bool):  # pydantic would take it for 0 or 1
+        raise ValueError("it should be a number")
+    return value
 
 
 def _mapping(value: Any) -> Any:
@@ -107,24 +98,39 @@ def _mapping(value: Any) -> Any:
     return value
 
 
-def _as_list(value: Any) -> list:
-    values = value if isinstance(value, list) else [value]
-    for one in values:
-        if str(one).startswith("--"):  # a value from YAML: on the command line it would be a flag
-            raise ValueError(f"{one} would be a flag: write ./{one} if it is a file")
-    return values
+def as_list(value: Any) -> list:
+    """Return a list unchanged, and any other value as a list with one item."""
+    return value if isinstance(value, list) else [value]
 
 
-# type of a field -> (type for pydantic, its constraints and readers); `TYPE | None` and list[TYPE] also work.
-# Strict: pydantic takes no bool for a number, and no 3.0 for a whole one.
-TYPES: dict[Any, tuple[Any, list]] = {
-    str: (str, [BeforeValidator(_text)]),
-    int: (int, [Strict(), _spelled(int)]),
-    float: (float, [Strict(), AllowInfNan(False), _spelled(float)]),
-    bool: (bool, [Strict(), BeforeValidator(_truth)]),
-    dict: (dict[str, JsonValue], [BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]),
-    Auto: (Auto, []),
-}
+# ---- the values of the mappings `mixture` and `parameter_groups` -----------------------------------------------------
+
+Name = Annotated[str, Field(min_length=1)]
+Names = Annotated[list[Name], BeforeValidator(as_list)]
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class Source(TypedDict, total=False):
+    """One dataset of `mixture`."""
+
+    train_file: Names
+    validation_file: Names
+    dataset_name: Name
+    dataset_config_name: Name
+    dataset_revision: Name
+    dataset_split: Name
+    weight: Annotated[float, Field(gt=0, le=1e100)]  # so that a sum of weights is finite
+
+
+@with_config(ConfigDict(extra="forbid", strict=True, allow_inf_nan=False))
+class GroupFields(TypedDict, total=False):
+    """What `parameter_groups` sets for the parameters of a pattern."""
+
+    lr_factor: Annotated[float, Field(ge=0)]
+    weight_decay: Annotated[float, Field(ge=0)]
+
+
+# ---- adapters of pydantic --------------------------------------------------------------------------------------------
 
 
 @cache
@@ -136,41 +142,41 @@ def field_types(kind: type) -> dict[str, Any]:
 
 def _parts(type_: Any) -> list[Any]:
     """Return the types of a union, or the type of the items of a list."""
-    if type_ in TYPES:
+    if type_ is Auto or not get_args(type_):
         return [type_]
-    return [part for part in get_args(type_) if part is not type(None)] or [type_]
+    return [part for part in get_args(type_) if part is not type(None)]
 
 
-def _for_pydantic(field: dataclasses.Field, type_: Any) -> Any:
-    """Return the type of a field with its help, default and rules, as pydantic takes it."""
-    rules: Option = field.metadata["option"]
-    bounds = Field(ge=rules.min, gt=rules.above, le=rules.max, lt=rules.below)
-    constraints = {int: bounds, float: bounds, str: Field(min_length=None if rules.may_be_empty else 1)}
-    parts: list[Any] = []
-    for part in _parts(type_):
-        if part not in TYPES:
-            raise TypeError(f"{field.name}: a field is str, int, float, bool, dict (or None), or a list of one of them")
-        value_type, readers = TYPES[part]
-        if rules.choices:
-            parts.append(Annotated[Literal[rules.choices], readers[-1]])  # pyrefly: ignore
-        else:  # constraints stand before readers, so that the JSON schema shows them
-            parts.append(Annotated[value_type, constraints.get(part, Field()), *readers])
-    parts += [None] if type(None) in get_args(type_) else []
-    is_list = get_origin(type_) is list
-    value = Annotated[list[parts[0]], BeforeValidator(_as_list)] if is_list else reduce(operator.or_, parts)
-    extra = {"default": _default(field)} | ({"x-group": rules.group} if rules.group else {})
-    return Annotated[value, Field(description=rules.help, json_schema_extra=extra)]
+def _with_rules(part: Any, rules: Option) -> Any:
+    """Return str, int, float, bool, dict or Auto with the rules of its field, as pydantic takes it."""
+    bounds = {"ge": rules.min, "gt": rules.above, "le": rules.max, "lt": rules.below}
+    if rules.choices:
+        return Annotated[Literal[rules.choices], BeforeValidator(_text)]  # pyrefly: ignore
+    if part is str:  # constraints stand before readers, so that the JSON schema shows them
+        return Annotated[str, Field(min_length=None if rules.may_be_empty else 1), BeforeValidator(_text)]
+    if part is dict:
+        values = dict[str, rules.values or JsonValue]  # pyrefly: ignore
+        return Annotated[values, BeforeValidator(_mapping), WithJsonSchema({"type": "object"})]
+    if part is float:
+        return Annotated[float, Field(**bounds, allow_inf_nan=False), BeforeValidator(_number)]
+    return Annotated[int, Field(**bounds), BeforeValidator(_number)] if part is int else part
 
 
 @cache
 def _adapters(kind: type) -> dict[str, TypeAdapter]:
-    types = field_types(kind)
-    return {field.name: TypeAdapter(_for_pydantic(field, types[field.name])) for field in dataclasses.fields(kind)}
-
-
-def _default(field: dataclasses.Field) -> Any:
-    """Return the default of a field; a list is a copy."""
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    """Return {field name: pydantic's type} for a dataclass, with help, default and rules."""
+    adapters = {}
+    for field in dataclasses.fields(kind):
+        rules, type_ = field.metadata["option"], field_types(kind)[field.name]
+        value = reduce(operator.or_, [_with_rules(part, rules) for part in _parts(type_)])
+        if get_origin(type_) is list:
+            value = Annotated[list[value], BeforeValidator(as_list)]
+        elif type(None) in get_args(type_):
+            value |= None
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        extra = {"default": default} | ({"x-group": rules.group} if rules.group else {})
+        adapters[field.name] = TypeAdapter(Annotated[value, Field(description=rules.help, json_schema_extra=extra)])
+    return adapters
 
 
 def json_schema(kind: type) -> dict[str, dict]:
@@ -185,16 +191,8 @@ def json_schema(kind: type) -> dict[str, dict]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-class OutOfBoundsError(ValueError):
-    """A number of the right type that is out of the bounds of its field."""
-
-    def __init__(self, message: str, value: float):
-        super().__init__(message)
-        self.value = value
-
-
 def read_words(kind: type, name: str, words: list[str]) -> Any:
-    """Return the words after a flag as the type of its field. Raise ValueError and OutOfBoundsError as read_value."""
+    """Return the words after a flag as the type of the field `name` of a dataclass. Raise ValueError as read_value."""
     type_ = field_types(kind)[name]
     if not words and bool in _parts(type_):
         return True  # a flag without a value
@@ -205,36 +203,32 @@ def read_words(kind: type, name: str, words: list[str]) -> Any:
 
 
 def read_value(kind: type, name: str, value: Any) -> Any:
-    """Return a value from YAML, the words after a flag, or an object as the type of the field `name` of a dataclass.
-
-    Raise ValueError if it is invalid, OutOfBoundsError if it is only out of bounds."""
+    """Return a value from YAML or of a flag as the type of the field `name` of a dataclass; raise ValueError if invalid."""
     try:
         return _adapters(kind)[name].validate_python(value)
     except ValidationError as error:
         problems = error.errors(include_url=False)  # several for a union, and for items of a list or mapping
-    text, wrong, rules = " or ".join(map(_sentence, problems)), problems[0]["input"], declared_options(kind)[name]
-    if problems[0]["type"] in BOUNDS and not isinstance(value, list):
-        raise OutOfBoundsError(f"{name} is {wrong}: {text}", wrong)
-    near = did_you_mean(str(wrong), map(str, rules.choices)) if rules.choices else ""
-    raise ValueError(f"{name}: {wrong!r}: {text}{near} ({rules.help})")
+    rules = declared_options(kind)[name]
+    if dict in _parts(field_types(kind)[name]):
+        text = "; ".join(_sentence_of_mapping(problem, rules) for problem in problems)
+    else:
+        wrong = problems[0]["input"]
+        near = did_you_mean(str(wrong), rules.choices)
+        text = f"{wrong!r}: {' or '.join(map(_sentence, problems))}{near}"
+    raise ValueError(f"{name}: {text} ({rules.help})")
 
 
 def _sentence(problem: Any) -> str:
-    if problem["loc"][-1:] == ("[key]",):
-        word = yaml.safe_dump(problem["input"]).split("\n")[0]
-        return f'the key {word} is not text: give a name, or write "{word}" if it is one'
     text = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
     return "the value is empty: omit the field, or give a value" if problem["type"] == "string_too_short" else text
 
 
-def range_errors(config: Any) -> list[str]:
-    """Return one error for each number in a dataclass that is out of the bounds of its field."""
-    errors = []
-    for name in declared_options(type(config)):
-        try:
-            read_value(type(config), name, getattr(config, name))
-        except OutOfBoundsError as error:
-            errors.append(str(error))
-        except ValueError:
-            pass  # an empty default
-    return errors
+def _sentence_of_mapping(problem: Any, rules: Option) -> str:
+    *place, last = ("", *problem["loc"])
+    if last == "[key]":
+        word = yaml.safe_dump(problem["input"]).split("\n")[0]
+        return f'the key {word} is not text: give a name, or write "{word}" if it is one'
+    if problem["type"] == "extra_forbidden":
+        near = did_you_mean(str(last), rules.values.__annotations__ if rules.values else ())
+        return ": ".join([*map(str, place[1:]), str(last), f"unknown field{near}"])
+    return ": ".join([*map(str, problem["loc"]), repr(problem["input"]), _sentence(problem)])

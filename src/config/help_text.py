@@ -1,10 +1,14 @@
-"""The text of --help, from the JSON schema of the run file: every field in its group, with type, help and default.
+"""--help, shown before the imports that take seconds, and --schema: the JSON schema of the run file, for editors, too.
 
-Tests: tests/config/test_config.py, tests/config/test_command_line.py.
+configs/schema.json holds the schema; `make schema` writes it after a field has changed.
+Tests: tests/config/test_config.py, tests/config/test_schema.py.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +24,23 @@ OWN_FLAGS = {  # of a command, beside the fields of the run file
 PLACEHOLDERS = {"string": "TEXT", "integer": "N", "number": "X", "boolean": "true|false", "object": "{NAME: VALUE}"}
 
 
-def fields_in(schema: dict) -> tuple[dict[str, dict], dict[str, dict[str, dict]]]:
-    """Return (the run file's own fields, the options of each task) in the JSON schema of the run file."""
-    options = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
-    return {name: field for name, field in schema["properties"].items() if field}, options
+def show_quickly(argv: list[str]) -> None:
+    """With --help, print it from configs/schema.json and exit, if no run file and no task have to be read for it."""
+    # src/__init__.py calls this, so no import here takes long.
+    program, words, file = Path(argv[0]).name, argv[1:], Path(__file__).parents[2] / "configs" / "schema.json"
+    if program not in OWN_FLAGS or not {"-h", "--help"} & {*words} or "--config" in words or not file.exists():
+        return
+    core, options = fields_in(json.loads(file.read_text(encoding="utf-8")))
+    tasks = [word.removeprefix("--task=") for word in words if word.startswith("--task=")]
+    tasks += [word for before, word in pairwise(words) if before == "--task"]
+    task = tasks[-1] if tasks else core["task"]["default"]
+    if task in options:
+        print(format_help(task, core, options[task], OWN_FLAGS[program]))
+        sys.exit(0)
 
 
-def format_help(task: str, own: dict[str, dict], options: dict[str, dict], also: dict[str, str]) -> str:
-    """Return the help of the run file's own fields and the task's options, by their JSON schemas.
+def format_help(task: str, core: dict[str, dict], options: dict[str, dict], also: dict[str, str]) -> str:
+    """Return the help of the fields of all tasks and of the task's options, by their JSON schemas.
 
     `also`: further flags and their help."""
     program = Path(sys.argv[0]).name
@@ -44,11 +57,11 @@ def format_help(task: str, own: dict[str, dict], options: dict[str, dict], also:
     group.add_argument("--config", metavar="FILE", help="run file: YAML with the fields below")
     for name, text in also.items():
         group.add_argument(f"--{name}", metavar="TEXT", help=text)
-    groups = {}  # the fields of an add-on stand in a group of the core's
-    for fields, heading in ((own, "run"), (options, f"task {task}")):
+    groups: dict[str, Any] = {}  # the fields of an add-on stand in a group of the core's
+    for fields, heading in ((core, "run"), (options, f"task {task}")):
         for name, field in fields.items():
             heading = field.get("x-group", heading)
-            group = groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
+            groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
             text = f"{field['description']}{_choices(field)}{_default(field)}".replace("%", "%%")
             groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=text)
     return parser.format_help().rstrip()
@@ -74,3 +87,48 @@ def _default(field: dict[str, Any]) -> str:
     if isinstance(default, list):
         return f" (default: {' '.join(map(str, default))})"
     return f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+
+
+# ---- the JSON schema -------------------------------------------------------------------------------------------------
+
+
+def run_file_schema(tasks: Mapping[str, Callable[[], type]]) -> dict:
+    """Return the JSON schema; `tasks`: name of a task -> function that returns its dataclass of options."""
+    from src.config.addons import addons_with_fields
+    from src.config.fields import json_schema
+    from src.config.schema import RunConfig
+
+    properties = json_schema(RunConfig)
+    for addon in addons_with_fields():
+        path = addon.__name__.replace(".", "/")
+        properties |= {name: rules | {"x-add-on": path} for name, rules in json_schema(addon.Fields).items()}
+    properties["task"]["enum"] = list(tasks)
+    options = {task: json_schema(kind()) for task, kind in tasks.items()}
+    # A name that only a task has is declared empty here, so that "additionalProperties" accepts it, and in full below.
+    names = {name: {} for fields in options.values() for name in fields}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "run file of train.py",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties | names,
+        "allOf": [_options_if_task(task, fields, properties["task"]["default"]) for task, fields in options.items()],
+    }
+
+
+def _options_if_task(task: str, fields: dict[str, dict], default: str) -> dict:
+    condition: dict[str, Any] = {"properties": {"task": {"const": task}}}
+    if task != default:  # the default task needs no name
+        condition["required"] = ["task"]
+    return {"if": condition, "then": {"properties": fields}}
+
+
+def fields_in(schema: dict) -> tuple[dict[str, dict], dict[str, dict[str, dict]]]:
+    """Return (the fields of all tasks, the options of each task) in the JSON schema of the run file."""
+    options = {rule["if"]["properties"]["task"]["const"]: rule["then"]["properties"] for rule in schema["allOf"]}
+    return {name: field for name, field in schema["properties"].items() if field}, options
+
+
+def to_json(schema: dict) -> str:
+    """Return the text of configs/schema.json."""
+    return json.dumps(schema, indent=1, ensure_ascii=False)

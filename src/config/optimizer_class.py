@@ -33,24 +33,19 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     import torch
 
     package, _, given = optim.rpartition("/")
-    if package not in ("", PACKAGE):
-        raise UsageError(f"optim is {optim}: a name may begin with {PACKAGE}/ only")
-    name = normalized(BUILT_IN.get(given, given))
-    classes = {} if package else _classes(torch.optim)
-    if name not in classes:
+    name, classes, problem = normalized(BUILT_IN.get(given, given)), _classes(torch.optim), ""
+    if package == PACKAGE or name not in classes:
         try:
-            classes |= _classes(importlib.import_module(PACKAGE))
+            classes = _classes(importlib.import_module(PACKAGE)) | ({} if package else classes)
         except ImportError as error:
-            raise UsageError(
-                f"optim is {optim}: torch.optim has no such class{did_you_mean(name, classes)}; for the optimizers of "
-                f"{PACKAGE}, pip install {PACKAGE} (requirements-extra.txt): {error}"
-            ) from error
-    if name not in classes:
-        raise UsageError(f"optim is {optim}: not one of torch.optim or {PACKAGE}{did_you_mean(name, classes)}")
+            problem = f" (for those of {PACKAGE}, pip install {PACKAGE}: {error})"
+            classes = {} if package else classes
+    if package not in ("", PACKAGE) or name not in classes:
+        near = did_you_mean(name, classes)
+        raise UsageError(f"optim is {optim}: not a class of torch.optim or {PACKAGE}{near}{problem}")
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
-        raise UsageError(
-            f"optim is {optim}, which trains other weights than it evaluates: use adamw or sgd with techniques: schedule_free"
-        )
+        hint = "use adamw or sgd with techniques: schedule_free"
+        raise UsageError(f"optim is {optim}, which trains other weights than it evaluates: {hint}")
     return classes[name]
 
 
@@ -69,31 +64,30 @@ def _classes(module: Any) -> "dict[str, type[torch.optim.Optimizer]]":
     import torch
 
     base = torch.optim.Optimizer
-    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, base)]
-    return {normalized(kind.__name__): kind for kind in kinds if kind is not base}
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, base)]
+    return {normalized(each.__name__): each for each in classes if each is not base}
 
 
-def optimizer_arguments(cfg: RunConfig, kind: type) -> dict[str, Any]:
+def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
     """Return the arguments of the constructor besides parameters, `lr` and `weight_decay`.
 
     Raise UsageError for what the class would ignore: a field, an unknown name in `optim_args`, or one that a field sets."""
-    given, known = dict(cfg.optim_args or {}), inspect.signature(kind).parameters
-    from_fields = ARGUMENTS_OF_FIELDS.get(kind.__name__, {}) if kind.__module__.startswith("torch.") else {}
+    given, accepted = cfg.optim_args or {}, inspect.signature(optimizer).parameters
+    from_fields = ARGUMENTS_OF_FIELDS.get(optimizer.__name__, {}) if optimizer.__module__.startswith("torch.") else {}
     for name in given:
         if field := (FOR_ALL | from_fields).get(name):
             raise UsageError(f"optim_args: {name} is set by {field}: remove it")
-        if name not in known:  # some classes take any name, and ignore it
-            raise UsageError(f"optim_args: {kind.__name__} has no argument {name}{did_you_mean(name, known)}")
-    if "lr" not in known:
+        if name not in accepted:  # some classes take any name, and ignore it
+            raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
+    if "lr" not in accepted:
         raise UsageError(f"optim is {cfg.optim}, which has no learning rate: choose another optimizer")
-    if cfg.weight_decay and "weight_decay" not in known:
-        raise UsageError(f"weight_decay is {cfg.weight_decay:g}, but {kind.__name__} has none: give --weight_decay 0")
-    changed = [name for name in ADAM_FIELDS if getattr(cfg, name) != getattr(RunConfig, name)]
-    reads_adam_fields = from_fields or getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False)
-    if changed and not reads_adam_fields:
+    ignored = [] if from_fields or getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False) else [*ADAM_FIELDS]
+    ignored = [name for name in ignored if getattr(cfg, name) != getattr(RunConfig, name)]
+    ignored += ["weight_decay"] if cfg.weight_decay and "weight_decay" not in accepted else []
+    if ignored:
+        hint = "give its own arguments in optim_args, or --weight_decay 0"
         raise UsageError(
-            f"{changed[0]} is {getattr(cfg, changed[0]):g}, which {kind.__name__} does not read: give its own arguments in "
-            "optim_args"
+            f"{ignored[0]} is {getattr(cfg, ignored[0]):g}, which {optimizer.__name__} does not read: {hint}"
         )
     values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples

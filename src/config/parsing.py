@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, get_args
 
 import yaml
 
-from src.config import mixture_fields
 from src.config.addons import (
     addon_names,
     addons_with_fields,
@@ -22,15 +21,12 @@ from src.config.addons import (
     missing_addon,
     missing_choice,
 )
-from src.config.errors import UsageError, did_you_mean, list_errors, nearest
-from src.config.fields import OutOfBoundsError, declared_options, field_types, json_schema, read_value, read_words
-from src.config.help_text import format_help
-from src.config.other_trainers_names import NAMES_ELSEWHERE
-from src.config.paths import locate
+from src.config.errors import UsageError, did_you_mean, list_errors
+from src.config.fields import as_list, declared_options, field_types, read_value, read_words
+from src.config.help_text import fields_in, format_help, run_file_schema, to_json
+from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
-from src.config.run_file_schema import own_schema, run_file_schema, to_json
 from src.config.schema import RunConfig
-from src.config.yaml_files import read_yaml
 
 SAMPLE = "configs/stdlib_lm.yaml"
 CHOOSE_A_RUN = {"config", "task", "model_name_or_path", "model_config", "init_from"}
@@ -42,6 +38,32 @@ TRAINING_DATA = {  # a flag that names training data -> fields of the run file t
     "train_file": {"mixture", *HUB_DATA},
     "mixture": {"train_file", *HUB_DATA},
 }
+_BATCH_SIZES = "give global_batch_size (per optimizer step) and per_device_batch_size (per forward pass)"
+_LAUNCH = "set it in the accelerate file: accelerate launch --config_file accelerate_configs/FILE.yaml train.py"
+_PRECISION = "set mixed_precision in the accelerate file, or accelerate launch --mixed_precision bf16"
+NAMES_ELSEWHERE = {  # names of other trainers, and removed fields -> what to give instead
+    "lr": "give learning_rate",
+    "epochs": "give num_train_epochs",
+    "model": "give model_name_or_path",
+    "dataset": "give dataset_name or train_file",
+    "batch_size": _BATCH_SIZES,
+    "train_batch_size": _BATCH_SIZES,
+    "per_device_train_batch_size": _BATCH_SIZES,
+    "gradient_accumulation_steps": "it is derived: global_batch_size / per_device_batch_size / processes",
+    "optimizer": "give optim",
+    "lr_scheduler": "give lr_scheduler_type",
+    "warmup_ratio": "give warmup_steps as a fraction below 1",
+    "load_best_model_at_end": "give metric_for_best_model: final/ is then the best evaluated checkpoint",
+    "resume_from_checkpoint": "give resume",
+    "torch_compile": "give compile",
+    "lora_r": "give peft: {type: lora, r: 8, target: [q_proj, v_proj]}",
+    "bf16": _PRECISION,
+    "fp16": _PRECISION,
+    "fsdp": _LAUNCH,
+    "deepspeed": _LAUNCH,
+    "check_save": "it was removed: run make smoke, or train.py --smoke, before a long run",
+    "local_sgd_steps": "it was removed: to average weights now and then, use accelerate.local_sgd.LocalSGD",
+}
 
 Tasks = Mapping[str, Callable[[], type]]  # name of a task -> function that returns its dataclass of options
 
@@ -50,7 +72,6 @@ class Given(NamedTuple):
     """A value that the user gave for a field, and the source of this value."""
 
     source: str  # stands before the name in errors: "" (a checkpoint), "FILE: " (YAML) or "--" (a flag)
-    name: str
     value: Any  # from YAML, or the list of words after a flag
 
 
@@ -59,11 +80,15 @@ def flag_names(argv: list[str]) -> set[str]:
     return {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
 
 
+def asks_for_help(argv: list[str]) -> bool:
+    """Return whether a command line asks for --help or --schema."""
+    return "-h" in argv or bool(flag_names(argv) & {"help", "schema"})
+
+
 def with_default_config(argv: list[str]) -> list[str]:
     """Add --config with the sample run file if `argv` names no run file, task, model or data."""
-    asks_for_help = "-h" in argv or flag_names(argv) & {"help", "schema"}
     begins_with_flag = not argv or argv[0].startswith("--")
-    if asks_for_help or not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
+    if asks_for_help(argv) or not begins_with_flag or flag_names(argv) & CHOOSE_A_RUN:
         return argv
     if os.environ.get("RANK", "0") == "0":
         print(f"No run file, model or data was given: training with --config {SAMPLE}", flush=True)
@@ -78,118 +103,101 @@ def parse(
     `also` holds flags that the caller has already removed from `argv`, with their help texts. With --help, print the
     help and exit; with --schema, the JSON schema. Raise one UsageError that lists all unknown names, wrong types and
     values out of range. src/config/validation.py checks the rules between fields."""
-    flags, path, errors = split_flags(argv)
-    given = [Given("", name, value) for name, value in (base or {}).items()]
-    if path:
-        given += [Given(f"{path}: ", name, value) for name, value in read_yaml(path).items()]
-    given = [one for one in given if one.name not in _replaced_by(flags)]
-    given += [Given("--", name, words) for name, words in flags]
-    if refused := [f"{one.source}{one.name}: {error}" for one in given if (error := url_error(one.value))]:
-        raise UsageError(list_errors(refused))
-    given = [one for one in given if one.value is not None]  # null means the default
+    flags, path = split_flags(argv)
+    given = _given_values(flags, path, base or {})
     task = _task(given, tasks)
-    if "-h" in argv or "help" in flag_names(argv):
-        print(format_help(task, own_schema(), json_schema(tasks[task]()), also or {}))
-        sys.exit(0)
-    if "schema" in flag_names(argv):
-        print(to_json(run_file_schema(tasks)))
+    if asks_for_help(argv):
+        schema = run_file_schema(tasks)
+        core, options = fields_in(schema)
+        print(to_json(schema) if "schema" in flag_names(argv) else format_help(task, core, options[task], also or {}))
         sys.exit(0)
 
     options_type = tasks[task]()
-    names = {one.name.removeprefix("no_") if one.value == [] else one.name for one in given}
-    kinds = (config_type(names - field_types(options_type).keys()), options_type)
-    types = field_types(kinds[0]) | field_types(kinds[1])
-    values: dict[str, Any] = {}
-    out_of_bounds: dict[str, str] = {}
-    for one in given:
-        source, name, value = _without_negation(one, types)
+    core_type = config_type(given.keys() - field_types(options_type).keys())
+    types = field_types(core_type) | field_types(options_type)
+    values, errors = {}, []
+    for name, (source, value) in given.items():
         if name not in types:
-            of_addons = [field for addon in addons_with_fields() for field in field_types(addon.Fields)]
-            errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *of_addons, *(also or {})])}")
-            continue
-        out_of_bounds.pop(name, None)
-        if value in NOTHING and type(None) in get_args(types[name]):
-            values.pop(name, None)
-            continue
-        kind = kinds[name not in field_types(kinds[0])]
-        try:
-            values[name] = read_words(kind, name, value) if source == "--" else read_value(kind, name, value)
-        except OutOfBoundsError as error:
-            values[name], out_of_bounds[name] = error.value, f"{source}{error}"
-        except ValueError as error:
-            word = value[-1] if isinstance(value, list) and value else value
-            errors.append(f"{source}{missing_choice(name, word) or error}")
-    if errors:  # otherwise validation.check reports numbers out of bounds, together with the rules between fields
-        raise UsageError(list_errors([*errors, *out_of_bounds.values()]))
-    kinds = (
-        config_type(values.keys() - field_types(options_type).keys()),
-        options_type,
-    )  # `--FIELD none` names nothing
-    values["output_dir"] = values.get("output_dir") or f"runs/{Path(path).stem if path and not base else task}"
-    cfg, options = (kind(**{name: values[name] for name in field_types(kind) if name in values}) for kind in kinds)
+            errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
+        elif value not in NOTHING or type(None) not in get_args(types[name]):
+            try:
+                read = read_words if source == "--" else read_value
+                values[name] = read(core_type if name in field_types(core_type) else options_type, name, value)
+            except ValueError as error:
+                errors.append(f"{source}{missing_choice(name, (as_list(value) or [None])[-1]) or error}")
+    if errors:
+        raise UsageError(list_errors(errors))
+    values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
+    cfg, options = (
+        kind(**{name: values[name] for name in field_types(kind) if name in values})
+        for kind in (core_type, options_type)
+    )
     for complete in functions_of_addons(cfg, "complete"):
         cfg = dataclasses.replace(cfg, **complete(cfg))
     return cfg, options
 
 
-def _replaced_by(flags: list[tuple[str, list[str]]]) -> set[str]:
-    """Return the fields of the run file that flags replace because they name other training data."""
-    return set().union(*(TRAINING_DATA.get(name, set()) for name, words in flags if words not in NOTHING))
+def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:
+    """Return the last value for each field; null in YAML means the default. Refuse URLs with a password."""
+    given = {name: Given("", value) for name, value in base.items()}
+    given |= {name: Given(f"{path}: ", value) for name, value in (read_yaml(path).items() if path else ())}
+    replaced = set().union(*(TRAINING_DATA.get(name, set()) for name, words in flags.items() if words not in NOTHING))
+    given = {name: one for name, one in given.items() if name not in replaced}
+    given |= {name: Given("--", words) for name, words in flags.items()}
+    if refused := [f"{one.source}{name}: {error}" for name, one in given.items() if (error := url_error(one.value))]:
+        raise UsageError(list_errors(refused))
+    return {name: one for name, one in given.items() if one.value is not None}
 
 
-def _task(given: list[Given], tasks: Tasks) -> str:
-    """Return the name of the task: the value given last, so a flag overrides YAML."""
-    values = [one.value for one in given if one.name == "task"]
-    value = values[-1] if values else RunConfig.task
+def _task(given: dict[str, Given], tasks: Tasks) -> str:
+    """Return the name of the task."""
+    value = given["task"].value if "task" in given else RunConfig.task
     task = str(value[-1] if isinstance(value, list) and value else value)
-    if task not in tasks and (missing := missing_choice("task", task)):
-        raise UsageError(missing)
     if task not in tasks:
-        raise UsageError(f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}")
+        choices = f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}"
+        raise UsageError(missing_choice("task", task) or choices)
     return task
 
 
-def _without_negation(given: Given, types: dict[str, Any]) -> Given:
-    """Rewrite `--no_NAME` of a bool field to `--NAME false`; return any other value unchanged."""
-    name = given.name.removeprefix("no_")
-    if given.value == [] and name != given.name and types.get(name) in (bool, bool | None):
-        return given._replace(name=name, value=["false"])
-    return given
-
-
-def _explain_unknown(name: str, task: str, tasks: Tasks, known: list[str]) -> str:
+def _explain_unknown(name: str, task: str, tasks: Tasks, names: list[str]) -> str:
+    """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
-            return f"it belongs to task {other}, but the task of this run is {task}{did_you_mean(name, known)}"
+            return f"it belongs to task {other}, but the task of this run is {task}"
     if addon := missing_addon(name):
         return f"a field of the add-on {addon}, which is not here: restore it, or remove the field"
     if name in NAMES_ELSEWHERE:
         return f"unknown field; {NAMES_ELSEWHERE[name]}"
     if name in addon_names("techniques"):
         return f"unknown field; give techniques: {{{name}: {{OPTION: VALUE, …}}}}"
-    return f"unknown field{did_you_mean(name, known)}"
+    names = [*names, *(field for addon in addons_with_fields() for field in field_types(addon.Fields))]
+    return f"unknown field{did_you_mean(name, names)}"
 
 
-# ---- the command line ------------------------------------------------------------------------------------------------
-
-
-def split_flags(argv: list[str]) -> tuple[list[tuple[str, list[str]]], str | None, list[str]]:
-    """Split a command line into (flags with the words after each, path of --config or None, errors)."""
-    flags, paths, stray = [], [], []
-    for word in argv:
+def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
+    """Split a command line into ({name of a flag: words after it}, path of --config or None)."""
+    flags: dict[str, list[str]] = {}
+    name = ""
+    for number, word in enumerate(argv):
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
-            flags.append((name.replace("-", "_"), [value] if equals else []))
+            name = name.replace("-", "_")
+            if name == "config" and name in flags:
+                raise UsageError(
+                    "--config: give it once, with one run file (in YAML; with make: make train CONFIG=FILE)"
+                )
+            flags[name] = [value] if equals else []
         elif flags:
-            flags[-1][1].append(word)
+            flags[name].append(word)
         elif word != "-h":
-            stray.append(word)
-    paths = [words for name, words in flags if name == "config"]
-    if len(paths) > 1 or (paths and len(paths[0]) != 1):
-        raise UsageError("--config: give it once, with one run file (in YAML; with make: make train CONFIG=FILE)")
-    errors = [f"{stray[0]!r}: expected a flag, --NAME VALUE{_suggest_flag(stray)}"] if stray else []
-    flags = [(name, words) for name, words in flags if name not in ("config", "help")]
-    return flags, paths[0][0] if paths else None, errors
+            raise UsageError(f"{word!r}: expected a flag, --NAME VALUE{_suggest_flag(argv[number:])}")
+    for name in [name for name, words in flags.items() if name.startswith("no_") and not words]:
+        flags |= {name.removeprefix("no_"): ["false"]}
+        del flags[name]
+    paths = flags.pop("config", [""])
+    if len(paths) != 1:
+        raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
+    return {name: words for name, words in flags.items() if name not in ("help", "schema")}, paths[0] or None
 
 
 def _suggest_flag(words: list[str]) -> str:
@@ -197,10 +205,8 @@ def _suggest_flag(words: list[str]) -> str:
     if words[0].endswith((".yaml", ".yml", ".json")):
         return f"; did you mean --config {words[0]}?"
     name, _, value = words[0].lstrip("-\u2013\u2014").partition("=")  # -name, a long dash, name=value
-    flag = nearest(name, ["config", *declared_options(RunConfig)])
-    if not flag:
-        return ""
-    return f"; did you mean {' '.join(word for word in [f'--{flag}', value, *words[1:]] if word)}?"
+    flag = did_you_mean(name, [f"--{name}" for name in ("config", *declared_options(RunConfig))])
+    return flag.replace("?", f" {value or ' '.join(words[1:])}?")
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------
@@ -211,9 +217,10 @@ def to_yaml(cfg: RunConfig, options: Any) -> str:
     values = dataclasses.asdict(cfg) | dataclasses.asdict(options)
     del values["dry_run"], values["smoke"]
     rules = declared_options(type(cfg)) | declared_options(type(options))
-    for name in [name for name in values if rules[name].is_path and values[name]]:
-        value = values[name]
-        values[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)
-    values["mixture"] = mixture_fields.with_absolute_paths(cfg.mixture)
+    sources = [values, *(values["mixture"] or {}).values()]
+    for source in sources:
+        for name, value in source.items():
+            if name in rules and rules[name].is_path and value:
+                source[name] = list(map(locate, value)) if isinstance(value, list) else locate(value)
     values = {name: redact_all(value) for name, value in values.items() if value != []}
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)

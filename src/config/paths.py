@@ -1,13 +1,20 @@
-"""Lookup of the files and folders that a run file names.
+"""Names of files, folders and data: lookup, allowlists for names from a checkpoint; reader of YAML and JSON files.
 
-Tests: tests/config/test_config.py.
+Tests: tests/config/test_config.py, tests/config/test_foreign_code.py.
 """
 
 import glob
+import json
+import re
 from pathlib import Path
+
+import yaml
+
+from src.config.errors import UsageError, did_you_mean
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEMA_FILE = REPOSITORY / "configs" / "schema.json"  # written by make schema
+STORES = ("http", "https", "s3", "gs", "gcs", "hf", "az", "abfs", "abfss", "adl")  # other schemes may run code
 
 
 def locate(name: str) -> str:
@@ -26,3 +33,60 @@ def locate(name: str) -> str:
 def not_found_locally(name: str) -> str:
     """Return text to put before an error of the Hub if `name` is not a local file or folder, else an empty string."""
     return "" if Path(locate(name)).exists() else "no such folder here, and the Hub did not provide it: "
+
+
+# ---- names from a checkpoint or a dataset ----------------------------------------------------------------------------
+
+
+def plain_data(value) -> bool:
+    """Return True if all data names in `value`, also in lists and dicts, are local paths, Hub ids or URLs of STORES."""
+    if isinstance(value, dict | list):
+        return all(map(plain_data, value.values() if isinstance(value, dict) else value))
+    scheme, separator, _ = str(value).partition("://")
+    return "::" not in str(value) and (not separator or scheme.lower() in STORES)
+
+
+def plain_name(value) -> bool:
+    """Return True if `value` is a plain name, as of transformers' own attention kernels; a Hub repository runs code."""
+    return isinstance(value, str) and value.replace("_", "").isalnum()
+
+
+# ---- YAML and JSON files ---------------------------------------------------------------------------------------------
+
+
+class Loader(yaml.SafeLoader):
+    """Safe YAML loader that raises an error if a key is given twice."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node)
+            if key in keys:
+                problem = f"the key {key!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            keys.append(key)
+        return super().construct_mapping(node, deep)
+
+
+# Python writes 1e-05, which is text in YAML 1.1, because it has no point.
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+][0-9]+$"), list("-+0123456789"))
+
+
+def read_yaml(path: str | Path) -> dict:
+    """Return the mapping in a YAML or JSON file. Raise UsageError with the file and, if known, the line."""
+    file, file_format = Path(locate(str(path))), "JSON" if str(path).endswith(".json") else "YAML"
+    try:
+        text = file.read_text(encoding="utf-8")
+        value = json.loads(text) if file_format == "JSON" else yaml.load(text, Loader)
+    except FileNotFoundError:
+        near = [
+            *Path(path).parent.glob("*.yaml"),
+            *(f"configs/{each.name}" for each in REPOSITORY.glob("configs/*.yaml")),
+        ]
+        hint = did_you_mean(str(path), map(str, near))
+        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{hint}") from None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UsageError(f"{path}: not readable as {file_format}: {' '.join(str(error).split())}") from None
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise UsageError(f"{path}: expected lines of the form `name: value`")
+    return value

@@ -1,30 +1,103 @@
 """The fields of the run file (YAML): help, default, bounds, and whether a resumed run may change the field.
 
-Add your own fields here, then run `make schema`, which writes configs/schema.json; no other file has to change. The
-groups run, model and data are in model_and_data_fields.py.
+Add your own fields here, then run `make schema`, which writes configs/schema.json; no other file has to change.
 Tests: tests/config/test_config.py, tests/checkpointing/test_resume.py.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import ClassVar
 
-from src.config.fields import Auto, declared_options, option
-from src.config.model_and_data_fields import ModelAndDataFields
-from src.config.paths import REPOSITORY
+from src.config.fields import ASK, Auto, GroupFields, Source, declared_options, option
+from src.config.paths import REPOSITORY, plain_data, plain_name
 
 SCHEDULES = ("linear", "cosine", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt")
 SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay")
 SCHEDULES += tuple(sorted(path.stem for path in (REPOSITORY / "addons" / "schedules").glob("[a-z]*.py")))
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
+changeable = partial(option, may_change_on_resume=True)
+
 
 @dataclass(frozen=True)
-class RunConfig(ModelAndDataFields):
+class RunConfig:
     """All fields that say what is trained; parsed once, and nothing writes to it. The accelerate file says where: processes, devices, mixed precision."""
 
     # The add-ons with fields that the run file names; src/config/addons.py adds their fields to this class.
     addons: ClassVar[tuple[ModuleType, ...]] = ()
+
+    task: str = option(
+        "kind of model: causal_lm, seq2seq, segmentation, … (docs/tasks.md)",
+        "causal_lm",
+        group="run",
+        from_checkpoint=True,
+    )
+    output_dir: str = changeable(  # the parser replaces None
+        "run folder (default: runs/ and the name of the run file)"
+    )
+    seed: int = option(
+        "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True
+    )
+    resume: str = changeable("auto (newest checkpoint of output_dir, if any), never, or a checkpoint folder", "auto")
+    time_limit: float | None = changeable(
+        "minutes until the run saves and exits with code 75 (default: no limit)", above=0
+    )
+    dry_run: bool = changeable("print the plan (steps, tokens, learning rate, memory, disk) and exit", False)
+    smoke: bool = changeable(
+        "two real steps, an evaluation, a save, a resume into a fresh model, compared; then stop", False
+    )
+
+    model_name_or_path: str | None = option("Hub id or folder of a pretrained model", group="model", is_path=True)
+    model_revision: str = option("branch, tag or commit of the Hub model", "main")
+    model_config: str | None = changeable(
+        "YAML or JSON file with a transformers config, for random weights", is_path=True
+    )
+    init_from: str | None = option(
+        "folder of a run, checkpoint or final model: the initial weights of this run", is_path=True
+    )
+    tokenizer_name: str | None = changeable("Hub id or folder of the tokenizer (default: the model's)", is_path=True)
+    dtype: str = option(
+        "dtype of the weights", "float32", choices=("float32", "float64", "bfloat16"), from_checkpoint=True
+    )
+    attn_implementation: str | None = changeable(
+        "sdpa, eager, … (default: chosen by transformers)", from_checkpoint=plain_name
+    )
+    trust_remote_code: bool = changeable(
+        "run Python code of a model, tokenizer, metric or kernel", False, from_checkpoint=ASK
+    )
+
+    dataset_name: str | None = changeable(
+        "Hub id or folder of a dataset, or a sample that a file of samples/ makes, such as stdlib_code",
+        group="data",
+        is_path=True,
+        from_checkpoint=plain_data,
+    )
+    dataset_config_name: str | None = changeable("configuration (subset) of the Hub dataset", from_checkpoint=True)
+    dataset_revision: str | None = changeable(
+        "branch, tag or commit of the Hub dataset (default: main)", from_checkpoint=True
+    )
+    dataset_split: str | None = changeable("split of dataset_name to train on (default: train)", from_checkpoint=True)
+    train_file: list[str] = changeable(
+        "training data: paths, globs or URLs of jsonl, json, csv, parquet, txt or arrow files",
+        [],
+        is_path=True,
+        from_checkpoint=plain_data,
+    )
+    validation_file: list[str] = changeable(
+        "evaluation data, in the same formats", [], is_path=True, from_checkpoint=plain_data
+    )
+    mixture: dict | None = changeable(
+        "several datasets: {NAME: {train_file: FILES, weight: X}, …}, or dataset_name instead of train_file; each may "
+        "have a validation_file; weight: its share of the examples (by default its size); each is also evaluated alone",
+        values=Source,
+        from_checkpoint=plain_data,
+    )
+    cache_dir: str | None = changeable(
+        "folder for downloads and prepared data (default: HF_DATASETS_CACHE)", from_checkpoint=ASK
+    )
+    cache_per_node: bool = changeable("give each node its own folder in cache_dir instead of sharing one", False)
+    preprocessing_num_workers: int = changeable("processes per rank that prepare data", 1, min=1, max=256)
 
     global_batch_size: int = option(
         "examples per optimizer step, summed over all processes and accumulation steps",
@@ -33,18 +106,17 @@ class RunConfig(ModelAndDataFields):
         min=1,
         from_checkpoint=True,  # eval.py computes a loss over the whole batch on blocks of this size
     )
-    per_device_batch_size: int | Auto = option(
+    per_device_batch_size: int | Auto = changeable(
         "examples per forward pass, or auto (as many as fit in memory); sets gradient accumulation; "
         "changes dropout masks",
         8,
         min=1,
-        may_change_on_resume=True,
     )
-    per_device_batch_tokens: int | None = option(
-        "tokens per forward pass, padding included, instead of per_device_batch_size", min=1, may_change_on_resume=True
+    per_device_batch_tokens: int | None = changeable(
+        "tokens per forward pass, padding included, instead of per_device_batch_size", min=1
     )
-    per_device_eval_batch_size: int = option(
-        "examples per forward pass in evaluation", 8, min=1, may_change_on_resume=True, from_checkpoint=True
+    per_device_eval_batch_size: int = changeable(
+        "examples per forward pass in evaluation", 8, min=1, from_checkpoint=True
     )
     pad_to_multiple_of: int | None = option(
         "pad rows to a multiple of this many tokens, for compile; changes dropout masks (default: 1)",
@@ -64,30 +136,22 @@ class RunConfig(ModelAndDataFields):
     adam_beta2: float = option("decay of the second moment", 0.999, min=0, below=1)
     adam_epsilon: float = option("added to the root of the second moment", 1e-8, above=0)
     parameter_groups: dict | None = option(
-        "rate and weight decay by parameter name: {PATTERN: {lr_factor: X, weight_decay: Y}, …}; * stands for any text"
+        "rate and weight decay by parameter name: {PATTERN: {lr_factor: X, weight_decay: Y}, …}; * stands for any text",
+        values=GroupFields,
     )
     lr_layer_decay: float | None = option(
         "multiply the rate by this for each layer further from the head (default: off)", above=0, max=1
     )
     freeze: list[str] = option("name patterns of parameters that are not trained; * stands for any text", [])
     max_grad_norm: float = option("clip the gradient to this norm; 0: no clipping", 1.0, min=0)
-    max_skipped_steps: int = option(
-        "fail after this many updates in a row were skipped (not finite, or a spike)",
-        20,
-        min=1,
-        may_change_on_resume=True,
+    max_skipped_steps: int = changeable(
+        "fail after this many updates in a row were skipped (not finite, or a spike)", 20, min=1
     )
 
-    max_steps: int | None = option(
-        "optimizer steps of the whole run; overrides num_train_epochs",
-        group="schedule",
-        min=1,
-        max=10**12,
-        may_change_on_resume=True,
+    max_steps: int | None = changeable(
+        "optimizer steps of the whole run; overrides num_train_epochs", group="schedule", min=1, max=10**12
     )
-    num_train_epochs: float = option(
-        "passes over the training data", 1.0, above=0, max=10**9, may_change_on_resume=True
-    )
+    num_train_epochs: float = changeable("passes over the training data", 1.0, above=0, max=10**9)
     lr_scheduler_type: str = option(
         "schedule of transformers or of addons/schedules/, evaluated at the number of completed updates",
         "linear",
@@ -97,83 +161,72 @@ class RunConfig(ModelAndDataFields):
     warmup_steps: float = option("warmup steps; below 1: a fraction of all steps", 0.0, min=0)
     warmup_start_lr: float = option("learning rate at the start of a linear warmup", 0.0, min=0)
 
-    eval_steps: int | None = option(
-        "steps between evaluations (default: only at the end)", group="evaluation", min=1, may_change_on_resume=True
+    eval_steps: int | None = changeable(
+        "steps between evaluations (default: only at the end)", group="evaluation", min=1
     )
     max_eval_examples: int | None = option(
         "evaluate only on this many rows from the start of each dataset (default: all)", min=1, from_checkpoint=True
     )
-    metric_for_best_model: str | None = option(
-        "evaluation metric that chooses the checkpoint of final/ (default: the last step)", may_change_on_resume=True
+    metric_for_best_model: str | None = changeable(
+        "evaluation metric that chooses the checkpoint of final/ (default: the last step)"
     )
-    greater_is_better: bool | None = option(
-        "whether a greater metric is better (default: true unless its name ends in loss)", may_change_on_resume=True
+    greater_is_better: bool | None = changeable(
+        "whether a greater metric is better (default: true unless its name ends in loss)"
     )
-    early_stopping_patience: int | None = option(
-        "end after this many evaluations in a row without a new best (default: never)", min=1, may_change_on_resume=True
+    early_stopping_patience: int | None = changeable(
+        "end after this many evaluations in a row without a new best (default: never)", min=1
     )
-    stop_on_nan_metric: bool = option(
-        "save and fail if a metric of an evaluation is not finite; otherwise warn", False, may_change_on_resume=True
-    )
-
-    save_steps: int = option(
-        "steps between checkpoints; also saved at the end", 500, group="checkpoints", min=1, may_change_on_resume=True
-    )
-    save_total_limit: int = option("newest checkpoints to keep", 2, min=1, may_change_on_resume=True)
-    save_keep_every: int | None = option(
-        "also keep each checkpoint at a multiple of this number of steps", min=1, may_change_on_resume=True
-    )
-    max_failed_saves: int = option("fail after this many failed saves in a row", 3, min=1, may_change_on_resume=True)
-    drift_check_steps: int | None = option(
-        "steps between checks that model replicas are equal (default: at each save)", min=1, may_change_on_resume=True
+    stop_on_nan_metric: bool = changeable(
+        "save and fail if a metric of an evaluation is not finite; otherwise warn", False
     )
 
-    logging_steps: int = option("steps between train lines", 10, group="logging", min=1, may_change_on_resume=True)
-    report_to: list[str] = option(
-        "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", [], may_change_on_resume=True
+    save_steps: int = changeable("steps between checkpoints; also saved at the end", 500, group="checkpoints", min=1)
+    save_total_limit: int = changeable("newest checkpoints to keep", 2, min=1)
+    save_keep_every: int | None = changeable("also keep each checkpoint at a multiple of this number of steps", min=1)
+    max_failed_saves: int = changeable("fail after this many failed saves in a row", 3, min=1)
+    drift_check_steps: int | None = changeable(
+        "steps between checks that model replicas are equal (default: at each save)", min=1
     )
-    project: str | None = option(
-        "project name in trackers (default: WANDB_PROJECT, else the repository folder)", may_change_on_resume=True
-    )
-    run_name: str | None = option("run name in trackers (default: the run folder)", may_change_on_resume=True)
 
-    compile: bool = option(
-        "compile the layers of the model with torch.compile", False, group="performance", may_change_on_resume=True
+    logging_steps: int = changeable("steps between train lines", 10, group="logging", min=1)
+    report_to: list[str] = changeable(
+        "trackers besides metrics.jsonl: tensorboard, wandb, … (each needs its package)", []
     )
-    gradient_checkpointing: bool = option(
-        "recompute activations in the backward pass: far less memory, a third slower", False, may_change_on_resume=True
+    project: str | None = changeable("project name in trackers (default: WANDB_PROJECT, else the repository folder)")
+    run_name: str | None = changeable("run name in trackers (default: the run folder)")
+
+    compile: bool = changeable("compile the layers of the model with torch.compile", False, group="performance")
+    gradient_checkpointing: bool = changeable(
+        "recompute activations in the backward pass: far less memory, a third slower", False
     )
-    tf32: bool = option(
-        "compute float32 matrix products in TF32: faster, 10 bits of mantissa",
-        False,
-        may_change_on_resume=True,
-        from_checkpoint=True,
+    tf32: bool = changeable(
+        "compute float32 matrix products in TF32: faster, 10 bits of mantissa", False, from_checkpoint=True
     )
-    sync_each_batch: bool | None = option(
-        "reduce gradients after every micro-batch: more traffic, less memory (default: only FSDP and ZeRO-2/3)",
-        may_change_on_resume=True,
+    sync_each_batch: bool | None = changeable(
+        "reduce gradients after every micro-batch: more traffic, less memory (default: only FSDP and ZeRO-2/3)"
     )
-    ddp_comm_hook: str = option(
-        "send compressed gradients in DDP; results then depend on the number of processes",
-        "no",
-        choices=COMM_HOOKS,
-        may_change_on_resume=True,
+    ddp_comm_hook: str = changeable(
+        "send compressed gradients in DDP; results then depend on the number of processes", "no", choices=COMM_HOOKS
     )
-    ddp_find_unused_parameters: bool = option(
-        "allow parameters that only some rows use (DDP and FSDP2); each step then searches for them",
-        False,
-        may_change_on_resume=True,
+    ddp_find_unused_parameters: bool = changeable(
+        "allow parameters that only some rows use (DDP and FSDP2); each step then searches for them", False
     )
-    ddp_timeout: int = option("seconds a collective may wait", 600, min=1, max=10**7, may_change_on_resume=True)
-    dataloader_num_workers: int = option(
-        "dataloader workers per rank; 0: load in the training process", 0, min=0, max=256, may_change_on_resume=True
+    ddp_timeout: int = changeable("seconds a collective may wait", 600, min=1, max=10**7)
+    dataloader_num_workers: int = changeable(
+        "dataloader workers per rank; 0: load in the training process", 0, min=0, max=256
     )
-    dataloader_timeout: int = option(
-        "seconds a dataloader worker may take for one micro-batch", 600, min=1, may_change_on_resume=True
-    )
+    dataloader_timeout: int = changeable("seconds a dataloader worker may take for one micro-batch", 600, min=1)
 
 
 def changeable_fields(*kinds: type) -> set[str]:
     """Return the names of the fields of these dataclasses that a resumed run may change."""
     declared = [declared_options(kind) for kind in kinds]
     return {name for rules in declared for name, rule in rules.items() if rule.may_change_on_resume}
+
+
+def best_by(cfg: RunConfig) -> tuple[str, bool]:
+    """Return (name of the metric that decides which evaluation is best, True if greater is better).
+
+    As in transformers, greater is better unless the name ends in "loss". A prefix `eval_` is removed."""
+    name = (cfg.metric_for_best_model or "loss").removeprefix("eval_")
+    return name, not name.endswith("loss") if cfg.greater_is_better is None else cfg.greater_is_better

@@ -4,41 +4,40 @@ src/config/schema.py declares the range of a single field. Each rule here yields
 fields, their values and the fix. Tests: tests/config/test_config.py, tests/config/test_bad_input.py.
 """
 
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from src.config.addons import follows_evaluations, functions_of_addons
-from src.config.best_metric import metric_warnings
 from src.config.errors import UsageError, list_errors, warn
-from src.config.fields import range_errors
-from src.config.mixture_fields import mixture_errors
 from src.config.optimizer_class import optimizer_errors
+from src.config.paths import plain_name
 from src.config.redact import was_redacted
-from src.config.schema import RunConfig
-from src.config.untrusted_values import plain_name
+from src.config.schema import RunConfig, best_by
 
 TRY = "(try --config configs/stdlib_lm.yaml)"
+LOWER_IS_BETTER = {"perplexity", "ppl", "bits_per_byte", "brier_score", "error", "error_rate"}
+LOWER_IS_BETTER |= {"wer", "cer", "ter", "mer", "wil", "mse", "rmse", "mae", "mape", "smape", "mase"}
 
 
 def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
-    """Raise one UsageError that lists all invalid fields, before any file is read or written."""
-    errors = range_errors(cfg) + range_errors(options)
-    rules = RULES + (TRAINING_RULES if training else EVALUATION_RULES)
-    if training and getattr(options, "needs_model", False):
-        rules = [given_model, *rules]
-    for rule in rules:
-        errors += rule(cfg)
+    """Raise one UsageError that lists all violated rules, before any file is read or written."""
+    errors = [error for rule in (TRAINING_RULES if training else EVALUATION_RULES) for error in rule(cfg)]
+    if training and getattr(options, "needs_model", False) and not cfg.model_name_or_path and not cfg.model_config:
+        errors.append(f"no model: give --model_name_or_path, or --model_config for random weights {TRY}")
     if hasattr(options, "check"):  # a task's rules between its own fields
         errors += options.check()
     for rule in functions_of_addons(cfg, "errors"):
         errors += rule(cfg, training)
-    errors += _redacted_values(vars(cfg) | vars(options))
+    errors += [
+        f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
+        for name, value in (vars(cfg) | vars(options)).items()
+        if was_redacted(value)
+    ]
     if errors:
         raise UsageError(list_errors(errors))
-    for text in [*metric_warnings(cfg), *ignored_warmup(cfg)] if training else []:
+    for text in ignored_requests(cfg) if training else ():
         warn(text)
 
 
@@ -48,12 +47,6 @@ def check(cfg: RunConfig, options: Any, training: bool = True) -> None:
 def one_model(cfg: RunConfig) -> Iterator[str]:
     if cfg.model_name_or_path and cfg.model_config:
         yield "model_name_or_path and model_config are both given: keep the first to fine-tune, the second for random weights"
-
-
-def given_model(cfg: RunConfig) -> Iterator[str]:
-    """Yield an error without a model; only for tasks with `Options.needs_model` true."""
-    if not cfg.model_name_or_path and not cfg.model_config:
-        yield f"no model: give --model_name_or_path, or --model_config for random weights {TRY}"
 
 
 def trained_model(cfg: RunConfig) -> Iterator[str]:
@@ -81,31 +74,40 @@ def training_data(cfg: RunConfig) -> Iterator[str]:
 
 
 def evaluation_data(cfg: RunConfig) -> Iterator[str]:
-    held_out = cfg.train_file and functions_of_addons(cfg, "find_sources")  # training rows are evaluated
-    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not held_out:
+    held_out = functions_of_addons(cfg, "find_sources")  # training rows are evaluated
+    if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
         yield f"no data: give --validation_file or --dataset_name {TRY}"
-
-
-def one_source(cfg: RunConfig) -> Iterator[str]:
-    if cfg.dataset_name and cfg.train_file:
+    if cfg.dataset_split and not held_out:
         yield (
-            f"dataset_name ({cfg.dataset_name}) and train_file ({' '.join(cfg.train_file)}) are both given: keep one"
+            f"dataset_split is {cfg.dataset_split}, the split to train on: an evaluation reads the split validation, or "
+            "test if there is none: remove dataset_split"
         )
 
 
-def named_subset(cfg: RunConfig) -> Iterator[str]:
+def one_source(cfg: RunConfig) -> Iterator[str]:
+    given = [name for name in ("mixture", "dataset_name", "train_file") if getattr(cfg, name)]
+    if len(given) > 1:
+        yield f"{given[0]} and {given[1]} are both given: keep one"
     for name in ("dataset_config_name", "dataset_split"):
         if getattr(cfg, name) and not cfg.dataset_name:
             fix = "give it to a source of the mixture" if cfg.mixture else "give both, or neither"
             yield f"{name} is given without dataset_name: {fix}"
 
 
-def evaluated_split(cfg: RunConfig) -> Iterator[str]:
-    if cfg.dataset_split and not functions_of_addons(cfg, "find_sources"):
-        yield (
-            f"dataset_split is {cfg.dataset_split}, the split to train on: an evaluation reads the split validation, or "
-            "test if there is none: remove dataset_split"
-        )
+def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
+    mixture = cfg.mixture or {}
+    if cfg.mixture is not None and len(mixture) < 2:
+        yield "mixture: give at least two sources, each as NAME: {train_file: …, weight: …}"
+    if len({"weight" in source for source in mixture.values()}) > 1:
+        yield "mixture: give all sources a weight, or none (then the size of a source is its weight)"
+    for name, source in mixture.items():
+        if not name.strip() or "/" in name or not name.isprintable():
+            yield f"mixture: {name!r}: source names must be non-empty, one line, without '/'"
+        if bool(source.get("train_file")) == bool(source.get("dataset_name")):
+            yield f"mixture: {name}: give either train_file or dataset_name"
+        for field in ("dataset_config_name", "dataset_split"):
+            if field in source and "dataset_name" not in source:
+                yield f"mixture: {name}: {field} is given without dataset_name: give both, or neither"
 
 
 # ---- training --------------------------------------------------------------------------------------------------------
@@ -113,43 +115,47 @@ def evaluated_split(cfg: RunConfig) -> Iterator[str]:
 
 def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
     size = cfg.per_device_batch_size
-    if size != "auto" and size > cfg.global_batch_size > 0:
+    if size != "auto" and size > cfg.global_batch_size:
         yield (
             f"per_device_batch_size is {size}: more than global_batch_size, which is {cfg.global_batch_size}; a forward pass "
             "cannot hold more than one optimizer step"
         )
 
 
-def whole_warmup_steps(cfg: RunConfig) -> Iterator[str]:
+def usable_schedule(cfg: RunConfig) -> Iterator[str]:
     if cfg.warmup_start_lr and not cfg.warmup_steps:
         yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
-    if 1 < cfg.warmup_steps < math.inf and cfg.warmup_steps % 1:
+    if cfg.warmup_steps > 1 and cfg.warmup_steps % 1:
         yield f"warmup_steps is {cfg.warmup_steps}: give whole steps, or a fraction below 1"
-
-
-def ignored_warmup(cfg: RunConfig) -> Iterator[str]:
-    """Yield a warning if the schedule has no warmup; only a warning, so that runs that have begun can resume."""
-    if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
-        yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
-
-
-def schedule_needs_evaluations(cfg: RunConfig) -> Iterator[str]:
     if follows_evaluations(cfg) and not cfg.eval_steps:
         yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
-def group_fields(cfg: RunConfig) -> Iterator[str]:
-    """Yield the errors of `parameter_groups`."""
+def settings_of_groups(cfg: RunConfig) -> Iterator[str]:
     for pattern, fields in (cfg.parameter_groups or {}).items():
-        if not isinstance(fields, dict) or not fields or fields.keys() - {"lr_factor", "weight_decay"}:
-            yield f"parameter_groups: {pattern}: give lr_factor, weight_decay or both as {{NAME: VALUE}}, not {fields!r}"
-            continue
-        for name, value in fields.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                yield f"parameter_groups: {pattern}: {name} is {value!r}: give a number of 0 or more"
+        if not fields:
+            yield f"parameter_groups: {pattern}: give lr_factor, weight_decay or both as {{NAME: VALUE}}"
 
 
-# ---- folders and credentials -----------------------------------------------------------------------------------------
+def ignored_requests(cfg: RunConfig) -> Iterator[str]:
+    """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
+    if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
+        yield f"warmup_steps {cfg.warmup_steps:g} is ignored by lr_scheduler_type constant: use constant_with_warmup"
+    if cfg.early_stopping_patience and not cfg.eval_steps:
+        yield "early_stopping_patience has no effect: without eval_steps the only evaluation is at the end"
+    name, _ = best_by(cfg)
+    last = name.split("/")[-1].lower()
+    if cfg.greater_is_better is None and (last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))):
+        yield (
+            f"metric_for_best_model is {name}: the evaluation with the GREATEST {name} counts as the best, because the name does "
+            "not end in loss (transformers' rule). If smaller is better, give --greater_is_better false"
+        )
+    uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
+    if cfg.greater_is_better is not None and not uses:
+        yield "greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def writable_folders(cfg: RunConfig) -> Iterator[str]:
@@ -170,28 +176,13 @@ def _not_writable(folder: Path) -> str | None:
     return None if os.access(folder, os.W_OK | os.X_OK) else f"{folder} is not writable"
 
 
-def _redacted_values(values: dict[str, Any]) -> list[str]:
-    return [
-        f"{name}: {value}: the query string was not saved with the run: give the full value by --{name}"
-        for name, value in values.items()
-        if was_redacted(value)
-    ]
-
-
-RULES = [
-    trusted_attention,
-    one_source,
-    named_subset,
-    mixture_errors,
-    whole_warmup_steps,
-    writable_folders,
-]
-TRAINING_RULES = [
-    optimizer_errors,
-    group_fields,
-    schedule_needs_evaluations,
+RULES = (trusted_attention, one_source, sources_of_mixture, usable_schedule, writable_folders)
+TRAINING_RULES = (
+    *RULES,
     one_model,
     training_data,
     micro_batch_within_global_batch,
-]
-EVALUATION_RULES = [trained_model, evaluation_data, evaluated_split]
+    settings_of_groups,
+    optimizer_errors,
+)
+EVALUATION_RULES = (*RULES, trained_model, evaluation_data)

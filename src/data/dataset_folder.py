@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from src.config.errors import UsageError, warn
-from src.config.untrusted_values import plain_data
+from src.config.paths import plain_data
 from src.data.local_files import BUILDERS
 from src.data.sources import Source
 

@@ -5,8 +5,9 @@ Tests: tests/data/test_dataset.py and tests/data/test_mixture.py.
 
 from dataclasses import dataclass
 
-from src.config.mixture_fields import NAME_FIELDS, as_list
 from src.config.schema import RunConfig
+
+NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision", "dataset_split")
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,9 @@ def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
 
 
 def _spec(fields: dict, split: str, where: str) -> DatasetSpec | None:
-    if files := as_list(fields.get(f"{split}_file")):
+    if files := fields.get(f"{split}_file"):
         return DatasetSpec(f"{where}{split}_file", split, tuple(files))
-    if not fields.get("dataset_name") or as_list(fields.get("train_file")):
+    if not fields.get("dataset_name") or fields.get("train_file"):
         return None
     name, config_name, revision, trained = (fields.get(name) for name in NAME_FIELDS)
     trained = None if trained == "train" else trained  # the default: the same data has one cache key

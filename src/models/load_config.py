@@ -10,10 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, did_you_mean, one_line, warn
-from src.config.paths import not_found_locally
+from src.config.paths import not_found_locally, plain_name, read_yaml
 from src.config.schema import RunConfig
-from src.config.untrusted_values import plain_name
-from src.config.yaml_files import read_yaml
 from src.download import fetch_records, hub
 from src.download.cache_folder import cache_root
 

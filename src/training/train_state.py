@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from src.config.best_metric import best_by, missing_metric
-from src.config.errors import Failure
-from src.config.schema import RunConfig
+from src.config.errors import Failure, UsageError, did_you_mean
+from src.config.schema import RunConfig, best_by
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.storage.jsonl import JsonlWriter
@@ -102,7 +101,8 @@ class TrainState:
         self.use_metric(cfg)
         name = str(self.best_metric)
         if name not in metrics:
-            raise missing_metric(name, metrics)
+            hint = f"{did_you_mean(name, metrics)}; it has {', '.join(metrics)}"
+            raise UsageError(f"metric_for_best_model: an evaluation has no {name!r}{hint}")
         self.evaluated = self.step
         value = metrics[name]
         self.plateau = after_evaluation(cfg, self.plateau, value, self.best_greater)

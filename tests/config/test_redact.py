@@ -27,8 +27,6 @@ SECRETS = re.compile("|".join((PASSWORD, SIGNATURE, USER)))
     "text, clean",
     [
         ("http://h/x.jsonl?X-Amz-Signature=a&v=3: no such file", "http://h/x.jsonl?***: no such file"),
-        ("http://h/x?barevalue", "http://h/x?***"),
-        ("https://h/x?YmFzZTY0LXRva2Vu==", "https://h/x?***"),
         ("--train_file=http://h/x?sig=a'b", "--train_file=http://h/x?***"),
         ("exceeded with url: /x.jsonl?Signature=a (Caused by", "exceeded with url: /x.jsonl?*** (Caused by"),
         ("['--train_file=http://a/x?s=1', 'http://b/y?s=2']", "['--train_file=http://a/x?***', 'http://b/y?***']"),
@@ -47,7 +45,6 @@ PLAIN = [
     "hf://datasets/org/name@main/x.jsonl",
     "abfs://container@account.dfs.core.windows.net/x",
     "http://host:8080/a@b.jsonl",
-    "http://[::1]:8080/a@b.jsonl",
     "zip://a.jsonl::https://h/a@b.zip",
     "see https://h: or write to a@b",
     "Is it http://h/x? It is a=b.",
@@ -67,7 +64,6 @@ def test_redact_keeps_everything_else(text):
     [
         "http://user:pass@host/x.jsonl",
         "http://user:p@ss/w?r#d@host/x.jsonl",
-        "http://us'er:pa\"ss@host/x",
         "http://user:pa ss@host/x",
         "https://token@host/x",
         "s3://key:secret@bucket/x",

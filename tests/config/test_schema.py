@@ -6,10 +6,9 @@ import sys
 
 import pytest
 
-from src.config import help_text, run_file_schema
+from src.config import help_text
 from src.config.addons import missing_addon
-from src.config.paths import SCHEMA_FILE
-from src.config.yaml_files import read_yaml
+from src.config.paths import SCHEMA_FILE, read_yaml
 from src.tasks import OPTIONS
 from tests.helpers import kit
 
@@ -38,11 +37,6 @@ def train(*words: str) -> tuple[str, str]:
 @needs_all_addons
 def test_file_is_what_the_fields_declare():
     """If this fails, run `make schema`."""
-    assert SCHEMA_FILE.read_text() == run_file_schema.to_json(run_file_schema.run_file_schema(OPTIONS)) + "\n"
-
-
-@needs_all_addons
-def test_command_prints_the_schema():
     assert train("--schema")[0] == SCHEMA_FILE.read_text()
 
 

@@ -195,20 +195,19 @@ def test_config_with_a_mixture_round_trips(sources, one, tmp_path):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"low": 3}, "mixture: low: 3: expected fields"),
+        ({"low": 3}, "mixture: low: 3: .*dict"),
         ({"low": {"train_fil": "x"}}, "mixture: low: train_fil: unknown field; did you mean train_file?"),
         ({"low": {"weight": 1}}, "mixture: low: give .*train_file or dataset_name"),
-        ({"low": {"train_file": "a.jsonl", "weight": -1}}, "weight is -1: it must be a number above 0"),
-        ({"low": {"train_file": "a.jsonl", "weight": 1e308}}, "weight is 1e\\+308: it must be .*at most 1e\\+100"),
-        ({"low": {"train_file": "a.jsonl", "weight": float("inf")}}, "weight is inf: it must be a number above 0"),
-        ({"low": {"train_file": "a.jsonl", "weight": "2024-01-01"}}, "weight is '2024-01-01': it must be a number"),
+        ({"low": {"train_file": "a.jsonl", "weight": -1}}, "low: weight: -1: .*greater than 0"),
+        ({"low": {"train_file": "a.jsonl", "weight": 1e308}}, "low: weight: 1e\\+308: "),
+        ({"low": {"train_file": "a.jsonl", "weight": "2024-01-01"}}, "low: weight: '2024-01-01': .*number"),
         (
             {"low": {"train_file": "a.jsonl", "dataset_config_name": "x", "weight": 1}},
             "low: dataset_config_name is given without dataset_name",
         ),
         ({"lo\nw": {"train_file": "a.jsonl", "weight": 1}}, r"mixture: 'lo\\nw': source names must be non-empty"),
         ({"low": {"train_file": "a.jsonl"}}, "give all sources a weight, or none"),
-        ({"low": {"train_file": [1], "weight": 1}}, "mixture: low: train_file: \\[1\\]: "),
+        ({"low": {"train_file": [1], "weight": 1}}, "mixture: low: train_file: 0: 1: "),
         (
             {"low": {"train_file": "nowhere.jsonl", "weight": 1}},
             "mixture: low: train_file: nowhere.jsonl: no such file",

@@ -126,7 +126,7 @@ def test_arguments_reach_the_optimizer():
         ({"optim": "sgd", "optim_args": {"momentum": 0.9}}, "momentum is set by adam_beta1"),
         ({"optim_args": {"lr": 0.9}}, "lr is set by learning_rate"),
         ({"optim": "adafactor", "optim_args": {"eps": [1]}}, "Adafactor refuses its arguments or parameters"),
-        ({"optim": "rprop"}, "weight_decay is 0.01, but Rprop has none"),
+        ({"optim": "rprop"}, "weight_decay is 0.01, which Rprop does not read"),
     ],
 )
 def test_optimizers_that_cannot_work_are_refused(given, text):
@@ -208,7 +208,7 @@ def test_a_state_that_no_checkpoint_can_hold_ends_all_ranks_at_the_first_save(tm
 @pytest.mark.parametrize(
     "given, text",
     [
-        ({"optim": "owm"}, "optim is owm: not one of torch.optim or pytorch_optimizer; did you mean own"),
+        ({"optim": "owm"}, "optim is owm: not a class of torch.optim or pytorch_optimizer; did you mean own"),
         ({"optim": "own", "optim_args": {"betta": 1}}, "Own has no argument betta"),
         ({"optim": "no_rate"}, "no learning rate"),
     ],

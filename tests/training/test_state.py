@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import train
 from src.checkpointing.checkpoint_list import read_state
-from src.config import best_metric
+from src.config import schema, validation
 from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
@@ -279,9 +279,22 @@ def test_update_best(greater, values, stale):
 )
 def test_metric_direction(metric, given, expected):
     run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
-    assert best_metric.best_by(run) == expected
-    warned = [text for text in best_metric.metric_warnings(run) if "perplexity" in text and "greater_is_better" in text]
-    assert bool(warned) == (metric == "perplexity" and given is None)
+    assert schema.best_by(run) == expected
+
+
+@pytest.mark.parametrize(
+    "given, part",
+    [
+        *[({"metric_for_best_model": name}, name.removeprefix("eval_")) for name in ("code/wer", "eval_error_rate")],
+        ({"metric_for_best_model": "eval_cer", "greater_is_better": False}, None),
+        ({"greater_is_better": True}, "greater_is_better is ignored"),
+        ({"early_stopping_patience": 1}, "early_stopping_patience has no effect"),
+    ],
+)
+def test_ignored_or_doubtful_metric_is_warned_about(given, part):
+    warnings = list(validation.ignored_requests(RunConfig(**given)))
+    assert len(warnings) == (part is not None)
+    assert part is None or part in warnings[0]
 
 
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])

@@ -12,7 +12,7 @@ from addons.tasks.distillation.frozen_teacher import FrozenModel, StudentAndTeac
 from addons.tasks.distillation.token_terms import distillation_terms
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.config.untrusted_values import plain_data
+from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import check_packing, has_plain_lm_head
 from src.tasks import causal_lm

@@ -19,7 +19,7 @@ from addons.tasks.distillation.frozen_teacher import RANDOM, FrozenModel, Studen
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
 from src.config.fields import option
-from src.config.untrusted_values import plain_data
+from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import has_plain_lm_head
 from src.tasks import causal_lm
