@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from src.config.errors import UsageError
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
-from src.download.cache_folder import cache_root
-from src.download.samples import sample_tokenizer
 from src.models.model_files import model_folder, reason
+from src.storage.cache_folder import cache_root, sample_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

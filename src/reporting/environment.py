@@ -16,8 +16,7 @@ from src.config.redact import redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.strategies import Strategy
-from src.download import fetch_records
-from src.storage import atomic_folder
+from src.storage import atomic_folder, hub
 
 MAX_DIFF = 5_000_000  # characters of code.diff
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
@@ -33,7 +32,7 @@ def environment(strategy: Strategy, cfg: RunConfig) -> dict:
         "git_commit": git_commit(),
         "git_dirty": None if diff is None else bool(diff),
         "command": redact_all(sys.argv),
-        "fetched": redact_all(fetch_records.records),
+        "fetched": redact_all(hub.records),
         **topology(strategy, cfg),
     }
 

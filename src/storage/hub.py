@@ -2,7 +2,7 @@
 
 `huggingface_hub` downloads and caches. This file gives all ranks the same commit, and records the last complete fetch.
 The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer: `HfApi.resolve_revision` remembers a commit
-before its files are complete, and waits forever for a silent Hub. Tests: tests/download/test_hub_downloads.py.
+before its files are complete, and waits forever for a silent Hub. Tests: tests/storage/test_hub_downloads.py.
 """
 
 import hashlib
@@ -13,14 +13,28 @@ from pathlib import Path
 
 from src.config.errors import UsageError, did_you_mean, warn
 from src.config.paths import locate, not_found_locally
-from src.download.fetch_records import fetch_once, is_offline, records
-from src.download.samples import sample_names
+from src.storage.cache_folder import sample_names
 from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has
 UNUSED = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite")
 UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
+
+records: dict[str, dict] = {}  # name or URL -> commit, or size and ETag; environment.json lists them
+
+
+def fetch_once(key: str, fetch: Callable[[], dict], work: SharedWork, what: str) -> dict:
+    """Return the record of `fetch()`. One process of the launch calls it, so all ranks use the same version."""
+    if key not in records:
+        records[key] = work.compute_once(key, fetch, what)
+    return records[key]
+
+
+def is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:

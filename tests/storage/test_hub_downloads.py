@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src.config.errors import UsageError
-from src.download import hub as hub_module
+from src.storage import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
 
