@@ -134,7 +134,7 @@ def test_a_flipped_bit_in_the_file_of_another_rank_is_found(files, fsdp2_two, tm
 
 def at_write(monkeypatch, number, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of a checkpoint, or of the "final" model."""
-    write, export = checkpoint_format.write_checkpoint, model_folder.write_final
+    write, export = checkpoint_format.write_checkpoint, model_folder.write_model
 
     def wrote(folder, model_with_loss, tensors, state, mine=0, world=1):
         write(folder, model_with_loss, tensors, state, mine, world)
@@ -144,7 +144,7 @@ def at_write(monkeypatch, number, rank: int, act) -> None:
     monkeypatch.setattr(checkpoint_format, "write_checkpoint", wrote)
     if number == "final":
         monkeypatch.setattr(
-            model_folder, "write_final", lambda *args: (export(*args), act() if args[4] == rank else None)
+            model_folder, "write_model", lambda *args: (export(*args), act() if args[3] == rank else None)
         )
 
 

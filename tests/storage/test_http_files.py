@@ -129,17 +129,6 @@ def test_file_replaced_during_its_download(hub, fetch):
     assert [status for status, *_ in gets(hub, "replaced")] == [200, 200]
 
 
-def test_time_tells_a_change_where_there_is_no_etag(hub, fetch):
-    url = serve(hub, "timed", b"one")
-    headers = {"ETag": "", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
-    hub.faults["/files/timed"] = Fault(headers=headers)
-    assert fetch(url) == fetch(url) == b"one"
-    assert len(gets(hub, "timed")) == 1
-    serve(hub, "timed", b"two")
-    headers["Last-Modified"] = "Thu, 01 Jan 2026 00:00:01 GMT"
-    assert fetch(url) == b"two"
-
-
 def test_web_page_is_refused(hub, fetch, tmp_path):
     url = serve(hub, "login.txt", b"\n<!DOCTYPE html><html>Sign in</html>")
     hub.faults["/files/*.txt"] = Fault(headers={"Content-Type": "text/html; charset=utf-8"})
@@ -154,14 +143,6 @@ def test_silent_server_is_given_up(hub, fetch, monkeypatch):
     hub.faults["/files/silent"] = Fault(silent=True)
     with pytest.raises(UsageError, match="silent: not fetched"):
         fetch(serve(hub, "silent", b"rows"))
-
-
-def test_file_stored_compressed(hub, fetch):
-    """Some stores send gzip unasked; the file is longer than the length in the header."""
-    content = b"row " * 1000
-    url = serve(hub, "packed", gzip.compress(content[:2000]) + gzip.compress(content[2000:]))
-    hub.faults["/files/packed"] = Fault(headers={"Content-Encoding": "gzip"})
-    assert fetch(url) == fetch(url) == content
 
 
 @contextmanager

@@ -162,13 +162,6 @@ def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):
     assert len(set(map(str, losses.values()))) == 4, losses  # each is of other rows or weights
 
 
-def test_tokenizer_of_another_repository(served, tmp_path):
-    """The revision of the model does not apply to it."""
-    hub, old, _ = served
-    argv = recipe(tmp_path, model_revision=old.model, tokenizer_name="org/tokenizer")
-    train(hub.environment(tmp_path), tmp_path, argv, world=2)
-
-
 # ---- without an answer -----------------------------------------------------------------------------------------------
 
 

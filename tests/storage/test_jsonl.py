@@ -80,16 +80,6 @@ def test_full_disk_gets_whole_lines_and_the_rest_later(full_disk, capsys):
     assert lines.waiting == []
 
 
-def test_mutant_that_leaves_half_a_line_is_caught(full_disk):
-    """It appends as most programs do."""
-    path = full_disk / "metrics.jsonl"
-    with pytest.raises(OSError):
-        for count in range(10_000):
-            with path.open("a") as file:
-                file.write(json.dumps({"step": count, "rest": "x" * 700}) + "\n")
-    assert not path.read_bytes().endswith(b"}\n")
-
-
 # ---- truncate_after ----------------------------------------------------------------------------------------------------
 
 FIVE = "".join(f'{{"step": {n}}}\n' for n in range(1, 6))
