@@ -217,7 +217,7 @@ class CheckpointWriter:
 
     def _delete_old(self, best_step: int) -> None:
         try:
-            atomic_folder.remove_leftovers(self.folder / "checkpoints", "step_*")
+            atomic_folder.remove_unfinished(self.folder / "checkpoints", "step_*")
             checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from src.checkpointing.checkpoint_list import read_state
 from src.checkpointing.model_folder import without_sharing, write_model
 from src.checkpointing.sharded_checkpoint import TensorReader, file_name
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial
 from src.distributed.strategies import Strategy
 from src.training.step import ModelWithLoss
@@ -111,8 +111,6 @@ def load_checkpoint(
 ) -> TrainState:
     """Restore `parts`, gradient scaler and meter; return the TrainState. The model has its weights."""
     state = read_state(checkpoint)
-    if unread := sorted(state["numbers"].keys() - parts.keys()):
-        warn(f"resume: {checkpoint} also holds {', '.join(unread)}, which this run neither loads nor saves")
     for part, holder in parts.items():
         if part not in state["numbers"]:
             raise UsageError(

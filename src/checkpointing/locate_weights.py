@@ -108,9 +108,9 @@ def _harmless_values(config: dict, given: set[str]) -> dict:
     task, taken = config.get("task", RunConfig.task), {}
     if not isinstance(task, str) or task not in OPTIONS:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
-    for kind, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
-        defaults = dataclasses.asdict(kind())
-        for field in dataclasses.fields(kind):
+    for schema, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
+        defaults = dataclasses.asdict(schema())
+        for field in dataclasses.fields(schema):
             value = config.get(field.name)
             if field.name in given or value is None or value == defaults[field.name]:
                 continue

@@ -65,7 +65,7 @@ def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> 
             if folder.is_dir():
                 run_lock.lock_run_folder(folder)
                 for path in (folder / "final", folder / "checkpoints" / "step_*"):
-                    atomic_folder.remove_leftovers(path.parent, path.name)
+                    atomic_folder.remove_unfinished(path.parent, path.name)
             checkpoint, notes = find_checkpoint(cfg, task.options, current)
         except OSError as error:
             raise UsageError(f"resume: {error}") from error

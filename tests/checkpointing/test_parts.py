@@ -69,13 +69,3 @@ def test_average_of_weights_is_resumed_bitwise(files, tmp_path, place):
     shutil.rmtree(folder / "final")
     shutil.rmtree(folder / "checkpoints" / "step_00000004")
     assert kit.same(run("resumed"), straight)
-
-
-def test_run_that_does_not_load_a_saved_part_says_so(files, tmp_path):
-    argv = [*strategy_runs.recipe(files, max_steps=STEPS, save_steps=2), "--output_dir", tmp_path / "run"]
-    kit.spawn(1, _train_with_average, argv, out=tmp_path / "out")
-    shutil.rmtree(tmp_path / "run" / "final")
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here")
-    assert codes == [0], texts
-    assert [line for line in texts[0].splitlines() if "warning: resume" in line and "average" in line]

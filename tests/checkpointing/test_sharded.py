@@ -24,7 +24,7 @@ from tests.helpers import kit
 # ---- which rank writes what --------------------------------------------------------------------------------------------
 
 
-def held(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+def tensors_of_model(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of a small model and its optimizer as collect_tensors gives them."""
     shapes = {"model.embed_tokens.weight": (50, 8), "model.norm.weight": (8,), "lm_head.weight": (50, 8)}
     for layer in range(layers):
@@ -46,7 +46,7 @@ def layer_of(name: str) -> str:
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
     """Each rank computes the writers alone: the order of the tensors must not matter."""
-    tensors = held(tied=tied)
+    tensors = tensors_of_model(tied=tied)
     writer = assign_tensors_to_ranks(tensors, world)
     backwards = {part: dict(reversed(named.items())) for part, named in tensors.items()}
     assert tied or assign_tensors_to_ranks(backwards, world) == writer
@@ -64,7 +64,7 @@ def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_writers_are_balanced_by_size(world):
-    tensors, loads, layers = held(layers=20), [0] * world, {}
+    tensors, loads, layers = tensors_of_model(layers=20), [0] * world, {}
     for (part, name), rank in assign_tensors_to_ranks(tensors, world).items():
         loads[rank] += tensors[part][name].nbytes
         layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
@@ -186,7 +186,7 @@ def test_reader_finds_every_tensor_in_any_number_of_files(tmp_path, world):
     folder = tmp_path / "step"
     tensors = written(folder, world)
     reader = TensorReader(folder, "model")
-    read = {name: reader.whole(name) for name in reader.where}
+    read = {name: reader.full(name) for name in reader.where}
     assert TensorReader(folder, "optimizer").where == {}
     index = folder / "model.safetensors.index.json"
     assert index.exists() == (world > 1)
@@ -236,7 +236,7 @@ def _grown(folder: Path, mutant: bool) -> float:
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
     reader, before, most = TensorReader(folder, "model"), resident(), 0
     for name in sorted(reader.where):
-        reader.whole(name)
+        reader.full(name)
         reader.mapped *= not mutant  # the mutant keeps the file open
         most = max(most, resident() - before)
     return most * os.sysconf("SC_PAGE_SIZE") / 1e6
