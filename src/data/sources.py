@@ -1,6 +1,6 @@
 """Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
 
-Tests: tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/storage/test_http_files.py and tests/config/test_bad_input.py.
 """
 
 import dataclasses

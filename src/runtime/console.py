@@ -16,7 +16,7 @@ from src.config.redact import redact
 LINE_SECONDS = 10.0  # between two progress lines of the same work, if the output is not a terminal
 PROGRESS_BAR_VARIABLES = ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
 KIND_NAMES = {"eval": "evaluation"}
-PLURALS = {"B": "B", "batch": "batches"}
+PLURALS = {"batch": "batches"}
 
 log = logging.getLogger("run")
 
@@ -100,8 +100,8 @@ def stamped(text: str) -> None:
 class _ProgressLines:
     """Replaces a progress bar if there is no terminal: prints a line every LINE_SECONDS."""
 
-    def __init__(self, what: str, total: int | None, unit: str, n: int, scale: bool, shown: bool):
-        self.what, self.total, self.unit, self.scale, self.shown = what, total, unit, scale, shown
+    def __init__(self, what: str, total: int | None, unit: str, n: int, shown: bool):
+        self.what, self.total, self.unit, self.shown = what, total, unit, shown
         self.n = self.first = n
         self.start = self.last_line = time.monotonic()
 
@@ -111,11 +111,8 @@ class _ProgressLines:
         if not self.shown or now - self.last_line < LINE_SECONDS:
             return
         self.last_line = now
-        total = "" if self.total is None else f" of {self._format(self.total)}"
-        stamped(f"{self.what}: {self._format(self.n)}{total} {self.unit}{self._eta(now)}")
-
-    def _format(self, n: int) -> str:
-        return f"{n / 1e6:,.1f} M" if self.scale else f"{n:,}"
+        total = "" if self.total is None else f" of {self.total:,}"
+        stamped(f"{self.what}: {self.n:,}{total} {self.unit}{self._eta(now)}")
 
     def _eta(self, now: float) -> str:
         done = self.n - self.first
@@ -128,13 +125,13 @@ class _ProgressLines:
     def close(self) -> None: ...
 
 
-def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool = True, scale: bool = False, **options):
+def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool = True, **options):
     """Return a tqdm progress bar, or an object with the same `n`, `update` and `close` that prints lines or nothing."""
     if not shown or not is_terminal():
-        return _ProgressLines(what, total, PLURALS.get(unit, f"{unit}s"), initial, scale, shown)
+        return _ProgressLines(what, total, PLURALS.get(unit, f"{unit}s"), initial, shown)
     from tqdm import tqdm
 
-    options = {"mininterval": 0.2, "dynamic_ncols": True, "leave": False, "unit_scale": scale} | options
+    options = {"mininterval": 0.2, "dynamic_ncols": True, "leave": False} | options
     return tqdm(total=total, initial=initial, desc=what, unit=unit, **options)
 
 

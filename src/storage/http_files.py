@@ -9,6 +9,7 @@ a file without an ETag. Tests: tests/storage/test_http_files.py.
 import hashlib
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,8 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
 
     part, name = folder / "part", Path(urlparse(url).path)
     store, path = _open_store(url)
-    bar = {"desc": f"downloading {name.name}", "unit": "B", "unit_scale": True, "delay": 1, "disable": None}
+    seconds = 0.2 if sys.stderr.isatty() else 10  # between two updates of the bar
+    bar = {"desc": f"downloading {name.name}", "unit": "B", "unit_scale": True, "delay": 1, "mininterval": seconds}
     try:
         with TqdmCallback(bar) as callback:
             store.get_file(path, str(part), callback=callback)

@@ -100,7 +100,7 @@ def test_progress_lines(capsys, monkeypatch):
         clock[0] += console.LINE_SECONDS + 1
         bar.update(100)
         bar.update(0)
-    console.bar("downloading x", None, "B", shown=False).update(10**9)
+    console.bar("preparing x", None, "piece", shown=False).update(10**9)
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(f"^{TIME} ", "", line).split(", ETA")[0] for line in lines] == [
         f"evaluation: {count} of 1,000 batches" for count in (101, 202, 303)

@@ -1,12 +1,10 @@
 """Files behind URLs: downloaded once by all processes of a disk, complete or absent, and again once they change."""
 
-import gzip
 import os
 import socket
 import sys
 import threading
 import time
-import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -82,8 +80,7 @@ def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
     "name, suffix",
     [
         ("query.jsonl", "?download=true&token=a%2Fb"),
-        ("fragment.jsonl", "?x=1#part"),
-        ("part.json", ""),
+        ("part.json", "?x=1#part"),
         ("fetched.json", ""),
         ("escaped.jsonl", "%2F..%2F..%2Ffiles%2Fescaped.jsonl"),
     ],
@@ -165,34 +162,18 @@ def raw_server(answer: bytes):
 ROW = b'{"input_ids": [1, 2, 3]}\n'
 
 
-def incomplete_gzip() -> bytes:
-    packer = zlib.compressobj(wbits=31)
-    return packer.compress(ROW * 9) + packer.flush(zlib.Z_SYNC_FLUSH)
-
-
-INCOMPLETE = {
-    "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW),
-    "gzip": b"Content-Encoding: gzip\r\nContent-Length: 999\r\n\r\n" + gzip.compress(ROW * 9),
-    "gzip in complete chunks": b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
-    % (len(incomplete_gzip()), incomplete_gzip()),
-    "length": b"Content-Length: 999\r\n\r\n" + ROW,
-}
-
-
-@pytest.mark.parametrize("kind", INCOMPLETE)
-def test_incomplete_answer_is_refused(fetch, tmp_path, kind):
-    with raw_server(b"HTTP/1.1 200 OK\r\n" + INCOMPLETE[kind]) as url, pytest.raises(UsageError, match="not fetched"):
+def test_incomplete_answer_without_a_length_is_refused(fetch, tmp_path):
+    chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW)
+    with raw_server(chunk) as url, pytest.raises(UsageError, match="not fetched"):
         fetch(url)
     assert not list(tmp_path.rglob("fetched.json"))
 
 
-@pytest.mark.parametrize("status", ["202 Accepted", "204 No Content", "304 Not Modified"])
-def test_answer_without_the_file_is_refused(fetch, status):
+def test_answer_without_the_file_is_refused(hub, fetch):
     """A server that prepares the file may answer 202 with a row that says so."""
-    body = b"Content-Length: %d\r\n\r\n%s" % (len(ROW), ROW) if status < "203" else b"\r\n"
-    answer = f"HTTP/1.1 {status}\r\nConnection: close\r\n".encode() + body
-    with raw_server(answer) as url, pytest.raises(UsageError, match=f"the server answers {status}"):
-        fetch(url)
+    hub.faults["/files/preparing"] = Fault(status=202)
+    with pytest.raises(UsageError, match="the server answers 202"):
+        fetch(serve(hub, "preparing", ROW))
 
 
 def test_answer_without_a_length_is_warned_about(fetch, capfd):

@@ -1,13 +1,11 @@
 """Tasks run once per disk; a dead process releases its lock, and the next one does its work."""
 
-import ctypes
 import functools
 import hashlib
 import os
 import resource
 import socket
 import time
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -180,7 +178,7 @@ def command(tiny, folder: Path, world: int = 3, **fields) -> tuple[list, list[st
     values = {"output_dir": "run", "max_steps": 2, "global_batch_size": 8, "cache_dir": folder / "cache"}
     argv = kit.flags(**tiny | values | fields)
     codes, texts = kit.run_command("train.py", *argv, folder=folder, world=world)
-    assert "Traceback" not in "".join(texts) or 1 in codes or "a cosmic ray" in "".join(texts)
+    assert "Traceback" not in "".join(texts)
     return codes, texts
 
 
@@ -196,47 +194,25 @@ def digest(cache: Path) -> dict[str, str]:
     return found
 
 
-def obey_permissions() -> None:
-    """Take from root the right to ignore the permissions of files."""
-    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None)
-    assert libc.capget(header, data) == 0
-    for i in (0, 1, 2):  # effective, permitted, inheritable; bits 1 and 2 are DAC_OVERRIDE and DAC_READ_SEARCH
-        data[i] &= ~0b111
-    assert libc.capset(header, data) == 0
-
-
-@contextmanager
-def unwritable(folder: Path, how: str):
-    """Make a folder that cannot be written; yield what each process calls first."""
-    folder.mkdir(parents=True)
-    if how == "read-only":
-        folder.chmod(0o555)
-        yield obey_permissions
-        folder.chmod(0o755)
-    else:
-        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-
-@pytest.mark.parametrize("how", ["read-only", "files of 4 KB"])
-def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
+def test_full_disk_names_the_cache_and_what_is_left_does_no_harm(tmp_path, monkeypatch):
     rows = [{"input_ids": np.arange(i, i + 40).tolist()} for i in range(2000)]
     kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | {"vocab_size": 3000})
     fields = {"model_config": tmp_path / "llama.yaml", "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
-    original, cache = validation.check, tmp_path / "here" / "cache"
-    with unwritable(cache, how) as prepare:
-        monkeypatch.setattr(validation, "check", lambda *args: (prepare(), original(*args))[1])
+    cache, original = tmp_path / "here" / "cache", validation.check
+    with monkeypatch.context() as patch:
+
+        def check(*args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # files of 4 KB
+            original(*args)
+
+        patch.setattr(validation, "check", check)
         codes, texts = command(fields, tmp_path / "here", 2)
-        monkeypatch.undo()
-        assert codes == [2, 2], texts
-        assert digest(cache) == {}  # nothing partial counts
-        for text in texts:
-            assert str(cache) in text.rstrip().splitlines()[-1]
-        if how == "files of 4 KB":  # what is left does no harm
-            codes, texts = command(fields, tmp_path / "here", 2)
-            assert codes == [0, 0], texts
-            command(fields, tmp_path / "fresh", 1)
-            assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
+    assert codes == [2, 2], texts
+    assert digest(cache) == {}  # nothing partial counts
+    assert all(str(cache) in text.rstrip().splitlines()[-1] for text in texts)
+    assert command(fields, tmp_path / "here", 2)[0] == [0, 0]
+    command(fields, tmp_path / "fresh", 1)
+    assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
 
 
 # ---- nodes with one disk each ----------------------------------------------------------------------------------------
