@@ -27,7 +27,7 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.data_loader import read_batches
 from src.data.dataset import prepare_datasets
-from src.download import cache_folder, samples
+from src.storage import cache_folder
 from src.tasks import OPTIONS, make_task
 
 MODEL = {"model_type": "llama", "vocab_size": 32000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
@@ -124,7 +124,7 @@ def texts(folder: Path, megabytes: int) -> Path:
     """Write the source files of the standard library to a file, again and again in a new order up to `megabytes`."""
     file, rng = folder / "texts.jsonl", np.random.default_rng(0)
     lines = (
-        Path(samples.sample_folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
+        Path(cache_folder.sample_folder("stdlib_code", cache_folder.cache_root(RunConfig())), "train.jsonl")
         .read_text(encoding="utf-8")
         .splitlines()
     )

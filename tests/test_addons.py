@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import kit
 
 # Each lists a folder, and imports the files that a run file names.
-LISTS = {"src/config/addons.py", "src/download/samples.py"}
+LISTS = {"src/config/addons.py", "src/storage/cache_folder.py"}
 
 
 # ---- no import by name ---------------------------------------------------------------------------------------------------

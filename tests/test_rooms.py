@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import kit
 
 SOURCE = kit.REPOSITORY / "src"
-ORDER = ["config", "storage", "runtime", "download", "text", "distributed", "models", "tasks"]
+ORDER = ["config", "storage", "runtime", "text", "distributed", "models", "tasks"]
 ORDER += ["data", "training", "checkpointing", "reporting"]  # each may import the ones before it
 
 

@@ -108,7 +108,7 @@ class DeepSpeed(Strategy):
         self._allocate_moments({path.split("/", 1)[0] for path in reader.where if reader.shape(path)})
         for path in reader.where:
             key, name = path.split("/", 1)
-            value = reader.whole(path)
+            value = reader.full(path)
             if value.dim():
                 set_shard(trained[name], value, key)
             else:

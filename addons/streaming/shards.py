@@ -1,4 +1,4 @@
-"""Shards (files) of a stream: open, read in blocks with retries, encode.
+"""Shards (files) of a stream: open, read in blocks, encode.
 
 Tests: tests/addons/streaming/.
 """
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
+from addons.streaming import remote_files
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
 from src.data import file_readers
@@ -17,7 +18,7 @@ from src.data.encode_rows import encode_rows
 from src.data.file_errors import explain_read_error
 from src.data.row_errors import RowLocations, read_rows
 from src.data.row_order import derive_seed, permute
-from src.download import remote_files
+from src.storage import http_files
 from src.tasks.base import Task
 from src.text.encode_rows import OPTIONAL_COLUMNS
 
@@ -85,8 +86,7 @@ class StreamShards:
         name = self.names[shard]
         try:
             self._refuse_changed(name)
-            begin = lambda: self._rows(shard).with_format("arrow").iter(batch_size=BLOCK)  # noqa: E731
-            for table in remote_files.retry_reads(begin, name):
+            for table in self._rows(shard).with_format("arrow").iter(batch_size=BLOCK):
                 self._check_columns(table, name)
                 yield table.select(self.columns) if self.columns else table
             self._refuse_changed(name)
@@ -163,7 +163,7 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None):
     _set_up_datasets()
     options: dict = {"columns": columns} if columns and source.builder == "parquet" else {}
     if "://" in file:
-        client = {"trust_env": True, "timeout": remote_files.client_timeout()}
+        client = {"trust_env": True, "timeout": http_files.client_timeout()}
         client |= remote_files.same_version(file, source.remote.get(file))
         options["storage_options"] = {"client_kwargs": client}
     files = {"train": [file]}

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from addons.streaming import remote_files
 from src.config.errors import UsageError
 from src.data import sources
 from src.data.sources import Source, at_commit, drop_files
-from src.download import remote_files
-from src.download.cache_folder import cache_root
+from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
 
 if TYPE_CHECKING:

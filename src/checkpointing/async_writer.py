@@ -1,8 +1,8 @@
 """Background writer of checkpoints and the final model: write, hash, publish, delete old ones.
 
-Tests: tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2.py. If the model is replicated, only the
-main process writes, and no other rank waits for its disk. If the model is sharded, each rank writes its share of the
-tensors, and the main process publishes the folder. The background thread never calls a collective.
+Tests: tests/checkpointing/test_async_writer.py, tests/distributed/test_fsdp2_checkpoints.py. If the model is
+replicated, only the main process writes, and no other rank waits for its disk. If the model is sharded, each rank writes
+its share of the tensors, and the main process publishes the folder. The background thread never calls a collective.
 """
 
 import logging
@@ -13,58 +13,58 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, host_copy, model_folder, writer_thread
+from src.checkpointing import checkpoint_format, checkpoint_list, model_folder
+from src.checkpointing.checkpoint_format import Tensors
 from src.checkpointing.sharded_checkpoint import ShardWriters, assign_tensors_to_ranks
 from src.config.errors import Failure, warn
-from src.config.schema import RunConfig
 from src.distributed.stop_signals import StopSignals
-from src.distributed.strategies import Strategy
 from src.runtime import console
-from src.runtime.exit_codes import is_exiting
+from src.runtime.exit_codes import is_exiting, on_exit
 from src.storage import atomic_folder
 from src.storage.disk_errors import is_disk_error
-from src.storage.jsonl import JsonlWriter
-from src.training.step import ModelWithLoss
-from src.training.train_state import TrainState
+from src.training.train_state import Run
 
-Tensors = dict[str, torch.Tensor]  # by name
 log = logging.getLogger("run")
 SHARD_TIMEOUT = 600.0  # seconds that the main process's background thread waits for the files of other ranks
+EXIT_WAIT = 60.0  # seconds that a process that ends waits for its write; a launcher may kill it sooner
+NAME = "checkpoint writer"  # of the thread
+
+
+def finish_writing(seconds: float | None = None) -> bool:
+    """Wait for the write in progress, at most `seconds` (None: EXIT_WAIT); return True if none is in progress.
+
+    Its data are in host memory already, so an error after the copy need not cost the checkpoint."""
+    end = time.monotonic() + (EXIT_WAIT if seconds is None else seconds)
+    writing = [thread for thread in threading.enumerate() if thread.name == NAME]  # a writer would hold the model
+    for thread in writing:
+        thread.join(max(0.0, end - time.monotonic()))
+    return not any(thread.is_alive() for thread in writing)
 
 
 class CheckpointWriter:
     """The background thread that writes a run's checkpoints one at a time, and the results of its writes."""
 
-    def __init__(
-        self,
-        cfg: RunConfig,
-        strategy: Strategy,
-        model: ModelWithLoss,
-        files: list[JsonlWriter],
-        stop_signals: StopSignals,
-    ):
-        """`files` are flushed before each checkpoint, so that they hold every step that the checkpoint knows."""
-        self.cfg, self.model, self.files, self.stop_signals = cfg, model, files, stop_signals
-        self.folder, self.is_main = Path(cfg.output_dir), strategy.accelerator.is_main_process
-        self.precision = strategy.accelerator.mixed_precision
-        self.is_sharded = strategy.is_sharded
-        self.all_ranks_write = self.is_sharded and strategy.accelerator.num_processes > 1
+    def __init__(self, run: Run, stop_signals: StopSignals):
+        self.cfg, self.model, self.stop_signals = run.cfg, run.model, stop_signals
+        self.files = run.files  # flushed before each checkpoint, so that they hold every step that the checkpoint knows
+        accelerator = run.strategy.accelerator
+        self.folder, self.is_main = Path(run.cfg.output_dir), accelerator.is_main_process
+        self.precision = accelerator.mixed_precision
+        self.is_sharded = run.strategy.is_sharded
+        self.all_ranks_write = self.is_sharded and accelerator.num_processes > 1
         self.rank, self.world = 0, 1  # among the ranks that write
         if self.all_ranks_write:
-            self.rank, self.world = strategy.accelerator.process_index, strategy.accelerator.num_processes
+            self.rank, self.world = accelerator.process_index, accelerator.num_processes
         self.writes = self.is_main or self.all_ranks_write
         self.shards = ShardWriters(self.rank, self.world, SHARD_TIMEOUT)
         self.folders_started = 0  # the same number on all ranks that write
-        self.memory = host_copy.HostCopy()
+        self.memory = checkpoint_format.HostCopy()
         self.thread: threading.Thread | None = None
         self.error: BaseException | None = None  # exception of the last write, which failed() raises
         self.failures, self.reason = 0, ""  # failed checkpoints in a row, and why the last one failed
         self.saved: tuple[int | None, int | None] = (None, None)  # (step, last evaluation) of the newest checkpoint
-        self.final_step = 0  # step of the weights in final/
-        self.intact = True  # whether the checkpoint that was verified is undamaged
         self.pauses: list[float] = []  # seconds for which each saved checkpoint paused training
+        on_exit(finish_writing)
 
     # ---- called by the main thread -----------------------------------------------------------------------------------
 
@@ -113,40 +113,23 @@ class CheckpointWriter:
 
     def write_checkpoint(self, tensors: dict[str, Tensors], state: dict, paused: float, copying: float) -> None:
         """Start writing a checkpoint. Training was paused for `paused` seconds, including `copying` for the copy."""
-        self.thread = writer_thread.start(self._write_checkpoint, tensors, state, paused, copying)
+        self._start(lambda: self._write_checkpoint(tensors, state, paused, copying))
 
-    def verify(self, checkpoint: Path) -> None:
-        """Start to set `intact`, whether the checkpoint is undamaged; this reads all of its files."""
+    def start(self, work: Callable[[], None]) -> None:
+        """Start `work()`, which is about final/; a disk error there ends the run."""
 
-        def work() -> None:
-            self.intact = final_model.is_usable(checkpoint)
+        def work_or_failure() -> None:
+            try:
+                work()
+            except BaseException as error:
+                text = f"{self.folder / 'final'} could not be written: {error}; run the same command again"
+                self.error = Failure(text) if is_disk_error(error) else error
 
-        self.thread = writer_thread.start(self._write_final, work)
+        self._start(work_or_failure)
 
-    def write_final(self, tensors: Tensors | None, state: TrainState, config: dict, average: str) -> None:
-        """Start writing final/ from the model in memory, with the weights of `final_step` or their `average`."""
-
-        def write(folder: Path) -> None:
-            model_folder.write_final(folder, self.cfg, self.model, tensors, self.rank, self.world, config)
-            final_model.complete_card(folder, self.cfg, state, self.final_step, average)
-
-        self.thread = writer_thread.start(
-            self._write_final, lambda: self._publish(self.folder / "final", write, self.final_step, is_final=True)
-        )
-
-    def copy_final(self, candidates: list[Path | None], state: TrainState, config: dict) -> None:
-        """Start copying the model of the first intact checkpoint of `candidates` to final/."""
-        folder = self.folder / "final"
-
-        def card(temporary: Path, step: int) -> None:
-            model_folder.write_card(temporary, self.cfg, self.model, config)
-            final_model.complete_card(temporary, self.cfg, state, step)
-            model_folder.change_final_model(temporary, self.model.task)
-
-        def copy() -> None:
-            self.final_step = final_model.publish_copy(folder, candidates, card, self.precision)
-
-        self.thread = writer_thread.start(self._write_final, copy)
+    def _start(self, work: Callable[[], None]) -> None:
+        self.thread = threading.Thread(target=work, name=NAME, daemon=True)
+        self.thread.start()
 
     def save_failed(self, step: int, error: BaseException) -> None:
         """Count and report a checkpoint that could not be written."""
@@ -183,13 +166,19 @@ class CheckpointWriter:
             for file in self.files:
                 if file.path.exists():  # it does not exist before its first line
                     atomic_folder.fsync(file.path)
-            self._publish(folder, write, step)
+            self.publish(folder, write, step)
             self.failures = 0
             if self.is_main:
                 self.saved = (step, train_state["evaluated"])
                 self.pauses.append(paused)
                 self._delete_old(train_state["best_step"])
-                self._report_saved(folder, tensors, copying, time.perf_counter() - began)
+                size = sum({id(value): value.nbytes for named in tensors.values() for value in named.values()}.values())
+                log.info(
+                    f"step {step} saved: training paused {paused:.3f} s, {copying:.3f} s of it to copy {size / 1e6:,.1f} MB to "
+                    f"the host; written in the background in {time.perf_counter() - began:.3f} s"
+                )
+                if not is_exiting():  # keep the error of a failed rank the last thing that it prints
+                    console.stamped(f"step {step} saved in {folder}; training paused {paused:.3f} s for it")
         except Failure as error:  # another rank's error: that rank ends the run with its traceback
             log.error("the checkpoint of step %s is not saved: %s", step, error)
         except BaseException as error:
@@ -199,17 +188,18 @@ class CheckpointWriter:
                 self.error = error
         self.stop_signals.save_seconds = max(self.stop_signals.save_seconds, time.perf_counter() - began)
 
-    def _write_final(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as error:
-            if is_disk_error(error):
-                text = f"{self.folder / 'final'} could not be written: {error}; run the same command again"
-                error = Failure(text)
-            self.error = error
+    def publish(
+        self,
+        folder: Path,
+        write: Callable[[Path], None],
+        step: int,
+        complete: Callable[[Path], bool] = lambda folder: False,
+        alone: bool = False,
+    ) -> None:
+        """Write and publish `folder` on the main process; on other ranks write this rank's shard for it.
 
-    def _publish(self, folder: Path, write: Callable[[Path], None], step: int, is_final: bool = False) -> None:
-        """Write and publish `folder` on the main process; on other ranks write this rank's shard for it."""
+        `complete(temporary folder)`, on the main process, adds files; it returns whether it has changed others. `alone`:
+        only the main process writes."""
         shards = folder.with_name(f".{folder.name}.{self.folders_started}.parts")
         if not self.is_main:
             self.shards.write_shard(shards, write)
@@ -218,28 +208,16 @@ class CheckpointWriter:
         def write_and_collect(temporary: Path) -> dict:
             write(temporary)
             entries = {}
-            if self.all_ranks_write:
+            if self.all_ranks_write and not alone:
                 entries = self.shards.collect_shards(shards, temporary)
                 model_folder.write_index(temporary)
-            changed = is_final and model_folder.change_final_model(temporary, self.model.task)
-            return {} if changed else entries
+            return {} if complete(temporary) else entries
 
         atomic_folder.publish(folder, write_and_collect, step=step, mixed_precision=self.precision)
 
-    def _report_saved(self, folder: Path, tensors: dict[str, Tensors], copying: float, seconds: float) -> None:
-        step = self.saved[0]
-        size = sum({id(value): value.nbytes for named in tensors.values() for value in named.values()}.values())
-        pause = self.pauses[-1]
-        log.info(
-            f"step {step} saved: training paused {pause:.3f} s, {copying:.3f} s of it to copy {size / 1e6:,.1f} MB to the host; "
-            f"written, hashed and published in the background in {seconds:.3f} s"
-        )
-        if not is_exiting():  # keep the error of a failed rank the last thing that it prints
-            console.stamped(f"step {step} saved in {folder}; training paused {pause:.3f} s for it")
-
     def _delete_old(self, best_step: int) -> None:
         try:
-            atomic_folder.remove_leftovers(self.folder / "checkpoints", "step_*")
+            atomic_folder.remove_unfinished(self.folder / "checkpoints", "step_*")
             checkpoint_list.prune(self.cfg, best_step)
         except OSError as error:
             warn(f"old checkpoints in {self.folder} cannot be removed ({error.strerror}); the next save tries again")

@@ -4,7 +4,6 @@ Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_async_writer
 """
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ from safetensors.torch import save_file
 from src.checkpointing.checkpoint_list import read_state
 from src.checkpointing.model_folder import without_sharing, write_model
 from src.checkpointing.sharded_checkpoint import TensorReader, file_name
-from src.config.errors import UsageError, warn
-from src.distributed.sharded_tensors import ShardedTensorRef
+from src.config.errors import UsageError
+from src.distributed.sharded_tensors import ShardedTensorRef, gather_full, is_partial
 from src.distributed.strategies import Strategy
 from src.training.step import ModelWithLoss
 from src.training.train_state import TrainState
@@ -42,6 +41,47 @@ def collect_tensors(
 
 def _is_tensor(value) -> bool:
     return isinstance(value, torch.Tensor | ShardedTensorRef)
+
+
+class HostCopy:
+    """Host memory for one copy of the training state: allocated by the first copy, reused by the next ones."""
+
+    def __init__(self):
+        self.memory: dict[tuple[str, str], torch.Tensor] = {}
+
+    def take(self, tensors: dict[str, dict[str, torch.Tensor]], mine: set | None = None) -> dict[str, dict]:
+        """Return copies of the tensors in host memory; tied weights share one copy. Waits for the device.
+
+        Sharded tensors are gathered one at a time (a collective). With `mine`, keep only its (part, name) keys."""
+        copies = {part: {} for part in tensors}
+        copied: dict = {}  # storage key -> copy, or None if another rank keeps it
+        from_device = False
+        for part, named in tensors.items():
+            for name, value in named.items():
+                storage = _storage_key(value)
+                if storage not in copied:
+                    full = gather_full(value)
+                    from_device |= full.device.type != "cpu"
+                    keep = mine is None or (part, name) in mine
+                    copied[storage] = self._copy((part, name), full) if keep else None
+                if copied[storage] is not None:
+                    copies[part][name] = copied[storage]
+        if from_device:
+            torch.accelerator.synchronize()
+        return copies
+
+    def _copy(self, key: tuple[str, str], value: torch.Tensor) -> torch.Tensor:
+        memory = self.memory.get(key)
+        if memory is None or memory.shape != value.shape or memory.dtype != value.dtype:
+            memory = self.memory[key] = torch.empty(value.shape, dtype=value.dtype, pin_memory=value.is_cuda)
+        return memory.copy_(value, non_blocking=True)
+
+
+def _storage_key(value: torch.Tensor):
+    """Return a key that is equal for two names only if they are the same tensor (tied weights)."""
+    if is_partial(value) or not value.nbytes:
+        return id(value)
+    return value.data_ptr(), value.shape, value.stride(), value.dtype
 
 
 def write_checkpoint(
@@ -71,8 +111,6 @@ def load_checkpoint(
 ) -> TrainState:
     """Restore `parts`, gradient scaler and meter; return the TrainState. The model has its weights."""
     state = read_state(checkpoint)
-    if unread := sorted(state["numbers"].keys() - parts.keys()):
-        warn(f"resume: {checkpoint} also holds {', '.join(unread)}, which this run neither loads nor saves")
     for part, holder in parts.items():
         if part not in state["numbers"]:
             raise UsageError(
@@ -86,18 +124,7 @@ def load_checkpoint(
     if strategy.accelerator.scaler is not None and state["scaler"]:
         strategy.accelerator.scaler.load_state_dict(state["scaler"])
     meter.resume(state["meter"])
-    return _train_state(checkpoint, state["progress"])
-
-
-def _train_state(checkpoint: Path, progress: dict) -> TrainState:
-    """Return the TrainState of a checkpoint, without fields that older versions saved, if these are empty."""
-    known = {field.name for field in fields(TrainState)}
-    if unread := [name for name, value in progress.items() if name not in known and value]:
-        raise UsageError(
-            f"resume: {checkpoint} holds {', '.join(unread)}, which this version of the code no longer supports: start a "
-            f"new run from its weights with --init_from {checkpoint}"
-        )
-    return TrainState(**{name: value for name, value in progress.items() if name in known})
+    return TrainState(**state["progress"])
 
 
 def load_part(checkpoint: Path, part: str, holder: Any) -> None:

@@ -14,8 +14,8 @@ from src.storage import atomic_folder
 
 def list_checkpoints(output_dir: str | Path) -> list[Path]:
     """Return the checkpoint folders of a run, intact or not, oldest first."""
-    found = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
-    return [path for _, path in sorted(item for item in found if item[0] is not None)]
+    folders = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
+    return [path for _, path in sorted(item for item in folders if item[0] is not None)]
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -46,27 +46,24 @@ def newest_intact(output_dir: str | Path) -> Path | None:
 
 
 def read_state(checkpoint: Path) -> dict:
-    """Return state.json: progress, meter, identity, lineage, configuration, numbers of the optimizer and scaler."""
+    """Return state.json: progress, meter, identity, run id, configuration, numbers of the optimizer and scaler."""
     return json.loads((checkpoint / "state.json").read_text())
 
 
-def checkpoints_to_delete(cfg: RunConfig, best_step: int = 0) -> list[Path]:
-    """Return all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, and the
-    best one if `metric_for_best_model` is set.
-
-    Checkpoints that a user renamed and symlinks are never deleted."""
-    found = [
-        path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_") and not path.is_symlink()
-    ]
-    kept = set(found[-cfg.save_total_limit :])
-    if cfg.save_keep_every:
-        kept |= {path for path in found if (step_of(path) or 0) % cfg.save_keep_every == 0}
-    if cfg.metric_for_best_model:
-        kept |= {path for path in found if step_of(path) == best_step}
-    return [path for path in found if path not in kept]
+def read_run_id(checkpoint: Path) -> str | None:
+    """Return the id of the run that saved a checkpoint, None for other folders. It never changes in a run's folder."""
+    return atomic_folder.read_json(checkpoint / "state.json").get("run_id")
 
 
 def prune(cfg: RunConfig, best_step: int = 0) -> None:
-    """Delete the checkpoints that checkpoints_to_delete() returns."""
-    for path in checkpoints_to_delete(cfg, best_step):
-        shutil.rmtree(path)
+    """Delete all checkpoints except the last `save_total_limit`, those at multiples of `save_keep_every` steps, and the
+    best one if `metric_for_best_model` is set.
+
+    Checkpoints that a user renamed and symlinks are never deleted."""
+    saved = [path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_")]
+    saved = [path for path in saved if not path.is_symlink()]
+    for path in saved[: -cfg.save_total_limit]:
+        step = step_of(path) or 0
+        is_kept = cfg.save_keep_every and step % cfg.save_keep_every == 0
+        if not is_kept and not (cfg.metric_for_best_model and step == best_step):
+            shutil.rmtree(path)

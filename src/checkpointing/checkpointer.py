@@ -1,4 +1,4 @@
-"""Checkpointer, the training loop's interface to checkpoints: find, load, save, stop, write the final model.
+"""Checkpointer, the training loop's interface to checkpoints: save, stop, write the final model.
 
 All ranks make the same decisions here: whether a save is skipped and how a run ends.
 Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+import yaml
 
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, resume
-from src.checkpointing.async_writer import CheckpointWriter, Tensors
+from src.checkpointing import checkpoint_format, checkpoint_list, final_model, model_folder, resume
+from src.checkpointing.async_writer import CheckpointWriter
 from src.checkpointing.resume import Start
 from src.checkpointing.sharded_checkpoint import check_shared_folder
 from src.config.addons import functions_of_addons
@@ -39,22 +40,20 @@ class Checkpointer:
 
     def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, signals: StopSignals):
         """Rename old outputs in the run folder that do not fit this run, unless nothing is left to train."""
-        self.cfg, self.strategy, self.hosts, self.task = run.cfg, run.strategy, run.hosts, run.task
-        self.run, self.due, self.techniques, self.parts = run, due, techniques, start.parts
-        self.model, self.state, self.meter, self.datasets = run.model, run.state, run.meter, run.datasets
-        self.accelerator, self.folder = run.strategy.accelerator, Path(run.cfg.output_dir)
-        self.is_main = self.accelerator.is_main_process
-        self.average = ""  # name of the technique with the average that final/ holds
+        self.run, self.state, self.due, self.techniques, self.parts = run, run.state, due, techniques, start.parts
+        self.cfg, self.hosts, self.folder = run.cfg, run.hosts, Path(run.cfg.output_dir)
+        self.is_main = run.strategy.accelerator.is_main_process
+        self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
         self.of_addons: list[str] = []  # messages of add-ons that have used final/
-        config = to_yaml(self.cfg, self.task.options)
-        self.metadata = resume.run_metadata(self.accelerator, self.cfg, config, self.datasets, start.checkpoint)
-        self.writer = CheckpointWriter(self.cfg, self.strategy, self.model, run.files, signals)
+        config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
+        self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
+        self.writer = CheckpointWriter(run, signals)
         if start.checkpoint and checkpoint_list.is_inside(start.checkpoint, self.folder):
             self.writer.saved = (self.state.step, self.state.evaluated)
         if self.writer.all_ranks_write and num_nodes() > 1:
-            check_shared_folder(self.accelerator, self.hosts, self.folder)
-        if not due.complete():
-            resume.archive_stale_outputs(self.accelerator, self.cfg, start.checkpoint, self.metadata)
+            check_shared_folder(run.strategy.accelerator, self.hosts, self.folder)
+        if self.is_main and not due.complete():
+            resume.archive_stale_outputs(self.folder, start)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
@@ -72,15 +71,17 @@ class Checkpointer:
 
     def save(self) -> None:
         """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""
-        with self.meter.paused():
+        with self.run.meter.paused():
             self.state.finish_update(self.cfg.max_skipped_steps)
-            replica_check.check_replicas(self.strategy, self.model, self.state.step)
+            replica_check.check_replicas(self.run.strategy, self.run.model, self.state.step)
             self.due.last_save = (self.state.step, self.state.evaluated)
-            if position := getattr(self.datasets["train"], "position", None):  # the step alone does not determine it
+            if position := getattr(
+                self.run.datasets["train"], "position", None
+            ):  # the step alone does not determine it
                 self.state.stream = position(self.state.step, self.hosts)
             if self.due.finished() or self.due.best():
                 self._wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
-            meter = self.meter.state(self.hosts)
+            meter = self.run.meter.state(self.hosts)
             if self.writer.writes:
                 self._save(meter)
 
@@ -95,18 +96,18 @@ class Checkpointer:
         if is_late:
             warn(f"the checkpoint of step {state.step} is skipped: the one before it is still being written")
             return
-        tensors, numbers = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
+        tensors, numbers = checkpoint_format.collect_tensors(self.run.strategy, self.run.model, self.parts)
         error = writer.disk_error(tensors) if self.is_main else None
         [is_full] = self._any_writer([error is not None])
         if error:
             writer.save_failed(state.step, error)
         if is_full:
             return
-        copying = time.perf_counter()
+        copying, scaler = time.perf_counter(), self.run.strategy.accelerator.scaler
         host = writer.copy_to_host(tensors)
         copying = time.perf_counter() - copying
-        scaler = self.accelerator.scaler.state_dict() if self.accelerator.scaler is not None else None
-        saved = {"progress": self._progress(), "meter": meter, "scaler": scaler, "numbers": numbers} | self.metadata
+        saved = {"progress": self._progress(), "meter": meter, "numbers": numbers} | self.metadata
+        saved["scaler"] = scaler.state_dict() if scaler is not None else None
         writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began, copying)
 
     def _progress(self) -> dict:
@@ -119,7 +120,7 @@ class Checkpointer:
         self._wait_on_all_ranks()
         lines = set()
         if self.writer.writes:
-            tensors, numbers = checkpoint_format.collect_tensors(self.strategy, self.model, self.parts)
+            tensors, numbers = checkpoint_format.collect_tensors(self.run.strategy, self.run.model, self.parts)
             for part, named in self.writer.copy_to_host(tensors).items():
                 for name, value in named.items():
                     digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
@@ -166,43 +167,57 @@ class Checkpointer:
     def write_final(self) -> None:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.
 
-        If the best checkpoint is gone, final/ holds the last step. The average of a technique with the option `final`
-        replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
-        state, writer, final, best = self.state, self.writer, self.techniques.final, None
-        if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 first lowers its scale
+        If the best checkpoint is gone or damaged, final/ holds the last step. The average of a technique with the option
+        `final` replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
+        state, writer, final = self.state, self.writer, self.folder / "final"
+        if (
+            state.skipped and not state.updates and self.run.strategy.accelerator.scaler is None
+        ):  # fp16 lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
                 "trained, and final/ is not written. Lower learning_rate, or check the examples named in logs/"
             )
         self._wait_on_all_ranks()
-        if self.is_main and self.cfg.metric_for_best_model and state.best_step not in (0, state.step):
-            best = checkpoint_list.checkpoint_of_step(self.folder, state.best_step)
-        if best and final:
-            writer.verify(best)
-        self._wait_on_all_ranks()
-        best = best if writer.intact else None
-        writer.final_step = state.best_step if best else state.step
-        is_done = self.is_main and final_model.is_intact(self.folder / "final", writer.final_step)
+        best = self._intact_best()
+        self.final_step = state.best_step if best else state.step
         if writer.writes:
-            is_done, is_copy = self._any_writer([is_done, best is not None])
-            source = checkpoint_list.checkpoint_of_step(self.folder, state.best_step) if is_copy else None
-            if self.techniques.load_final(partial(checkpoint_format.load_part, source) if source else None):
-                self.average, is_copy = final, False
-            if not is_done and is_copy and self.is_main:
-                last = checkpoint_list.checkpoint_of_step(self.folder, state.step)
-                writer.copy_final([best, last], state, self.metadata["config"])
-            elif not is_done and not is_copy:
-                writer.write_final(self._final_tensors(), state, self.metadata["config"], self.average)
+            [is_done] = self._any_writer([self.is_main and final_model.is_intact(final, self.final_step)])
+            if self.techniques.load_final(partial(checkpoint_format.load_part, best) if best else None):
+                self.average, best = self.techniques.final, None
+            if not is_done:
+                self._start_final(final, best)
         self._finish_writing()
         if self.is_main and self.due.complete() and not self.cfg.smoke:
             self.of_addons = [use_final(self.cfg) for use_final in functions_of_addons(self.cfg, "final_is_written")]
 
-    def _final_tensors(self) -> Tensors | None:
-        """Return this rank's share of a sharded model's weights in host memory; None if the model is not sharded."""
-        if self.writer.is_sharded:
-            return self.writer.copy_to_host(checkpoint_format.collect_tensors(self.strategy, self.model, {})[0])[
-                "model"
-            ]
+    def _intact_best(self) -> Path | None:
+        """Return the best checkpoint, if it is undamaged and not the last one, on the ranks that write; a collective."""
+        intact, step = [], self.state.best_step
+        is_older = bool(self.cfg.metric_for_best_model) and step not in (0, self.state.step)
+        best = checkpoint_list.checkpoint_of_step(self.folder, step) if is_older and self.writer.writes else None
+        if best and self.is_main:
+            self.writer.start(lambda: intact.append(final_model.is_usable(best)))
+        self._wait_on_all_ranks()
+        return best if self.writer.writes and self._any_writer([any(intact)])[0] else None
+
+    def _start_final(self, final: Path, best: Path | None) -> None:
+        """Start writing final/ from the checkpoint `best`, else from the model in memory, on the ranks that write."""
+        run, writer, step, tensors = self.run, self.writer, self.final_step, None
+        if best is None and writer.is_sharded:
+            tensors = writer.copy_to_host(checkpoint_format.collect_tensors(run.strategy, run.model, {})[0])["model"]
+
+        def write(folder: Path) -> None:
+            if best is not None:
+                final_model.copy_model(best, folder)
+            else:
+                model_folder.write_model(run.model, folder, tensors, writer.rank, writer.world)
+
+        def complete(folder: Path) -> bool:
+            final_model.write_card(folder, run, self.metadata["config"], step, self.average)
+            return model_folder.change_final_model(folder, run.task)
+
+        if best is None or self.is_main:
+            writer.start(lambda: writer.publish(final, write, step, complete, alone=best is not None))
 
     def _finish_writing(self) -> bool:
         """Wait until no rank writes; return True on every rank if the last checkpoint was saved."""
@@ -217,7 +232,7 @@ class Checkpointer:
 
     def summary(self) -> str:
         """Return lines about early stopping, the best model, the pauses for saving, and the upload."""
-        best = final_model.best(self.cfg, self.state, self.writer.final_step, self.average)
+        best = final_model.best_sentence(self.cfg, self.state, self.final_step, self.average)
         lines = [self.due.early_stop_message(), best, self.writer.summary(), *self.of_addons]
         return "\n".join(line for line in lines if line)
 
@@ -225,10 +240,10 @@ class Checkpointer:
         """Return the task's sample from the model in final/, on the main process; warn if the sample fails."""
         if not self.is_main or self.writer.is_sharded:
             return None
-        model = self.task.saved(self.model.model) if self.writer.final_step == self.state.step else None
-        final = self.folder / "final"
-        return call_or_warn("the sample", final_model.sample, self.task, model, final, self.accelerator.device)
+        task, device = self.run.task, self.run.strategy.accelerator.device
+        model = task.saved(self.run.model.model) if self.final_step == self.state.step else None
+        return call_or_warn("the sample", final_model.sample, task, model, self.folder / "final", device)
 
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""
-        return self.due.outcome() | {"final_step": self.writer.final_step}
+        return self.due.outcome() | {"final_step": self.final_step}

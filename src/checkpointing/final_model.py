@@ -1,69 +1,23 @@
-"""The folder final/: the best or last model, its model card, and a sample from it.
+"""The folder final/: the best or last model, its model card, the configuration of its run, and a sample from it.
 
-Tests: tests/checkpointing/test_best_model.py.
+Tests: tests/checkpointing/test_best_model.py, tests/config/test_foreign_code.py.
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
 
 from src.checkpointing.checkpoint_list import read_state
+from src.config.addons import functions_of_addons
 from src.config.errors import warn
+from src.config.redact import redact_all
 from src.config.schema import RunConfig
-from src.runtime.console import number
-from src.storage import atomic_folder, jsonl
-from src.storage.disk_errors import DiskError
-from src.training.train_state import TrainState
+from src.storage import atomic_folder
+from src.training.train_state import Run, TrainState
 
-
-def best(cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> str:
-    """Return a sentence about the best step, `held`, the step in final/, and the technique with the average that final/ holds.
-
-    Return an empty string without metric_for_best_model and average."""
-    what = f"the average ({average}) of " if average else ""
-    if not held or not cfg.metric_for_best_model:
-        return f"final/ holds {what}step {held:,}" if held and average else ""
-    if not progress.best_step:
-        return (
-            f"no best step by {progress.best_metric} is known, so final/ holds {what}the last step, {progress.step:,}"
-        )
-    holds = f"final/ holds its average ({average})" if average else "final/ holds it"
-    if held != progress.best_step:
-        holds = f"its checkpoint is gone or damaged, so final/ holds {what}step {held:,}"
-    metric = f"{progress.best_metric} {progress.best}"
-    if average and not str(progress.best_metric).startswith(f"{average}/"):
-        metric += " (of other weights)"
-    return f"best: step {progress.best_step:,}, {metric}; {holds}"
-
-
-def complete_card(folder: Path, cfg: RunConfig, progress: TrainState, held: int, average: str = "") -> None:
-    """Append the sentences of best() and evaluation() to the model card."""
-    card = folder / "README.md"
-    for text in filter(None, (best(cfg, progress, held, average), evaluation(cfg, held, average))):
-        if card.exists():
-            card.write_text(f"{card.read_text()}\n{text[0].upper()}{text[1:]}.\n")
-
-
-def evaluation(cfg: RunConfig, held: int, average: str = "") -> str:
-    """Return the metrics of the evaluation at step `held`, or an empty string if there was none."""
-    lines = jsonl.read_lines(Path(cfg.output_dir, "metrics.jsonl"))
-    line = next((line for line in reversed(lines) if (line["kind"], line["step"]) == ("eval", held)), {})
-    prefix = f"{average}/" if average else ""
-    values = {name.removeprefix(prefix): v for name, v in line.items() if name.startswith(prefix)}
-    shown = [f"{k} {number(v)}" for k, v in values.items() if "/" not in k and k not in ("kind", "step")]
-    return f"evaluation at step {held:,}: {', '.join(shown)}" if shown else ""
-
-
-def publish_copy(
-    folder: Path, candidates: list[Path | None], write_card: Callable[[Path, int], None], mixed_precision: str
-) -> int:
-    """Copy the model of the first intact candidate to `folder`, without training state; return its step.
-
-    `write_card(folder, step)` adds the files that a checkpoint lacks."""
-    for checkpoint in filter(None, candidates):
-        if is_usable(checkpoint):
-            return _publish_copy(folder, checkpoint, write_card, mixed_precision)
-    raise DiskError(None, "no intact checkpoint to copy it from")
+RUN_CONFIG = "run_config.yaml"  # the configuration of the run, without credentials
 
 
 def is_intact(folder: Path, step: int) -> bool:
@@ -78,19 +32,52 @@ def is_usable(checkpoint: Path) -> bool:
     return not errors
 
 
-def _publish_copy(folder: Path, checkpoint: Path, write_card: Callable[[Path, int], None], mixed_precision: str) -> int:
-    state = read_state(checkpoint)
-    step = state["progress"]["step"]
+def copy_model(checkpoint: Path, folder: Path) -> None:
+    """Copy a checkpoint to `folder` without its training state."""
     training_state = ["state.json", atomic_folder.MANIFEST]
-    for part in state["numbers"]:
+    for part in read_state(checkpoint)["numbers"]:
         training_state += [f"{part}.safetensors", f"{part}-*-of-*.safetensors"]
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
 
-    def write(temporary: Path) -> None:
-        shutil.copytree(checkpoint, temporary, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
-        write_card(temporary, step)
 
-    atomic_folder.publish(folder, write, step=step, mixed_precision=mixed_precision)
-    return step
+def best_sentence(cfg: RunConfig, state: TrainState, final_step: int, average: str = "") -> str:
+    """Return a sentence about the best step and what final/ holds, the weights of `final_step` or their `average`.
+
+    Return an empty string without metric_for_best_model and average."""
+    if not final_step or not (cfg.metric_for_best_model or average):
+        return ""
+    holds = f"final/ holds {f'the average ({average}) of ' if average else ''}step {final_step:,}"
+    if not cfg.metric_for_best_model or not state.best_step:
+        return holds
+    return f"best: step {state.best_step:,}, {state.best_metric} {state.best}; {holds}"
+
+
+def write_card(folder: Path, run: Run, config: dict, final_step: int, average: str) -> None:
+    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
+    from transformers import PreTrainedModel
+
+    cfg, model = run.cfg, run.task.saved(run.model.model)
+    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    more = "".join(model_card(cfg) for model_card in functions_of_addons(cfg, "model_card"))
+    if best := best_sentence(cfg, run.state, final_step, average):
+        more += f"\n{best[0].upper()}{best[1:]}.\n"
+    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
+    data = ", ".join(_public_name(source) for source in sources if source)
+    base = cfg.model_name_or_path
+    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
+    (folder / "README.md").write_text(
+        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{more}"
+    )
+    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _public_name(source: str) -> str:
+    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source
 
 
 def sample(task, model, folder: Path, device) -> str | None:

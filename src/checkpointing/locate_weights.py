@@ -11,8 +11,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.checkpointing.checkpoint_list import list_checkpoints, newest_intact, read_state
-from src.checkpointing.model_folder import RUN_CONFIG
+from src.checkpointing.checkpoint_list import newest_intact, read_state
+from src.checkpointing.final_model import RUN_CONFIG
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import ASK
@@ -34,23 +34,18 @@ def locate_weights(name: str, field: str) -> Path:
     """Return the weights folder of `name`, which is a checkpoint, a final model or a run folder.
 
     In a run folder, use final/, else the newest intact checkpoint. Raise UsageError if the folder is damaged."""
-    if not name:
-        raise UsageError(
-            f"{field} is empty: give the folder of a run or a checkpoint; for other models give --model_name_or_path"
-        )
     folder = Path(locate(name))
-    found = next((f for f in (folder, folder / "final") if (f / "config.json").exists()), None) or newest_intact(folder)
-    if found is None:
-        checkpoints = list_checkpoints(folder)
-        damaged = f" with an intact checkpoint (0 of {len(checkpoints)} are intact)" if checkpoints else ""
+    models = (each for each in (folder, folder / "final") if (each / "config.json").exists())
+    weights = next(models, None) or newest_intact(folder)
+    if weights is None:
         raise UsageError(
-            f"{field}: {name} is neither a checkpoint nor a run{damaged}: give the folder of one; for other models "
-            "give --model_name_or_path"
+            f"{field}: {name} is neither a checkpoint nor a run with an intact checkpoint: give the folder of one; for "
+            "other models give --model_name_or_path"
         )
-    ours = (found / atomic_folder.MANIFEST).exists() or (found / "state.json").exists()
-    if ours and (errors := atomic_folder.verify(found)):
-        raise UsageError(f"{field}: {found} is damaged: {'; '.join(errors)}")
-    return found
+    is_ours = (weights / atomic_folder.MANIFEST).exists() or (weights / "state.json").exists()
+    if is_ours and (errors := atomic_folder.verify(weights)):
+        raise UsageError(f"{field}: {weights} is damaged: {'; '.join(errors)}")
+    return weights
 
 
 def warn_of_precision(cfg: RunConfig, accelerator: "Accelerator") -> None:
@@ -73,16 +68,16 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     use only fields that `from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--checkpoint", nargs="?", const="")
-    known, argv = parser.parse_known_args(argv)
-    if known.checkpoint is None:
+    checkpoint, argv = parser.parse_known_args(argv)
+    if (name := checkpoint.checkpoint) is None:
         return argv, None, None
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     if both := given & {"model_name_or_path", "model_config"}:
         raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
-    weights = locate_weights(known.checkpoint, "checkpoint")
-    values = _harmless_values(_read_config(known.checkpoint, weights), given)
+    weights = locate_weights(name, "checkpoint")
+    values = _harmless_values(_read_config(name, weights), given)
     values = _without_replaced_data(values, given)
-    values |= {"model_name_or_path": str(weights), "output_dir": str(_output_dir(known.checkpoint))}
+    values |= {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}
     return argv, values, _step_of_weights(weights)
 
 
@@ -98,10 +93,7 @@ def _read_config(name: str, weights: Path) -> dict:
     if folder != weights and (folder / "config.yaml").exists():
         return read_yaml(folder / "config.yaml")
     if (weights / "state.json").exists():
-        config = read_state(weights).get("config")
-        if not isinstance(config, dict):
-            raise UsageError(f"checkpoint: {weights / 'state.json'} has no configuration: was it saved by train.py?")
-        return config
+        return read_state(weights)["config"]
     if (weights / RUN_CONFIG).exists():
         return read_yaml(weights / RUN_CONFIG)
     raise UsageError(
@@ -115,9 +107,9 @@ def _harmless_values(config: dict, given: set[str]) -> dict:
     task, taken = config.get("task", RunConfig.task), {}
     if not isinstance(task, str) or task not in OPTIONS:
         raise UsageError(f"checkpoint: task: unknown value {task!r}; known tasks: {', '.join(OPTIONS)}")
-    for kind, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
-        defaults = dataclasses.asdict(kind())
-        for field in dataclasses.fields(kind):
+    for schema, default_rule in ((config_type(config), False), (OPTIONS[task](), ASK)):
+        defaults = dataclasses.asdict(schema())
+        for field in dataclasses.fields(schema):
             value = config.get(field.name)
             if field.name in given or value is None or value == defaults[field.name]:
                 continue
@@ -136,23 +128,15 @@ def _as_flag(value) -> str:
 
 
 def _without_replaced_data(values: dict, given: set[str]) -> dict:
-    """Return the values without data that flags replace, and without train_file if there is a validation_file.
+    """Return the values without the data of the run if flags name other data.
 
-    Held-out rows are rows of the training data, so other data has none."""
-    dropped = set()
-    if "dataset_name" in given:
-        dropped |= {"train_file", "validation_file", "dataset_split", "validation_split"}
-    if given & {"train_file", "validation_file"}:
-        dropped |= {"dataset_name", "dataset_config_name", "dataset_split"}
-    if "validation_file" in given:
-        dropped.add("validation_split")
-    if "validation_split" not in given | values.keys() - dropped:
+    train_file is used only for the rows held out of it: it may be a URL without its credentials."""
+    dropped = {"train_file"} if "validation_file" in values else set()
+    if "validation_split" not in given | values.keys():
         dropped.add("dataset_split")  # it names training data
-    if "dataset_name" in given and values.get("validation_split"):
-        flags = [f"--{name} {values[name]}" for name in ("dataset_split", "validation_split") if values.get(name)]
-        warn(f"dataset_name is given; to evaluate rows that this run has held out of it, give {' '.join(flags)}, too")
-    if "validation_file" in given | values.keys():
-        dropped.add("train_file")  # it may be a URL without its credentials
+    if given & {"dataset_name", "train_file", "validation_file"}:
+        dropped = {"dataset_name", "dataset_config_name", "dataset_split", "train_file", "validation_file"}
+        dropped.add("validation_split")
     return {name: value for name, value in values.items() if name not in dropped}
 
 

@@ -1,26 +1,20 @@
-"""Hugging Face model folder: weights, tokenizer, shard index, model card, configuration of the run.
+"""Hugging Face model folder: weights, tokenizer, shard index.
 
 Tests: tests/checkpointing/test_format.py, tests/distributed/test_fsdp2.py, tests/config/test_foreign_code.py.
 """
 
 import json
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import torch
-import yaml
 from safetensors import safe_open
 from safetensors.torch import save_file
 
 from src.checkpointing.sharded_checkpoint import file_name
 from src.config.addons import functions_of_addons
-from src.config.redact import redact_all
-from src.config.schema import RunConfig
 from src.runtime import private_apis
 from src.tasks import Task
 from src.training.step import ModelWithLoss
-
-RUN_CONFIG = "run_config.yaml"  # in final/: the configuration of the run, without credentials
 
 
 def write_model(
@@ -144,57 +138,9 @@ def write_index(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
 
 
-def write_final(
-    folder: Path,
-    cfg: RunConfig,
-    model_with_loss: ModelWithLoss,
-    tensors: dict[str, torch.Tensor] | None,
-    rank: int,
-    world: int,
-    config: dict,
-) -> None:
-    """Write weights, tokenizer, model card and the run's `config`; only one rank's shard if `world` > 1."""
-    write_model(model_with_loss, folder, tensors, rank, world)
-    if rank == 0:
-        write_card(folder, cfg, model_with_loss, config)
-
-
 def change_final_model(folder: Path, task: Task) -> bool:
     """Let add-ons change the written model in `folder`, such as merging an adapter; return whether one has done so."""
     functions = functions_of_addons(task.cfg, "change_final_model")
     for change in functions:
         change(folder, task)
     return bool(functions)
-
-
-def write_card(folder: Path, cfg: RunConfig, model_with_loss: ModelWithLoss, config: dict) -> None:
-    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
-    from transformers import PreTrainedModel
-
-    model = model_with_loss.task.saved(model_with_loss.model)
-    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
-    usage = ""
-    if not hasattr(model, "save_pretrained"):
-        usage = (
-            f"\nThe model is the torch module `{type(model).__name__}` of this task. `python eval.py --checkpoint FOLDER`, with "
-            "the code that trained it, evaluates it. In Python, build it from config.json and load the tensors of "
-            "model*.safetensors with `load_state_dict`.\n"
-        )
-    usage += "".join(model_card(cfg) for model_card in functions_of_addons(cfg, "model_card"))
-    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
-    data = ", ".join(_public_name(source) for source in sources if source)
-    base = cfg.model_name_or_path
-    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
-    (folder / "README.md").write_text(
-        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
-        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{usage}"
-    )
-    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
-    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
-
-
-def _public_name(source: str) -> str:
-    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
-    if "://" in source:
-        return Path(urlsplit(source).path).name or "a URL"
-    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source

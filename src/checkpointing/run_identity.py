@@ -1,17 +1,16 @@
-"""Run identity: everything that decides a run's numbers, and the id of the run. Refuses to resume another run.
+"""Run identity: everything that decides a run's numbers; refuses to resume another run, with a list of what differs.
 
 Tests: tests/checkpointing/test_run_identity.py.
 """
 
 import dataclasses
 import os
-import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import yaml
 
-from src.checkpointing.checkpoint_list import read_state, step_of
+from src.checkpointing.checkpoint_list import read_state
 from src.config.addons import config_type, follows_evaluations, missing_addon
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
@@ -33,7 +32,7 @@ def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict:
     """Return a run's identity besides its fields: contents of data and model, precision, number of processes."""
     return {
         "data": data_identity(splits["train"].stats),
-        "validation": data_identity(splits["validation"].stats) if "validation" in splits else None,
+        "validation": data_identity(splits["validation"].stats) if "validation" in splits else {},
         "mixed_precision": accelerator.mixed_precision,
         "processes": accelerator.num_processes,
     } | model_identity(cfg)
@@ -58,51 +57,25 @@ def model_identity(cfg: RunConfig) -> dict:
     return {"model": values | hashes, "model_commit": commit}
 
 
-def lineage(start: Path | None, is_same_run: bool) -> dict:
-    """Return the run's id, which never changes in its folder, and the checkpoint of another run it began from."""
-    if start and is_same_run:
-        return read_state(start)["lineage"]
-    began = None
-    if start:
-        manifest = atomic_folder.read_manifest(start).get("manifest")
-        began = {"checkpoint": str(start.resolve()), "manifest": manifest, "step": step_of(start)}
-    return {"run_id": uuid.uuid4().hex, "began_from": began}
-
-
-def read_lineage(checkpoint: Path) -> dict:
-    """Return the lineage in a checkpoint, {} for other folders."""
-    return atomic_folder.read_json(checkpoint / "state.json").get("lineage", {})
-
-
-# ---- what has changed since a checkpoint -----------------------------------------------------------------------------
-
-
-def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> list[str]:
+def check_same_run(checkpoint: Path, cfg: RunConfig, options, current: dict) -> list[str]:
     """Return the harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
 
-    `known` is the identity of this run. A changed field is refused unless it is declared may_change_on_resume."""
+    `current` is the identity of this run. A changed field is refused unless it is declared may_change_on_resume."""
     state = read_state(checkpoint)
-    if missing := known.keys() - state["identity"].keys():
-        raise UsageError(
-            f"resume: {checkpoint} does not record {', '.join(sorted(missing))}: another version of this code saved it; start "
-            f"a new run from its weights with --init_from {checkpoint}"
-        )
     if missing := [addon for name, value in state["config"].items() if value and (addon := missing_addon(name))]:
         raise UsageError(
             f"resume: {checkpoint} was trained with the add-on {missing[0]}, which is not here: restore it"
         )
-    # An add-on that only one of the two names counts, too.
-    kinds = (
-        config_type([*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]),
-        type(options),
-    )
-    was = _values(state["config"], state["identity"], kinds)
-    now = _values(yaml.safe_load(to_yaml(cfg, options)), known, kinds)
+    # The fields of an add-on that only one of the two runs names count, too.
+    names = [*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]
+    schemas = config_type(names), type(options)
+    was = _values(state["config"], state["identity"], schemas)
+    now = _values(yaml.safe_load(to_yaml(cfg, options)), current, schemas)
     changed = [name for name in was | now if was.get(name) != now.get(name) and name not in SILENT]
-    may_change = _may_change(cfg, kinds, was, now)
-    if "data" not in changed and not _has_same_rates(cfg, state, known["data"]["examples"]):
-        may_change -= {"max_steps", "num_train_epochs"}
-    diff = {name: f"{name}: {_short(was.get(name))} → {_short(now.get(name))}" for name in changed}
+    may_change = _may_change(cfg, schemas, was, now)
+    if "data.rows" not in changed and _has_same_rates(cfg, state, current["data"]["examples"]):
+        may_change |= {"max_steps", "num_train_epochs"}
+    diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
     if refused := [text for name, text in diff.items() if name not in may_change]:
         raise UsageError(
             f"{checkpoint.parent.parent} holds another run ({'; '.join(refused)}): to resume it, give the old values; to "
@@ -112,38 +85,30 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options, known: dict) -> li
     return [f"changed since {checkpoint.name}: {text}" for name, text in diff.items() if now.get(name) != "auto"]
 
 
-def _values(config: dict, content: dict, kinds: tuple[type, type]) -> dict:
+def _values(config: dict, content: dict, schemas: tuple[type, type]) -> dict:
     """Return all that a checkpoint records about its run as {name: value}; a field that it lacks had its default."""
-    defaults = dataclasses.asdict(kinds[0]()) | dataclasses.asdict(kinds[1]())
+    defaults = dataclasses.asdict(schemas[0]()) | dataclasses.asdict(schemas[1]())
     values = {name: config.get(name, default) for name, default in defaults.items()}
-    values["local_sgd_steps"] = config.get("local_sgd_steps")  # of earlier versions: such a run had other mathematics
-    values["parameter_groups"] = _with_order(values["parameter_groups"])
-    for addon in kinds[0].addons:
+    values["parameter_groups"] = str(
+        values["parameter_groups"]
+    )  # with its order: the first pattern that matches decides
+    for addon in schemas[0].addons:
         values = addon.identity(values) if hasattr(addon, "identity") else values
-    for split in ("data", "validation"):
-        if stats := content[split]:
-            count = "a stream" if stats["examples"] is None else f"{stats['examples']} rows"
-            values[split] = f"{count}, hash {stats['rows']}"
-            values |= {f"{split}.{name}": stats.get(name) for name in ("sample", "labels", "tokenizer_files")}
-    values |= {f"model.{name}": value for name, value in content["model"].items()}
+    for part in ("data", "validation", "model"):
+        values |= {f"{part}.{name}": value for name, value in content[part].items()}
     return values | {name: content[name] for name in ("model_commit", "mixed_precision", "processes")}
 
 
-def _with_order(value):
-    """Return a value that differs for another order of patterns: the first that matches a parameter decides."""
-    return list(value.items()) if isinstance(value, dict) else value
-
-
-def _may_change(cfg: RunConfig, kinds: tuple[type, type], was: dict, now: dict) -> set[str]:
+def _may_change(cfg: RunConfig, schemas: tuple[type, type], was: dict, now: dict) -> set[str]:
     """Return the names that may differ: the result does not depend on them, or on what one of the runs lacks."""
-    names = changeable_fields(*kinds) | {"model_commit", "processes"}
-    for addon in kinds[0].addons:
+    names = changeable_fields(*schemas) - {"max_steps", "num_train_epochs"} | {"model_commit", "processes"}
+    for addon in schemas[0].addons:
         names |= addon.may_change() if hasattr(addon, "may_change") else set()
     if follows_evaluations(cfg):
         names -= {"eval_steps", "metric_for_best_model", "greater_is_better"}
-    optional = ("validation", "data.sample", "data.labels", "data.tokenizer_files")
+    optional = {name for name in was | now if name.startswith(("data.", "validation."))}
     names |= {name for name in optional if was.get(name) is None or now.get(name) is None}
-    if not now["data"].startswith("a stream"):  # a stream reads with the tokenizer's files
+    if now["data.examples"] is not None:  # not a stream, which reads with the tokenizer's files
         names.add("data.tokenizer_files")
     if was["model_commit"] and was["model_commit"] == now["model_commit"]:
         names.add("model_revision")
@@ -166,8 +131,3 @@ def _has_same_rates(cfg: RunConfig, state: dict, examples: int) -> bool:
     done = progress["updates"]
     sampled = {*range(min(done, 1000)), *range(max(0, done - 1000), done)}  # of a long run, the first and last 1,000
     return all(old_rate(update) == new_rate(update) for update in sampled)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 200 else f"{text[:200]}…"

@@ -64,8 +64,8 @@ def assign_tensors_to_ranks(tensors: dict[str, dict], world: int) -> dict[tuple[
 
 def _layer(name: str) -> str:
     """Return a parameter name up to its first number, which is the layer index, or the whole name without one."""
-    found = re.match(r".*?\.\d+(?=\.)", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match[0] if match else name
 
 
 class ShardWriters(NamedTuple):
@@ -159,7 +159,7 @@ class TensorReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._slice(name).get_shape())
 
-    def whole(self, name: str) -> torch.Tensor:
+    def full(self, name: str) -> torch.Tensor:
         """Return the full tensor, copied out of the memory-mapped file."""
         rows = self._slice(name)
         value = (rows[:] if rows.get_shape() else self.file.get_tensor(name)).clone()
@@ -174,12 +174,12 @@ class TensorReader:
 
         rows = self._slice(name)
         if not isinstance(parameter, DTensor) or self.shape(name) != tuple(parameter.shape):
-            return self.whole(name)
-        mesh, placements, own = parameter.device_mesh, parameter.placements, parameter.to_local()
+            return self.full(name)
+        mesh, placements, local = parameter.device_mesh, parameter.placements, parameter.to_local()
         slices = private_apis.local_slices(parameter)
         shape = [part.stop - part.start for part in slices]
-        local = rows[slices].clone() if all(shape) else torch.empty(shape, dtype=own.dtype)
-        self.mapped += local.nbytes
+        value = rows[slices].clone() if all(shape) else torch.empty(shape, dtype=local.dtype)
+        self.mapped += value.nbytes
         return DTensor.from_local(
-            local.to(own.device), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+            value.to(local.device), mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
         )

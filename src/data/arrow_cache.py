@@ -23,8 +23,8 @@ from src.data.dataset_folder import refuse_files_outside, unread_files
 from src.data.file_errors import describe_file_error, explain_read_error
 from src.data.row_errors import locate_row
 from src.data.sources import Source
-from src.download.cache_folder import cache_root
 from src.storage import disk_errors
+from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork, write_atomic
 
 if TYPE_CHECKING:

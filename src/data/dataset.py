@@ -22,9 +22,9 @@ from src.data.prepared_pieces import STATS
 from src.data.prepared_split import Split
 from src.data.preprocessing import prepare_rows
 from src.data.sources import Source, fetch_source, find_sources
-from src.download.cache_folder import cache_root
 from src.runtime import console
 from src.runtime.exit_codes import run_main
+from src.storage.cache_folder import cache_root
 from src.storage.disk_errors import is_unwritable
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, Task, make_task

@@ -24,8 +24,8 @@ from src.data.arrow_columns import has_media, keep_encoded, refuse_mixed_types
 from src.data.encode_fingerprint import encode_fingerprint
 from src.data.prepared_pieces import STATS, write_piece, write_stats
 from src.data.sources import Source
-from src.download.cache_folder import cache_root
 from src.runtime import console
+from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks import Task
 

@@ -1,6 +1,6 @@
 """Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
 
-Tests: tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/storage/test_http_files.py and tests/config/test_bad_input.py.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.data.dataset_spec import DatasetSpec, dataset_specs
 from src.data.local_files import BUILDERS, expand, is_empty, list_folder
-from src.download import http_files, hub, samples
-from src.download.cache_folder import cache_root
+from src.storage import http_files, hub
+from src.storage.cache_folder import cache_root, sample_folder
 from src.storage.shared_work import SharedWork
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
             raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
         return replace(source, builder=BUILDERS[kinds.pop()])
     name = str(spec.name)  # a spec without files has a name
-    folder = samples.sample_folder(name, cache) or locate(name)
+    folder = sample_folder(name, cache) or locate(name)
     source = Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
     source = replace(source, dataset_split=spec.dataset_split)
     if not os.path.isdir(folder):

@@ -38,8 +38,8 @@ def update_all(optimizer: torch.optim.Optimizer) -> None:
     private_apis.skip_update_on_device(optimizer, None)
     mixed = []
     for group in optimizer.param_groups if type(optimizer) is torch.optim.SGD else ():
-        known = {p in optimizer.state for p in group["params"] if p.grad is not None}
-        mixed += [group] if group["fused"] and group["momentum"] and len(known) == 2 else []
+        has_state = {p in optimizer.state for p in group["params"] if p.grad is not None}
+        mixed += [group] if group["fused"] and group["momentum"] and len(has_state) == 2 else []
     for group in mixed:
         group["fused"] = False
     optimizer.step()
@@ -59,18 +59,18 @@ def flatten(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any
     Raise UsageError for what no checkpoint can hold."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     name_of = dict(zip(map(id, parameters), names, strict=True))
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for owner, state in optimizer.state.items():
         if id(owner) not in name_of:
             raise UsageError("optim: the state of the optimizer has an entry that belongs to no parameter")
         for key, value in state.items():
-            _add(found, str(key), name_of[id(owner)], value)
+            _add(flat, str(key), name_of[id(owner)], value)
     if not is_simple(optimizer):
         for index, group in enumerate(optimizer.param_groups):
             for key, value in group.items():
                 if key not in NOT_STATE and _is_value(value):
-                    _add(found, key, f"param_groups[{index}]", value)
-    return found
+                    _add(flat, key, f"param_groups[{index}]", value)
+    return flat
 
 
 def _is_value(value: Any) -> bool:
@@ -79,23 +79,23 @@ def _is_value(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
 
 
-def _add(found: dict[str, Any], key: str, name: str, value: Any) -> None:
+def _add(flat: dict[str, Any], key: str, name: str, value: Any) -> None:
     """Add one value of the state: a tensor or number as it is, anything else as JSON that names its tensors."""
     if isinstance(value, torch.Tensor):
-        found[f"{key}/{name}"] = value
+        flat[f"{key}/{name}"] = value
     else:
-        found[f"{key}/{name}"] = _to_json(found, key, name, value)
+        flat[f"{key}/{name}"] = _to_json(flat, key, name, value)
 
 
-def _to_json(found: dict[str, Any], key: str, name: str, value: Any) -> Any:
+def _to_json(flat: dict[str, Any], key: str, name: str, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        found[f"{key}/{name}"] = value
+        flat[f"{key}/{name}"] = value
         return {"tensor": key}
     if isinstance(value, list | tuple):
-        parts = [_to_json(found, f"{key}.{index}", name, part) for index, part in enumerate(value)]
+        parts = [_to_json(flat, f"{key}.{index}", name, part) for index, part in enumerate(value)]
         return {type(value).__name__: parts}
     if isinstance(value, dict) and all(isinstance(part, str) for part in value):
-        return {"dict": {part: _to_json(found, f"{key}.{part}", name, content) for part, content in value.items()}}
+        return {"dict": {part: _to_json(flat, f"{key}.{part}", name, content) for part, content in value.items()}}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": str(value)}
     if value is None or isinstance(value, bool | int | float | str):
@@ -110,16 +110,16 @@ def restore(optimizer: torch.optim.Optimizer, names: list[str], reader: Any, num
     """Set the state from what `flatten` returned: `reader` reads the tensors, `numbers` holds the rest."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parameter_of = dict(zip(names, parameters, strict=True))
-    found: dict[str, dict[str, Any]] = {}
+    by_name: dict[str, dict[str, Any]] = {}
     for path in [*reader.where, *numbers]:
         key, name = path.split("/", 1)
         value = numbers[path] if path in numbers else reader.like(path, parameter_of.get(name))
-        found.setdefault(name, {})[key] = value
+        by_name.setdefault(name, {})[key] = value
     for index, group in enumerate(optimizer.param_groups):
-        for key, value in _nested(found.pop(f"param_groups[{index}]", {})).items():
+        for key, value in _nested(by_name.pop(f"param_groups[{index}]", {})).items():
             group[key] = value
     states = {}
-    for name, flat in found.items():
+    for name, flat in by_name.items():
         place = _placement(parameter_of[name], optimizer)
         states[name] = _nested({key: place(key, value) for key, value in flat.items()})
     if is_simple(optimizer):
@@ -157,15 +157,15 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        [(kind, content)] = value.items()
-        if kind == "tensor":
+        [(type_name, content)] = value.items()
+        if type_name == "tensor":
             used.add(content)
             return flat[content]
-        if kind == "float":
+        if type_name == "float":
             return float(content)
-        if kind == "dict":
+        if type_name == "dict":
             return {key: build(part) for key, part in content.items()}
-        return [build(part) for part in content] if kind == "list" else tuple(build(part) for part in content)
+        return [build(part) for part in content] if type_name == "list" else tuple(build(part) for part in content)
 
     built = {key: build(value) for key, value in flat.items()}
     return {key: value for key, value in built.items() if key not in used}

@@ -12,8 +12,8 @@ from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, did_you_mean, one_line, warn
 from src.config.paths import not_found_locally, plain_name, read_yaml
 from src.config.schema import RunConfig
-from src.download import fetch_records, hub
-from src.download.cache_folder import cache_root
+from src.storage import hub
+from src.storage.cache_folder import cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -39,7 +39,7 @@ def model_folder(cfg: RunConfig, name: str, field: str = "model_name_or_path", w
 def pretrained_source(cfg: RunConfig) -> tuple[Path, str | None]:
     """Return (folder of the pretrained model, its commit or None). Only a model from the Hub has a commit."""
     folder = Path(model_folder(cfg, str(cfg.model_name_or_path)))
-    record = fetch_records.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
+    record = hub.records.get(f"model {cfg.model_name_or_path}@{cfg.model_revision}", {})
     return folder, record.get("commit")
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from src.config.errors import UsageError, one_line
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
-from src.download.cache_folder import cache_root
-from src.download.samples import sample_tokenizer
 from src.models.load_config import check_fit, load_config, model_folder
+from src.storage.cache_folder import cache_root, sample_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

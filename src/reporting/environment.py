@@ -18,8 +18,7 @@ from src.config.redact import redact, redact_all
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.strategies import Strategy
-from src.download import fetch_records
-from src.storage import atomic_folder
+from src.storage import atomic_folder, hub
 
 MAX_DIFF = 5_000_000  # characters of code.diff
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
@@ -37,7 +36,7 @@ def write_environment(folder: Path, strategy: Strategy, cfg: RunConfig, unit: st
         "git_commit": commit,
         "git_dirty": bool(diff) if commit else None,
         "command": redact_all(sys.argv),
-        "fetched": redact_all(fetch_records.records),
+        "fetched": redact_all(hub.records),
         **topology(strategy, cfg),
         "unit": unit,
         "starts": [*starts, {"step": step, "world_size": world_size, "time": time.time()}],

@@ -50,14 +50,14 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_manifest(folder: Path, known: dict[str, dict], metadata: dict) -> None:
-    """Hash the files that are not in `known`, write the manifest, and fsync everything."""
+def _write_manifest(folder: Path, entries: dict[str, dict], metadata: dict) -> None:
+    """Hash the files that are not in `entries`, write the manifest, and fsync everything."""
     files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
     _follow_umask(list(files.values()), folder)
-    entries = {name: known.get(name) or hash_file(path) for name, path in files.items()}
-    body = {"hash": "xxh3_128", "about": metadata, "files": entries}
+    all_entries = {name: entries.get(name) or hash_file(path) for name, path in files.items()}
+    body = {"hash": "xxh3_128", "about": metadata, "files": all_entries}
     (folder / MANIFEST).write_text(json.dumps(body | {"manifest": _digest(body)}, indent=1))
-    for path in [path for name, path in files.items() if name not in known]:
+    for path in [path for name, path in files.items() if name not in entries]:
         fsync(path)
     fsync(folder / MANIFEST)
     for path in [*(path for path in folder.rglob("*") if path.is_dir()), folder]:
@@ -75,7 +75,7 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
                 path.chmod(mode)
 
 
-def remove_leftovers(parent: Path, name: str) -> None:
+def remove_unfinished(parent: Path, name: str) -> None:
     """Undo a `publish` of a folder `name` (a pattern) that was killed between its two renames; remove unfinished ones.
 
     Other hidden files in `parent` are the user's. Call this only in the process that holds the run lock, so that nothing

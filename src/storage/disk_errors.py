@@ -34,6 +34,6 @@ def is_disk_error(error: BaseException) -> bool:
     if isinstance(error, DiskError):
         return True
     number = error.errno if isinstance(error, OSError) else None
-    if found := re.search(r"os error (\d+)", str(error)):  # safetensors wraps an OSError in a SafetensorError
-        number = int(found[1])
+    if wrapped := re.search(r"os error (\d+)", str(error)):  # safetensors wraps an OSError in a SafetensorError
+        number = int(wrapped[1])
     return number in NUMBERS

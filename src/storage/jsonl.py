@@ -62,15 +62,15 @@ class JsonlWriter:
 
 def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
     """Return the JSON objects that have a `step` and all required keys; skip unreadable lines."""
-    found = []
+    lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
             line = json.loads(text)
         except ValueError:
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= set(required):
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:

@@ -89,11 +89,15 @@ class TrainState:
                 "check the examples named above and in logs/; the same command resumes from the last checkpoint"
             )
 
+    def forget_best(self) -> None:
+        """Start the comparison of evaluations over."""
+        self.best, self.best_step, self.evals_without_improvement = None, 0, 0
+
     def use_metric(self, cfg: RunConfig) -> None:
         """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
         name, greater = best_by(cfg)
         if self.best_metric is not None and (self.best_metric, self.best_greater) != (name, greater):
-            self.best, self.best_step, self.evals_without_improvement = None, 0, 0
+            self.forget_best()
         self.best_metric, self.best_greater = name, greater
 
     def update_best(self, metrics: dict, cfg: RunConfig) -> None:

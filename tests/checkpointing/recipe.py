@@ -46,10 +46,10 @@ def identity_of(argv: list, **changes) -> dict:
     return run_identity.identity(launch, cfg, splits) | changes
 
 
-def find(folder: Path, argv: list, known: dict | None = None) -> resume.ResumePoint:
-    """Return what the main process would resume from."""
+def find(folder: Path, argv: list, known: dict | None = None) -> tuple[Path | None, list[str]]:
+    """Return what the main process would resume from, and its messages about that."""
     cfg, options = parsing.parse([*map(str, argv), "--output_dir", str(folder)], OPTIONS)
-    return resume.find(cfg, options, known or identity_of(argv))
+    return resume.find_checkpoint(cfg, options, known or identity_of(argv))
 
 
 def at_step(number: int) -> Path:

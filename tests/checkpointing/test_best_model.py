@@ -1,6 +1,5 @@
 """The best model: saved when it is evaluated, kept, exported to final/, and reported."""
 
-import re
 import shutil
 from pathlib import Path
 
@@ -58,15 +57,9 @@ def test_final_is_the_best_checkpoint_and_is_reported(done, tmp_path):
     assert (status["best_step"], status["best_metric"], status["best_value"]) == (3, "loss", best["loss"])
     assert (best["step"], status["stopped_early"]) == (3, False)
     for text in (printed(done.folder), (done.folder / "final" / "README.md").read_text()):
-        assert f"est: step 3, loss {best['loss']}; final/ holds it" in text
-        assert re.search(rf"valuation at step 3: loss {best['loss']:.4f}, weight [\d,.]+, examples \d+", text)
+        assert f"est: step 3, loss {best['loss']}; final/ holds step 3" in text
     found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", done.folder)
     assert (found["step"], found["loss"]) == (3, best["loss"])
-
-
-def test_same_command_again_keeps_the_best_model(tiny, done, copy):
-    shutil.copytree(done.folder / "final", copy / "final")
-    check_best(kit.run_training(1, copy, *flags(tiny)))
 
 
 def test_final_of_shards_is_the_best_checkpoint(tiny, tmp_path):
@@ -74,22 +67,19 @@ def test_final_of_shards_is_the_best_checkpoint(tiny, tmp_path):
     check_best(kit.run_training(2, tmp_path / "run", *flags(tiny), env=env))
 
 
-@pytest.mark.parametrize("lost", ["metrics.jsonl", "nothing"])
-def test_best_checkpoint_survives_a_kill_and_lost_metrics(tiny, tmp_path, lost):
+def test_best_checkpoint_survives_a_kill_and_lost_metrics(tiny, tmp_path):
     run = tmp_path / "run"
     train_until_killed(8, 1, run, *flags(tiny, save_steps=5))
-    (run / lost).unlink(missing_ok=True)
+    (run / "metrics.jsonl").unlink()
     check_best(kit.run_training(1, run, *flags(tiny, save_steps=5)))
 
 
-@pytest.mark.parametrize("how", ["renamed", "deleted", "damaged"])
+@pytest.mark.parametrize("how", ["renamed", "damaged"])
 def test_final_without_the_best_checkpoint_is_the_last_step(tiny, copy, how):
     """A renamed checkpoint is still found."""
     best = copy / at_step(3)
     if how == "renamed":
         best.rename(best.with_name("good"))
-    elif how == "deleted":
-        shutil.rmtree(best)
     else:
         recipe.DAMAGE["first bit flipped"](best / "model.safetensors")
     run = kit.run_training(1, copy, *flags(tiny))

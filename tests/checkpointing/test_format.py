@@ -1,24 +1,15 @@
 """The contents of a checkpoint: safetensors and JSON, canonical names, everything that training needs."""
 
 import json
-import os
 import shutil
-from dataclasses import asdict
 
 import pytest
 import torch
-from accelerate import Accelerator
 
 import train
-from src.checkpointing import checkpoint_format, checkpoint_list
-from src.checkpointing.host_copy import HostCopy
-from src.config.schema import RunConfig
+from src.checkpointing import checkpoint_list
+from src.checkpointing.checkpoint_format import HostCopy
 from src.distributed import init_accelerator
-from src.distributed.strategies import make_strategy
-from src.storage import atomic_folder
-from src.tasks import base
-from src.training.step import ModelWithLoss
-from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
 from tests.helpers import kit
@@ -51,31 +42,6 @@ def test_names_are_canonical_and_tied_weights_stored_once(straight):
         assert torch.equal(moments["step/transformer.wte.weight"], torch.tensor(12.0))
 
 
-def test_progress_is_a_few_integers(straight):
-    progress = checkpoint_list.read_state(straight[1].folder / at_step(12))["progress"]
-    assert {name: progress[name] for name in ("step", "updates", "skipped")} == {
-        "step": 12,
-        "updates": 12,
-        "skipped": 0,
-    }
-
-
-def test_kill_while_files_are_written_leaves_no_checkpoint(tiny, straight, tmp_path, monkeypatch):
-    original = checkpoint_format.save_file
-
-    def die(tensors, path):
-        return os._exit(9) if "step_00000008" in str(path) else original(tensors, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_format, "save_file", die)
-        with pytest.raises(kit.RankFailed):
-            kit.run_training(1, tmp_path / "run", *recipe.flags(tiny))
-    left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert left == [".step_00000008.tmp", "step_00000004"]
-    assert checkpoint_list.newest_intact(tmp_path / "run").name == "step_00000004"
-    assert recipe.same_run(kit.run_training(1, tmp_path / "run", *recipe.flags(tiny)), straight[1])
-
-
 # ---- the host copy -----------------------------------------------------------------------------------------------------
 
 
@@ -93,83 +59,6 @@ def test_host_copy_holds_tied_tensors_once_and_reuses_its_memory():
     second = copy.take(tensors)
     assert [value.data_ptr() for named in second.values() for value in named.values()] == addresses
     assert second["model"]["a"][1, 2] == 50
-
-
-# ---- further parts -----------------------------------------------------------------------------------------------------
-
-
-def trainable(tied: bool) -> tuple[ModelWithLoss, dict]:
-    """Return a small model, and its optimizer and averaged weights as the parts of a checkpoint."""
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    config = AutoConfig.for_model(**kit.TINY, tie_word_embeddings=tied)
-    model_with_loss = ModelWithLoss(AutoModelForCausalLM.from_config(config), task=base.Task(RunConfig(), None))
-    average = AveragedModel(model_with_loss.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    optimizer = torch.optim.AdamW(model_with_loss.model.parameters(), lr=0.1)
-    return model_with_loss, {"optimizer": optimizer, "average": average}
-
-
-class Meter:
-    def resume(self, state):
-        self.state = state
-
-
-def _save_and_load_averaged_weights(tmp_path, tied: bool) -> None:
-    """Assert in a process of its own, because an Accelerator is a state of the whole process."""
-    model_with_loss, parts = trainable(tied)
-    for n in range(3):
-        ids = torch.arange(8)[None] + n
-        model_with_loss.model(input_ids=ids, labels=ids).loss.backward()
-        parts["optimizer"].step()
-        parts["optimizer"].zero_grad()
-        parts["average"].update_parameters(model_with_loss.model)
-    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
-    tensors, numbers = checkpoint_format.collect_tensors(strategy, model_with_loss, parts)
-    assert tensors.keys() == {"model", "optimizer", "average"}
-    host = HostCopy().take(tensors)
-    state = {"progress": asdict(TrainState(step=3)), "meter": {}, "scaler": None, "numbers": numbers}
-    atomic_folder.publish(
-        tmp_path / "step", lambda f: checkpoint_format.write_checkpoint(f, model_with_loss, host, state)
-    )
-    assert atomic_folder.verify(tmp_path / "step") == []
-
-    other, fresh = trainable(tied)
-    assert not kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
-    checkpoint_format.load_checkpoint(tmp_path / "step", strategy, other, fresh, Meter())
-    assert kit.same(parts["average"].state_dict(), fresh["average"].state_dict())
-    assert fresh["average"].n_averaged == 3
-    average = fresh["average"].module
-    assert (average.lm_head.weight is average.transformer.wte.weight) == tied
-    one, two = (part["optimizer"].state_dict()["state"] for part in (parts, fresh))
-    assert one.keys() == two.keys()
-    assert all(kit.same(one[index], two[index]) for index in one)
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_averaged_weights_are_saved_and_restored(tmp_path, tied):
-    kit.spawn(1, _save_and_load_averaged_weights, tmp_path, tied, out=tmp_path / "out")
-
-
-# ---- checkpoints of older versions -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rollbacks", [[], [{"step": 2, "to": 1}]])
-def test_fields_of_older_versions_are_ignored_if_empty(tiny, straight, interrupted, tmp_path, rollbacks):
-    """`rollbacks` was a field of the training state."""
-    folder = interrupted()
-    checkpoint, old = folder / at_step(8), tmp_path / "old"
-    shutil.copytree(checkpoint, old, ignore=shutil.ignore_patterns("manifest.json"))
-    state = json.loads((old / "state.json").read_text())
-    state["progress"]["rollbacks"] = rollbacks
-    (old / "state.json").write_text(json.dumps(state))
-    atomic_folder.publish(checkpoint, lambda path: shutil.copytree(old, path, dirs_exist_ok=True) and None, step=8)
-    if rollbacks:
-        with pytest.raises(kit.RankFailed, match="holds rollbacks, which this version of the code no longer supports"):
-            kit.run_training(1, folder, *recipe.flags(tiny))
-    else:
-        assert recipe.same_run(kit.run_training(1, folder, *recipe.flags(tiny)), straight[1])
 
 
 # ---- the gradient scaler of fp16 ---------------------------------------------------------------------------------------

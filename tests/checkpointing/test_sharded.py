@@ -3,7 +3,6 @@
 import json
 import os
 import threading
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,7 @@ from tests.helpers import kit
 # ---- which rank writes what --------------------------------------------------------------------------------------------
 
 
-def held(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
+def tensors_of_model(layers: int = 5, tied: bool = False) -> dict[str, dict[str, torch.Tensor]]:
     """Return the tensors of a small model and its optimizer as collect_tensors gives them."""
     shapes = {"model.embed_tokens.weight": (50, 8), "model.norm.weight": (8,), "lm_head.weight": (50, 8)}
     for layer in range(layers):
@@ -43,11 +42,11 @@ def layer_of(name: str) -> str:
     return ".".join(words[:3]) if "layers" in words else ".".join(words)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 9, 30])
+@pytest.mark.parametrize("world", [1, 2, 3, 30])
 @pytest.mark.parametrize("tied", [False, True])
 def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
     """Each rank computes the writers alone: the order of the tensors must not matter."""
-    tensors = held(tied=tied)
+    tensors = tensors_of_model(tied=tied)
     writer = assign_tensors_to_ranks(tensors, world)
     backwards = {part: dict(reversed(named.items())) for part, named in tensors.items()}
     assert tied or assign_tensors_to_ranks(backwards, world) == writer
@@ -65,7 +64,7 @@ def test_each_tensor_has_one_writer_and_layers_stay_whole(world, tied):
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_writers_are_balanced_by_size(world):
-    tensors, loads, layers = held(layers=20), [0] * world, {}
+    tensors, loads, layers = tensors_of_model(layers=20), [0] * world, {}
     for (part, name), rank in assign_tensors_to_ranks(tensors, world).items():
         loads[rank] += tensors[part][name].nbytes
         layers[layer_of(name)] = layers.get(layer_of(name), 0) + tensors[part][name].nbytes
@@ -132,21 +131,13 @@ def test_error_of_a_rank_reaches_the_main_process(tmp_path, error):
     assert [path.name for path in tmp_path.iterdir()] == ["parts"]
 
 
-@pytest.mark.parametrize("left", ["nothing", "a file without an outcome"])
-def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path, left):
-    if left != "nothing":
-        (tmp_path / "parts" / "1").mkdir(parents=True)
-        writes(1)(tmp_path / "parts" / "1")
-    began = time.monotonic()
+def test_silent_rank_is_not_waited_for_longer_than_patience(tmp_path):
+    """It has written a file, but not that its files are complete."""
+    (tmp_path / "parts" / "1").mkdir(parents=True)
+    writes(1)(tmp_path / "parts" / "1")
     with pytest.raises(OSError, match="rank 1 has not written"):
         ShardWriters(0, 2, 0.3).collect_shards(tmp_path / "parts", tmp_path)
-    assert 0.3 <= time.monotonic() - began < 60
     assert not (tmp_path / "part1").exists()
-
-
-def test_rank_with_nothing_to_write_is_complete(tmp_path):
-    ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", lambda folder: None)
-    assert ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", tmp_path) == {}
 
 
 def _check_folder(folders: list[Path]) -> str:
@@ -195,7 +186,7 @@ def test_reader_finds_every_tensor_in_any_number_of_files(tmp_path, world):
     folder = tmp_path / "step"
     tensors = written(folder, world)
     reader = TensorReader(folder, "model")
-    read = {name: reader.whole(name) for name in reader.where}
+    read = {name: reader.full(name) for name in reader.where}
     assert TensorReader(folder, "optimizer").where == {}
     index = folder / "model.safetensors.index.json"
     assert index.exists() == (world > 1)
@@ -232,7 +223,7 @@ def _read_shards(folder: Path, mesh_shape: tuple[int, ...]) -> list[bool]:
     return right
 
 
-@pytest.mark.parametrize("mesh", [(1,), (3,), (4,), (2, 2)])
+@pytest.mark.parametrize("mesh", [(3,), (2, 2)])
 def test_each_process_reads_its_own_rows(tmp_path, mesh):
     """Seven rows over three or four processes; and two rows, so some processes have none."""
     written(tmp_path / "step", 1)
@@ -240,25 +231,12 @@ def test_each_process_reads_its_own_rows(tmp_path, mesh):
     assert kit.spawn(world, _read_shards, tmp_path / "step", mesh, out=tmp_path / "out") == [[True] * 5] * world
 
 
-def test_mutant_that_splits_into_equal_parts_is_caught(tmp_path, monkeypatch):
-    import torch.distributed.tensor._utils as utils
-
-    def equal(shape, mesh, placements):
-        rows = shape[0] // mesh.size()
-        return (rows, *shape[1:]), (rows * mesh.get_rank(), *[0] * (len(shape) - 1))
-
-    written(tmp_path / "step", 1)
-    monkeypatch.setattr(utils, "compute_local_shape_and_global_offset", equal)
-    with pytest.raises((kit.RankFailed, AssertionError)):
-        assert kit.spawn(3, _read_shards, tmp_path / "step", (3,), out=tmp_path / "out") == [[True] * 5] * 3
-
-
 def _grown(folder: Path, mutant: bool) -> float:
     """Return by how many MB this process has grown at most while it read every tensor and kept none."""
     resident = lambda: int(Path("/proc/self/statm").read_text().split()[1])  # noqa: E731
     reader, before, most = TensorReader(folder, "model"), resident(), 0
     for name in sorted(reader.where):
-        reader.whole(name)
+        reader.full(name)
         reader.mapped *= not mutant  # the mutant keeps the file open
         most = max(most, resident() - before)
     return most * os.sysconf("SC_PAGE_SIZE") / 1e6

@@ -3,12 +3,13 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from src.checkpointing.final_model import write_card
 from src.checkpointing.locate_weights import evaluation_args
-from src.checkpointing.model_folder import write_card
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.fields import declared_options
@@ -16,6 +17,7 @@ from src.config.schema import RunConfig
 from src.storage import atomic_folder
 from src.tasks import OPTIONS, base, make_task
 from src.training.step import ModelWithLoss
+from src.training.train_state import TrainState
 from tests.helpers import kit
 
 EVIL = {
@@ -338,9 +340,9 @@ def test_model_card_holds_no_paths_and_no_credentials(trained, tmp_path):
     assert "train.jsonl" in card
     assert str(trained.folder.parent) not in card
     cfg, _ = parse(train_file="https://host/x.jsonl?sig=abc", output_dir=tmp_path)
-    write_card(
-        tmp_path, cfg, ModelWithLoss(torch.nn.Linear(1, 1), base.Task(cfg, None)), {"train_file": cfg.train_file}
-    )
+    task = base.Task(cfg, None)
+    run = SimpleNamespace(cfg=cfg, task=task, model=ModelWithLoss(torch.nn.Linear(1, 1), task), state=TrainState())
+    write_card(tmp_path, run, {"train_file": cfg.train_file}, 0, "")
     card = (tmp_path / "README.md").read_text()
     assert "library_name" not in card  # not a transformers model
     assert " x.jsonl;" in card

@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import socket
-import struct
 import sys
 import tempfile
 import threading
@@ -41,21 +40,18 @@ RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
 class Fault:
     """What goes wrong with the next `times` requests (None: with all).
 
-    no_range, slow and close_after concern bodies, so they do not apply to HEAD.
+    slow and close_after concern bodies, so they do not apply to HEAD.
     """
 
     times: int | None = None
     status: int | None = None  # answer this instead
     headers: dict = field(default_factory=dict)  # with any answer, for example Retry-After
-    delay: float = 0  # seconds before the answer
     silent: bool = False  # never answer
-    no_range: bool = False  # send all of a file when a part was asked for
     slow: float | None = None  # bytes per second
     close_after: int | None = None  # bytes of the body, though Content-Length has promised all
-    reset: bool = False  # close_after is a "connection reset by peer" instead of an early end
 
     def concerns(self, method: str) -> bool:
-        of_bodies = self.no_range or self.slow is not None or self.close_after is not None
+        of_bodies = self.slow is not None or self.close_after is not None
         return self.times != 0 and not (method == "HEAD" and of_bodies)
 
 
@@ -270,7 +266,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.record = Request(self.command, self.path, self.headers.get("Range"))
         self.hub.requests.append(self.record)
         self.fault = self.hub.fault(self.record)
-        if self.hub.stopped.wait(None if self.fault.silent else self.fault.delay):
+        if self.fault.silent:
+            self.hub.stopped.wait()
             self.close_connection = True
             return
         try:
@@ -360,7 +357,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.reply(304, b"", headers)
         self.record.size = size
         asked = RANGE.fullmatch(self.record.range or "")
-        if asked and not self.fault.no_range and self.headers.get("If-Range", etag) in (etag, modified):
+        if asked and self.headers.get("If-Range", etag) in (etag, modified):
             first, last, tail = asked.groups()
             start = int(first) if first else max(0, size - int(tail))
             end = min(int(last) + 1, size) if last else size
@@ -390,6 +387,3 @@ class _Handler(BaseHTTPRequestHandler):
                 break
         if fault.close_after is not None:
             self.close_connection = True
-            if fault.reset:
-                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                self.server.close_request(self.connection)

@@ -5,7 +5,7 @@ import os
 import pytest
 
 import train
-from src.checkpointing import writer_thread
+from src.checkpointing import async_writer
 from tests.helpers import kit
 
 
@@ -16,7 +16,7 @@ def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
     def gradient(*args):
         [window] = [arg for arg in args if isinstance(arg, list)]
         if window[0][0].step == step - 1:
-            writer_thread.finish()
+            async_writer.finish_writing()
             os._exit(9)
         return original(*args)
 

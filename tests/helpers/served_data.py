@@ -1,7 +1,7 @@
 """Data served by the local Hub, opened in a process of its own as train.py opens it."""
 
 from src.config.errors import UsageError
-from src.download import http_files
+from src.storage import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import adopt
 

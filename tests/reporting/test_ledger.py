@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import train
-from src.checkpointing import writer_thread
+from src.checkpointing import async_writer
 from src.data import batch_plan, data_loader
 from src.reporting import ledger
 from tests.helpers import kit
@@ -87,7 +87,7 @@ def test_ledger_after_a_kill_and_resume_on_more_processes(files, one, tmp_path):
 
         def dying_update(*args):
             count[0] += 1
-            writer_thread.finish()  # every checkpoint is written before the next update, also that of step 20
+            async_writer.finish_writing()  # every checkpoint is written before the next update, also that of step 20
             if count[0] == 27:
                 os._exit(9)
             return update(*args)

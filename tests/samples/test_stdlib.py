@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from samples import _stdlib, stdlib_code, stdlib_tokens
 from src.data.dataset_spec import DatasetSpec
 from src.data.sources import resolve_source
-from src.download import samples
+from src.storage import cache_folder as samples
 from tests.helpers import kit
 
 

@@ -1,17 +1,11 @@
 """Tasks run once per disk; a dead process releases its lock, and the next one does its work."""
 
-import ctypes
-import errno
 import functools
 import hashlib
-import multiprocessing
 import os
 import resource
-import signal
 import socket
-import subprocess
 import time
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -19,11 +13,8 @@ import numpy as np
 import pytest
 
 from src.config import validation
-from src.config.errors import UsageError
-from src.data import preprocessing
 from src.storage import shared_work
 from src.storage.shared_work import SharedWork
-from src.tasks import causal_lm
 from tests.helpers import kit
 
 PIECES = 12
@@ -182,92 +173,13 @@ def test_launches_on_different_hosts_are_different(tmp_path, monkeypatch):
 # ---- whole commands --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """Pieces of a few rows."""
-    monkeypatch.setattr(preprocessing, "PIECE", 2000)
-    monkeypatch.setattr(preprocessing, "BLOCK", 1000)
-
-
 def command(tiny, folder: Path, world: int = 3, **fields) -> tuple[list, list[str]]:
     folder.mkdir(exist_ok=True)
     values = {"output_dir": "run", "max_steps": 2, "global_batch_size": 8, "cache_dir": folder / "cache"}
     argv = kit.flags(**tiny | values | fields)
     codes, texts = kit.run_command("train.py", *argv, folder=folder, world=world)
-    assert "Traceback" not in "".join(texts) or 1 in codes or "a cosmic ray" in "".join(texts)
+    assert "Traceback" not in "".join(texts)
     return codes, texts
-
-
-def before_each_block(monkeypatch, act) -> None:
-    """Call `act(row locations)` before each block of rows is tokenized."""
-    original = causal_lm.Task.encode
-
-    @functools.wraps(original)
-    def encode(self, batch, places):
-        act(places)
-        time.sleep(0.05)
-        return original(self, batch, places)
-
-    monkeypatch.setattr(causal_lm.Task, "encode", encode)
-
-
-def test_error_in_the_data_ends_all_ranks(tiny, tmp_path, monkeypatch, small):
-    """A rank that waits for the piece tries it, and meets the same error."""
-
-    def fail(_):
-        raise UsageError("a cosmic ray")
-
-    before_each_block(monkeypatch, fail)
-    codes, texts = command(tiny, tmp_path / "here")
-    assert codes == [2, 2, 2], texts
-    assert [text.strip() for text in texts] == ["error: a cosmic ray"] * 3  # a launcher's ranks print it once
-
-
-def test_work_of_a_killed_rank_is_done_by_another(tiny, tmp_path, monkeypatch, small):
-    """The launcher ends the other ranks. Without one they prepare the data, and then wait for the dead rank in vain."""
-
-    def stop(_):
-        if os.environ["RANK"] == "1":
-            (tmp_path / "reached").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        kit.until((tmp_path / "reached").exists)
-
-    before_each_block(monkeypatch, stop)
-    with pytest.raises(kit.RankFailed) as failed:
-        kit.spawn(3, opened, tiny, [tmp_path / "cache"] * 3, {}, out=tmp_path / "out")
-    assert failed.value.codes == [0, -signal.SIGKILL, 0]
-    assert digest(tmp_path / "cache") != {}
-
-
-def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
-    def act(_):  # the parent waits, or it could make all pieces before a helper has one
-        if multiprocessing.current_process().daemon:
-            (tmp_path / "reached").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        kit.until((tmp_path / "reached").exists)
-
-    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
-    with monkeypatch.context() as patch:
-        before_each_block(patch, act)
-        codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
-    assert codes == [1], texts
-    assert "(exit code -9;" in texts[0]
-    codes, texts = command(tiny, tmp_path / "here", 2)  # the same command uses the pieces
-    assert codes == [0, 0], texts
-
-
-def test_error_of_a_helper_is_printed_once(tiny, tmp_path, monkeypatch, small):
-    def act(_):
-        if multiprocessing.current_process().daemon:
-            (tmp_path / "reached").touch()
-            raise UsageError("a cosmic ray")
-        kit.until((tmp_path / "reached").exists)
-
-    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
-    before_each_block(monkeypatch, act)
-    codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
-    assert codes == [2]
-    assert texts[0].count("a cosmic ray") == 1
 
 
 # ---- full and read-only disks ----------------------------------------------------------------------------------------
@@ -282,116 +194,38 @@ def digest(cache: Path) -> dict[str, str]:
     return found
 
 
-def obey_permissions() -> None:
-    """Take from root the right to ignore the permissions of files."""
-    header, data = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
-    libc = ctypes.CDLL(None)
-    assert libc.capget(header, data) == 0
-    for i in (0, 1, 2):  # effective, permitted, inheritable; bits 1 and 2 are DAC_OVERRIDE and DAC_READ_SEARCH
-        data[i] &= ~0b111
-    assert libc.capset(header, data) == 0
-
-
-@contextmanager
-def unwritable(folder: Path, how: str):
-    """Make a folder that cannot be written; yield what each process calls first."""
-    folder.mkdir(parents=True)
-    if how == "read-only":
-        folder.chmod(0o555)
-        yield obey_permissions
-        folder.chmod(0o755)
-    elif how == "files of 4 KB":
-        yield lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-    else:
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", folder], check=False)
-        if mounted.returncode:
-            pytest.skip("only root can mount a small disk")
-        try:
-            yield lambda: None
-        finally:
-            subprocess.run(["umount", folder], check=True)
-
-
-@pytest.mark.parametrize("how", ["read-only", "full", "files of 4 KB"])
-def test_unwritable_cache_is_named(tmp_path, monkeypatch, how):
+def test_full_disk_names_the_cache_and_what_is_left_does_no_harm(tmp_path, monkeypatch):
     rows = [{"input_ids": np.arange(i, i + 40).tolist()} for i in range(2000)]
     kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA | {"vocab_size": 3000})
     fields = {"model_config": tmp_path / "llama.yaml", "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", rows)}
-    original, cache = validation.check, tmp_path / "here" / "cache"
-    with unwritable(cache, how) as prepare:
-        monkeypatch.setattr(validation, "check", lambda *args: (prepare(), original(*args))[1])
+    cache, original = tmp_path / "here" / "cache", validation.check
+    with monkeypatch.context() as patch:
+
+        def check(*args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # files of 4 KB
+            original(*args)
+
+        patch.setattr(validation, "check", check)
         codes, texts = command(fields, tmp_path / "here", 2)
-        monkeypatch.undo()
-        assert codes == [2, 2], texts
-        assert digest(cache) == {}  # nothing partial counts
-        for text in texts:
-            assert str(cache) in text.rstrip().splitlines()[-1]
-        if how == "files of 4 KB":  # what is left does no harm
-            codes, texts = command(fields, tmp_path / "here", 2)
-            assert codes == [0, 0], texts
-            command(fields, tmp_path / "fresh", 1)
-            assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
+    assert codes == [2, 2], texts
+    assert digest(cache) == {}  # nothing partial counts
+    assert all(str(cache) in text.rstrip().splitlines()[-1] for text in texts)
+    assert command(fields, tmp_path / "here", 2)[0] == [0, 0]
+    command(fields, tmp_path / "fresh", 1)
+    assert digest(cache) == digest(tmp_path / "fresh" / "cache") != {}
 
 
-def test_full_disk_ends_all_ranks(tiny, tmp_path, monkeypatch):
-    def full(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(preprocessing, "write_piece", full)
-    codes, texts = command(tiny, tmp_path / "here", 3)
-    assert codes == [2, 2, 2], texts
-    assert all(text.rstrip().splitlines()[-1].startswith("error: cache_dir: ") for text in texts)
+# ---- nodes with one disk each ----------------------------------------------------------------------------------------
 
 
-# ---- disks without locks, nodes with one disk each -------------------------------------------------------------------
-
-
-def note_blocks(monkeypatch, folder: Path) -> None:
-    before_each_block(
-        monkeypatch, lambda at: note(folder, "made", at.rows[0] + 1000 * (at.split == "validation"), os.getpid())
-    )
-
-
-def opened(tiny, caches: list, fields: dict) -> int:
-    _, splits = kit.open_data(**tiny, cache_dir=caches[int(os.environ["RANK"])], **fields)
+def _open_on_two_hosts(fields: dict) -> int:
+    socket.gethostname = lambda: f"node{os.environ['RANK']}.cluster"
+    _, splits = kit.open_data(**fields)
     return len(splits["train"])
 
 
-def test_missing_locks_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small):
-    assert kit.spawn(1, opened, tiny, [tmp_path / "one"], {}, out=tmp_path / "out1") == [83]
-    before_each_block(monkeypatch, lambda at: wait_for(tmp_path, 3, 0))
-    note_blocks(monkeypatch, tmp_path)
-    monkeypatch.setattr(shared_work, "FileLock", NoLock)
-    original = np.lib.format.open_memmap
-
-    def slowly(*args, **kwargs):  # so that ranks assemble the pieces at the same time
-        found = original(*args, **kwargs)
-        time.sleep(0.1 + 0.1 * int(os.environ["RANK"]))
-        return found
-
-    monkeypatch.setattr(np.lib.format, "open_memmap", slowly)
-    assert kit.spawn(3, opened, tiny, [tmp_path / "three"] * 3, {}, out=tmp_path / "out3") == [83] * 3
-    assert digest(tmp_path / "one") == digest(tmp_path / "three") != {}
-    assert len(made(tmp_path)) > len(set(made(tmp_path)))
-
-
-NODES = {  # name: (cache folders of two ranks, fields, how often each block is prepared)
-    "one disk": (["a", "a"], {}, 1),
-    "one disk each": (["a", "b"], {}, 2),
-    "cache_per_node": (["a", "a"], {"cache_per_node": True}, 2),
-}
-
-
-@pytest.mark.parametrize("name", NODES)
-def test_nodes_share_their_disk(tiny, tmp_path, monkeypatch, small, name):
-    folders, fields, times = NODES[name]
-    note_blocks(monkeypatch, tmp_path)
-    monkeypatch.setattr(socket, "gethostname", lambda: f"node{os.environ['RANK']}.cluster")
-    caches = [tmp_path / folder for folder in folders]
-    assert kit.spawn(2, opened, tiny, caches, fields, out=tmp_path / "out") == [83, 83]
-    blocks = made(tmp_path)
-    assert len(set(blocks)) > 4
-    assert blocks == sorted(list(set(blocks)) * times)
-    if name == "cache_per_node":
-        one, other = (digest(tmp_path / "a" / f"node_node{i}.cluster") for i in (0, 1))
-        assert one == other != {}
+def test_cache_per_node_prepares_the_same_bytes_on_each_node(tiny, tmp_path):
+    fields = tiny | {"cache_dir": tmp_path / "cache", "cache_per_node": True}
+    assert kit.spawn(2, _open_on_two_hosts, fields, out=tmp_path / "out") == [83, 83]
+    one, other = (digest(tmp_path / "cache" / f"node_node{i}.cluster") for i in (0, 1))
+    assert one == other != {}

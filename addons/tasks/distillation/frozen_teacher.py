@@ -14,13 +14,13 @@ from src.config.addons import without_addons
 from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.download import fetch_records, hub
-from src.download.cache_folder import cache_root
 from src.models.build_model import build_model
 from src.models.load_config import check_fit, pretrained_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer
 from src.runtime import private_apis
+from src.storage import hub
 from src.storage.atomic_folder import hash_file
+from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class FrozenModel:
         self.folder = hub.model_folder(
             name, revision, f"{kind}_name_or_path", cache_root(cfg), True, cfg.trust_remote_code
         )
-        self.version = fetch_records.records[f"model {name}@{revision}"].get("commit") or revision
+        self.version = hub.records[f"model {name}@{revision}"].get("commit") or revision
 
     def _local_folder(self, folder: Path) -> Path:
         """Return `folder` or its final/, the one that holds a model."""

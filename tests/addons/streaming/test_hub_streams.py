@@ -10,9 +10,9 @@ import pytest
 
 from addons.streaming import shards
 from src.config.errors import UsageError
-from tests.download.test_hub_downloads import make_hub, recipe, refused, since, train
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
+from tests.storage.test_hub_downloads import make_hub, recipe, refused, since, train
 
 
 @pytest.fixture(scope="module")

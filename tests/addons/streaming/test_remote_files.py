@@ -5,7 +5,7 @@ import pytest
 
 from addons.streaming.sources import StreamSource
 from addons.streaming.stream import Stream
-from src.download import http_files
+from src.storage import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
 from tests.helpers.served_data import open_served

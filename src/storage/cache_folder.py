@@ -1,15 +1,25 @@
-"""Sample datasets by name: each file of samples/ makes one, once per cache folder.
+"""Cache folder for downloads and prepared data, and the sample datasets made in it: one for each file of samples/.
 
 Tests: tests/samples/.
 """
 
 import shutil
+import socket
 from importlib import import_module
 from pathlib import Path
 
 from filelock import FileLock
 
 from src.config.paths import REPOSITORY
+from src.config.schema import RunConfig
+
+
+def cache_root(cfg: RunConfig) -> Path:
+    """Return the cache folder for downloads and prepared data: one per host if `cache_per_node` is set."""
+    import datasets
+
+    root = Path(cfg.cache_dir) if cfg.cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
+    return root / f"node_{socket.gethostname()}" if cfg.cache_per_node else root
 
 
 def sample_names() -> list[str]:

@@ -3,23 +3,22 @@
 fsspec looks up the version and transfers the bytes. This file adds what neither fsspec nor `datasets` does. The caches
 of both write down the URL with its query string, which may be a secret. Those of fsspec have no locks, and an
 incomplete file has its final name. That of `datasets` fails where the server does not answer, and notices no change of
-a file without an ETag. Tests: tests/download/test_http_files.py.
+a file without an ETag. Tests: tests/storage/test_http_files.py.
 """
 
 import hashlib
 import json
 import os
+import sys
 import time
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
-from src.download.fetch_records import fetch_once, is_offline
-from src.runtime import console
 from src.storage import atomic_folder
+from src.storage.hub import fetch_once, is_offline
 from src.storage.shared_work import SharedWork, write_atomic
 
 if TYPE_CHECKING:
@@ -56,25 +55,20 @@ def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
 
 def _fetch(url: str, field: str, folder: Path) -> dict:
     """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
-    record = json.loads((folder / RECORD).read_text()) if (folder / RECORD).exists() else None
-    file = folder / record["file"] if record else folder
-    if record and not (file.exists() and file.stat().st_size == record["bytes"]):
-        record = None
-    reason = ""
-    for failures in range(0 if is_offline() else TRIES):
+    record = atomic_folder.read_json(folder / RECORD)
+    copy = folder / record.get("file", "")
+    record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else None
+    reason = "HF_HUB_OFFLINE is set" if is_offline() else ""
+    for failures in range(0 if reason else TRIES):
         time.sleep(failures)
         try:
             version = look_up(url, field)
             return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except OSError as error:
             reason = one_line(error)
-    if record is None and reason:
-        raise UsageError(f"{field}: {url}: not fetched: {reason} (tried {TRIES} times). Run the same command again")
     if record is None:
-        raise UsageError(
-            f"{field}: {url}: not fetched yet, and HF_HUB_OFFLINE is set: unset it and run once (make data)"
-        )
-    if reason:
+        raise UsageError(f"{field}: {url}: not fetched: {reason}. Run the same command again, with a network")
+    if not is_offline():
         warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", any_rank=True)
     return record
 
@@ -88,19 +82,17 @@ def _is_current(record: dict, version: dict) -> bool:
 def _download(url: str, field: str, version: dict, folder: Path) -> dict:
     """Download a file and return its record. Raise OSError if the copy is incomplete, or the file changes meanwhile."""
     from aiohttp import ClientError
-    from fsspec.callbacks import Callback
+    from fsspec.callbacks import TqdmCallback
 
     part, name = folder / "part", Path(urlparse(url).path)
     store, path = _open_store(url)
-    with closing(console.bar(f"downloading {name.name}", version["bytes"], "B", unit_scale=True, delay=1)) as bar:
-
-        def progress(_size, value: int, **_) -> None:
-            bar.update(value - bar.n)
-
-        try:
-            store.get_file(path, str(part), callback=Callback(hooks={"progress": progress}))
-        except ClientError as error:
-            raise OSError(one_line(error)) from error
+    seconds = 0.2 if sys.stderr.isatty() else 10  # between two updates of the bar
+    bar = {"desc": f"downloading {name.name}", "unit": "B", "unit_scale": True, "delay": 1, "mininterval": seconds}
+    try:
+        with TqdmCallback(bar) as callback:
+            store.get_file(path, str(part), callback=callback)
+    except ClientError as error:
+        raise OSError(one_line(error)) from error
     size = part.stat().st_size
     if version["bytes"] not in (None, size):
         raise OSError(f"the connection ended after {size:,} of {version['bytes']:,} bytes")
@@ -108,11 +100,8 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
         raise OSError("the file changed while it was downloaded")
     with open(part, "rb") as content:
         start = content.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if "html" in version["type"] and start.startswith(b"<"):  # a login page, for example
-        raise UsageError(
-            f"{field}: {url}: the server sent a web page ({version['type']}) instead of data: check the URL, or whether "
-            "it needs a login"
-        )
+    if "html" in version["type"] and start.startswith(b"<"):
+        raise UsageError(f"{field}: {url}: the server sent a web page instead of data: does the URL need a login?")
     if version["bytes"] is None:
         warn(f"{url}: the server does not send the length, so a truncated file may not be noticed", any_rank=True)
     atomic_folder.fsync(part)

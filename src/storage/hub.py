@@ -2,7 +2,7 @@
 
 `huggingface_hub` downloads and caches. This file gives all ranks the same commit, and records the last complete fetch.
 The record is used with HF_HUB_OFFLINE=1, or when the Hub does not answer: `HfApi.resolve_revision` remembers a commit
-before its files are complete, and waits forever for a silent Hub. Tests: tests/download/test_hub_downloads.py.
+before its files are complete, and waits forever for a silent Hub. Tests: tests/storage/test_hub_downloads.py.
 """
 
 import hashlib
@@ -11,16 +11,31 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from src.config.errors import UsageError, did_you_mean, warn
+from src.config.errors import UsageError, did_you_mean, one_line, warn
 from src.config.paths import locate, not_found_locally
-from src.download.fetch_records import fetch_once, is_offline, records
-from src.download.samples import sample_names
+from src.storage.atomic_folder import read_json
+from src.storage.cache_folder import sample_names
 from src.storage.shared_work import SharedWork, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has
 UNUSED = ("*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.pth", "*.tflite")
 UNUSED += ("onnx/*", "original/*", "coreml/*", "openvino/*")
+
+records: dict[str, dict] = {}  # name or URL -> commit, or size and ETag; environment.json lists them
+
+
+def fetch_once(key: str, fetch: Callable[[], dict], work: SharedWork, what: str) -> dict:
+    """Return the record of `fetch()`. One process of the launch calls it, so all ranks use the same version."""
+    if key not in records:
+        records[key] = work.compute_once(key, fetch, what)
+    return records[key]
+
+
+def is_offline() -> bool:
+    from huggingface_hub import constants
+
+    return bool(constants.HF_HUB_OFFLINE)
 
 
 def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork) -> str:
@@ -31,11 +46,10 @@ def dataset_commit(name: str, revision: str | None, root: Path, work: SharedWork
 
         return {"commit": HfApi().dataset_info(name, revision=revision, timeout=TIMEOUT).sha}
 
-    def fetch() -> dict:
-        last = _record_file(root, repr((name, revision)))
-        return _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: None, did_you_mean(name, sample_names()))
-
-    return fetch_once(f"dataset {name}@{revision or 'main'}", fetch, work, f"asking the Hub for {name}")["commit"]
+    key, fix = f"dataset {name}@{revision or 'main'}", did_you_mean(name, sample_names())
+    last = _record_file(root, key)
+    fetch = lambda: _ask_or_reuse(name, f"dataset_name: {name}", last, ask, lambda: None, fix)  # noqa: E731
+    return fetch_once(key, fetch, work, f"asking the Hub for {name}")["commit"]
 
 
 def model_folder(name: str, revision: str, field: str, root: Path, weights: bool = True, code: bool = False) -> str:
@@ -47,9 +61,6 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
     folder = locate(name)
     if Path(folder).is_dir():
         return folder
-    key = f"{'model' if weights else 'tokenizer'} {name}@{revision}"
-    if key in records:
-        return records[key]["folder"]
 
     def download() -> dict:
         from huggingface_hub import HfApi, snapshot_download
@@ -67,10 +78,12 @@ def model_folder(name: str, revision: str, field: str, root: Path, weights: bool
         folder = snapshot_download(name, revision=revision, local_files_only=True)
         return {"folder": folder, "commit": Path(folder).name}
 
-    def fetch() -> dict:
-        fix = " (give a folder made by save_pretrained, or a Hub id)"
-        return _ask_or_reuse(name, f"{field}: {name}", _record_file(root, key), download, cached, fix)
-
+    key, fix = (
+        f"{'model' if weights else 'tokenizer'} {name}@{revision}",
+        " (a folder of save_pretrained, or a Hub id?)",
+    )
+    last = _record_file(root, key)
+    fetch = lambda: _ask_or_reuse(name, f"{field}: {name}", last, download, cached, fix)  # noqa: E731
     return fetch_once(key, fetch, SharedWork(root), f"fetching {name} from the Hub")["folder"]
 
 
@@ -94,7 +107,7 @@ def _ask_or_reuse(
         reason, record = _short_reason(error), None
         if not isinstance(error, RepositoryNotFoundError | RevisionNotFoundError):  # the former also for gated ones
             with suppress(Exception):
-                saved = json.loads(last.read_text()) if last.exists() else None
+                saved = read_json(last)
                 record = saved if saved and Path(saved.get("folder", "/")).is_dir() else cached()
         if record is None:
             raise UsageError(f"{where}: {not_found_locally(name)}{reason}{fix}") from error
@@ -107,7 +120,6 @@ def _ask_or_reuse(
 
 
 def _short_reason(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     code = getattr(getattr(error, "response", None), "status_code", None)
     hint = "; if it is private or gated, set HF_TOKEN to a token that may read it" if code in (401, 403) else ""
-    return (" ".join(lines[:2])[:300] or type(error).__name__) + hint
+    return one_line(error, 300) + hint

@@ -5,24 +5,15 @@ Tests: tests/addons/streaming/.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from src.config.errors import UsageError, one_line
-from src.download import fetch_records, http_files
-from src.download.http_files import client_timeout as client_timeout  # streaming uses this name
+from src.storage import http_files, hub
 from src.storage.shared_work import SharedWork
 
 AT_ONCE = 16  # files looked up in parallel
-
-
-def retry_reads(begin: Callable[[], Iterator], name: str) -> Iterator:
-    """Return `begin()`. Streaming still calls this; it no longer retries: `datasets` does, within an open file."""
-    return begin()
-
-
-# ---- the version that was looked up ----------------------------------------------------------------------------------
 
 
 def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, dict]:
@@ -33,16 +24,12 @@ def look_up_files(urls: list[str], field: str, work: SharedWork) -> dict[str, di
 
     def look_up_all() -> dict:
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            try:
-                return {"files": list(pool.map(lambda url: _look_up(url, field), urls))}
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            return {"files": list(pool.map(lambda url: _look_up(url, field), urls))}
 
     # A URL may hold a signature, so the key is hashed and the values are redacted.
     found = work.compute_once(json.dumps([field, urls]), look_up_all, f"looking up {len(urls)} files")
     versions = dict(zip(urls, found["files"], strict=True))
-    fetch_records.records.update(versions)
+    hub.records.update(versions)
     return versions
 
 

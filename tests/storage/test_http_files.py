@@ -1,13 +1,10 @@
 """Files behind URLs: downloaded once by all processes of a disk, complete or absent, and again once they change."""
 
-import gzip
-import json
 import os
 import socket
 import sys
 import threading
 import time
-import zlib
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -18,8 +15,9 @@ import pytest
 from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.data import dataset
-from src.download import fetch_records, http_files
 from src.runtime.exit_codes import run_main
+from src.storage import http_files
+from src.storage import hub as hub_module
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
@@ -50,10 +48,10 @@ def fetch(tmp_path, monkeypatch):
     monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
     monkeypatch.setattr(http_files, "TRIES", 2)
-    monkeypatch.setattr(fetch_records, "records", {})
+    monkeypatch.setattr(hub_module, "records", {})
 
     def fetch(url: str, cache: Path = tmp_path / "cache") -> bytes:
-        fetch_records.records.clear()
+        hub_module.records.clear()
         return Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes()
 
     return fetch
@@ -82,8 +80,7 @@ def test_file_without_etag_and_time_is_downloaded_each_time(hub, fetch):
     "name, suffix",
     [
         ("query.jsonl", "?download=true&token=a%2Fb"),
-        ("fragment.jsonl", "?x=1#part"),
-        ("part.json", ""),
+        ("part.json", "?x=1#part"),
         ("fetched.json", ""),
         ("escaped.jsonl", "%2F..%2F..%2Ffiles%2Fescaped.jsonl"),
     ],
@@ -107,28 +104,18 @@ def test_missing_or_private_file_is_not_retried(hub, fetch, status):
     assert len(gets(hub, f"refused{status}")) == 1
 
 
-def test_server_that_recovers_is_retried(hub, fetch):
-    url = serve(hub, "recovers", b"rows")
-    hub.faults["/files/recovers"] = Fault(status=500, times=1)
-    assert fetch(url) == b"rows"
-
-
-def test_connection_that_ends_early_is_given_up(hub, fetch, tmp_path):
-    url = serve(hub, "midway", bytes(3 * MB))
-    hub.faults["/files/midway"] = Fault(close_after=2 * MB)
-    with pytest.raises(UsageError, match=f"{url}: not fetched"):
-        fetch(url)
-    assert len(gets(hub, "midway")) == 2
-    assert not list(tmp_path.rglob("fetched.json"))
-
-
-@pytest.mark.parametrize("reset", [False, True])
-def test_interrupted_download_begins_again(hub, fetch, reset):
-    content = os.urandom(3 * MB)
-    url = serve(hub, f"again{reset}", content)
-    hub.faults[f"/files/again{reset}"] = Fault(close_after=2 * MB, reset=reset, times=1)
-    assert fetch(url) == content
-    assert [(status, range) for status, range, _ in gets(hub, f"again{reset}")] == [(200, None)] * 2
+@pytest.mark.parametrize("times", [1, None])
+def test_interrupted_download_begins_again_or_is_given_up(hub, fetch, tmp_path, times):
+    content, name = os.urandom(3 * MB), f"again{times}"
+    url = serve(hub, name, content)
+    hub.faults[f"/files/{name}"] = Fault(close_after=2 * MB, times=times)
+    if times:
+        assert fetch(url) == content
+    else:
+        with pytest.raises(UsageError, match=f"{url}: not fetched"):
+            fetch(url)
+        assert not list(tmp_path.rglob("fetched.json"))
+    assert [(status, range) for status, range, _ in gets(hub, name)] == [(200, None)] * 2
 
 
 def test_file_replaced_during_its_download(hub, fetch):
@@ -137,17 +124,6 @@ def test_file_replaced_during_its_download(hub, fetch):
     hub.faults["/files/replaced"] = Fault(headers={"ETag": '"old"'}, times=1)
     assert fetch(url) == b"rows"
     assert [status for status, *_ in gets(hub, "replaced")] == [200, 200]
-
-
-def test_time_tells_a_change_where_there_is_no_etag(hub, fetch):
-    url = serve(hub, "timed", b"one")
-    headers = {"ETag": "", "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT"}
-    hub.faults["/files/timed"] = Fault(headers=headers)
-    assert fetch(url) == fetch(url) == b"one"
-    assert len(gets(hub, "timed")) == 1
-    serve(hub, "timed", b"two")
-    headers["Last-Modified"] = "Thu, 01 Jan 2026 00:00:01 GMT"
-    assert fetch(url) == b"two"
 
 
 def test_web_page_is_refused(hub, fetch, tmp_path):
@@ -164,14 +140,6 @@ def test_silent_server_is_given_up(hub, fetch, monkeypatch):
     hub.faults["/files/silent"] = Fault(silent=True)
     with pytest.raises(UsageError, match="silent: not fetched"):
         fetch(serve(hub, "silent", b"rows"))
-
-
-def test_file_stored_compressed(hub, fetch):
-    """Some stores send gzip unasked; the file is longer than the length in the header."""
-    content = b"row " * 1000
-    url = serve(hub, "packed", gzip.compress(content[:2000]) + gzip.compress(content[2000:]))
-    hub.faults["/files/packed"] = Fault(headers={"Content-Encoding": "gzip"})
-    assert fetch(url) == fetch(url) == content
 
 
 @contextmanager
@@ -194,34 +162,18 @@ def raw_server(answer: bytes):
 ROW = b'{"input_ids": [1, 2, 3]}\n'
 
 
-def incomplete_gzip() -> bytes:
-    packer = zlib.compressobj(wbits=31)
-    return packer.compress(ROW * 9) + packer.flush(zlib.Z_SYNC_FLUSH)
-
-
-INCOMPLETE = {
-    "chunked": b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW),
-    "gzip": b"Content-Encoding: gzip\r\nContent-Length: 999\r\n\r\n" + gzip.compress(ROW * 9),
-    "gzip in complete chunks": b"Content-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
-    % (len(incomplete_gzip()), incomplete_gzip()),
-    "length": b"Content-Length: 999\r\n\r\n" + ROW,
-}
-
-
-@pytest.mark.parametrize("kind", INCOMPLETE)
-def test_incomplete_answer_is_refused(fetch, tmp_path, kind):
-    with raw_server(b"HTTP/1.1 200 OK\r\n" + INCOMPLETE[kind]) as url, pytest.raises(UsageError, match="not fetched"):
+def test_incomplete_answer_without_a_length_is_refused(fetch, tmp_path):
+    chunk = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(ROW), ROW)
+    with raw_server(chunk) as url, pytest.raises(UsageError, match="not fetched"):
         fetch(url)
     assert not list(tmp_path.rglob("fetched.json"))
 
 
-@pytest.mark.parametrize("status", ["202 Accepted", "204 No Content", "304 Not Modified"])
-def test_answer_without_the_file_is_refused(fetch, status):
+def test_answer_without_the_file_is_refused(hub, fetch):
     """A server that prepares the file may answer 202 with a row that says so."""
-    body = b"Content-Length: %d\r\n\r\n%s" % (len(ROW), ROW) if status < "203" else b"\r\n"
-    answer = f"HTTP/1.1 {status}\r\nConnection: close\r\n".encode() + body
-    with raw_server(answer) as url, pytest.raises(UsageError, match=f"the server answers {status}"):
-        fetch(url)
+    hub.faults["/files/preparing"] = Fault(status=202)
+    with pytest.raises(UsageError, match="the server answers 202"):
+        fetch(serve(hub, "preparing", ROW))
 
 
 def test_answer_without_a_length_is_warned_about(fetch, capfd):
@@ -257,15 +209,15 @@ def _fetch_alone(url: str, cache: Path) -> None:
 def test_killed_download_is_absent(hub, fetch, tmp_path, monkeypatch):
     content = os.urandom(20 * MB)
     url = serve(hub, "killed", content)
-    hub.faults["/files/killed"] = Fault(slow=10 * MB)
+    hub.faults["/files/killed"] = Fault(slow=MB / 10)  # 200 seconds: the kill comes before its end on any machine
     (job,) = kit.fork(1, _fetch_alone, url, tmp_path / "cache", out=tmp_path / "out")
-    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size >= MB])
+    (part,) = kit.until(lambda: [part for part in tmp_path.rglob("part") if part.stat().st_size])
     job.kill()
     job.join()
     hub.faults.clear()
     assert part.stat().st_size < len(content)
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
-    with pytest.raises(UsageError, match="not fetched yet"):  # a part does not count
+    with pytest.raises(UsageError, match="not fetched: HF_HUB_OFFLINE is set"):  # a part does not count
         fetch(url)
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
     before = len(hub.requests)
@@ -279,7 +231,7 @@ def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
     (copy,) = tmp_path.rglob("downloads/*/file")
     os.truncate(copy, 6)
     monkeypatch.setattr(http_files, "is_offline", lambda: True)
-    with pytest.raises(UsageError, match="shorter: not fetched yet"):
+    with pytest.raises(UsageError, match="shorter: not fetched: HF_HUB"):
         fetch(url)
     monkeypatch.setattr(http_files, "is_offline", lambda: False)
     assert fetch(url) == b"row 1\nrow 2\n"
@@ -373,7 +325,7 @@ def test_ranks_download_each_file_once(hub, tmp_path):
         argv[argv.index("--cache_dir") + 1] = str(tmp_path / "empty")
         fails(start(hub, tmp_path, argv, 2), f"{hub.files_url}/a.jsonl: not fetched")
         ended = start(hub, tmp_path, argv, 2, HF_HUB_OFFLINE="1")
-        fails(ended, f"train_file: {hub.files_url}/a.jsonl: not fetched yet, and HF_HUB_OFFLINE is set")
+        fails(ended, f"train_file: {hub.files_url}/a.jsonl: not fetched: HF_HUB_OFFLINE is set")
 
 
 def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
@@ -384,47 +336,3 @@ def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
     before = len(hub.requests)
     start(hub, tmp_path, recipe(hub, tmp_path / "cache", "multiplied.jsonl"), 3, every_rank_asks)
     assert sum(r.method == "HEAD" for r in hub.requests[before:]) > 2  # one process: before and after the download
-
-
-def test_failing_server_ends_all_ranks_with_the_url(hub, tmp_path):
-    put(hub, "good.jsonl")
-    put(hub, "failing.jsonl")
-    hub.faults["/files/failing.jsonl"] = Fault(status=500)
-    ended = start(hub, tmp_path, recipe(hub, tmp_path / "cache", "good.jsonl", "failing.jsonl"), 3)
-    fails(ended, f"{hub.files_url}/failing.jsonl", "500")
-    assert (
-        sum(r.method == "HEAD" and r.matches("/files/failing.jsonl") for r in hub.requests) <= 3 * 2
-    )  # tries of each rank, if no launcher ends it
-
-
-def test_job_takes_over_from_a_killed_one(hub, tmp_path):
-    expected = put(hub, "inherited.jsonl", note=100_000)
-    hub.faults["/files/inherited.jsonl"] = Fault(slow=MB)
-    argv = recipe(hub, tmp_path / "cache", "inherited.jsonl")
-    (first,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "first")
-    kit.until(lambda: [p for p in tmp_path.rglob("part") if p.stat().st_size >= MB])
-    (second,) = kit.fork(1, open_rows, hub.environment(tmp_path), argv, out=tmp_path / "second")
-    time.sleep(0.7)
-    hub.faults.clear()
-    first.kill()
-    second.join(120)
-    assert second.exitcode == 0, (tmp_path / "second/rank0.txt").read_text()
-    assert kit.torch.load(tmp_path / "second/rank0.pt", weights_only=False) == expected
-    assert hub.downloads("/files/inherited.jsonl") == 1
-
-
-def _train(environment, argv, folder):
-    adopt(environment)
-    kit._command("train.py", argv, folder)
-
-
-def test_run_records_the_downloaded_version(hub, tmp_path):
-    put(hub, "late.jsonl")
-    argv = recipe(hub, tmp_path / "cache", "late.jsonl", max_steps=3, output_dir=tmp_path / "run")
-    kit.spawn(2, _train, hub.environment(tmp_path), argv, tmp_path, out=tmp_path / "out")
-    assert len(kit.Run(tmp_path / "run").kind("train")) >= 1
-    (record,) = json.loads((tmp_path / "run/environment.json").read_text())["fetched"].values()
-    version = http_files.look_up(f"{hub.files_url}/late.jsonl", "train_file")
-    assert {name: record[name] for name in ("url", "etag", "bytes")} == {
-        name: version[name] for name in ("url", "etag", "bytes")
-    }

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from src.config.errors import UsageError
-from src.download import hub as hub_module
+from src.storage import hub as hub_module
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, Hub, adopt
 
@@ -160,13 +160,6 @@ def test_older_commits_and_a_main_that_moves(served, trained, tmp_path):
     finally:
         put_data(hub, 8)
     assert len(set(map(str, losses.values()))) == 4, losses  # each is of other rows or weights
-
-
-def test_tokenizer_of_another_repository(served, tmp_path):
-    """The revision of the model does not apply to it."""
-    hub, old, _ = served
-    argv = recipe(tmp_path, model_revision=old.model, tokenizer_name="org/tokenizer")
-    train(hub.environment(tmp_path), tmp_path, argv, world=2)
 
 
 # ---- without an answer -----------------------------------------------------------------------------------------------
