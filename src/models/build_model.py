@@ -156,7 +156,7 @@ def build_plain_model(
     if empty or not (weights or cfg.model_name_or_path):
         return model
     folder = weights_folder(cfg, weights)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}  # memory-mapped
     for path in [folder / "model.safetensors", *sorted(folder.glob("model-*-of-*.safetensors"))]:
         tensors |= load_file(path) if path.exists() else {}
     state = model.state_dict(keep_vars=True)

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from src.config.errors import UsageError
 from src.config.fields import option
+from src.text.tokenization import IGNORED
 
-IGNORED = -100
 BALANCED = "balanced"
 TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 

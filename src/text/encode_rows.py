@@ -13,7 +13,7 @@ import numpy as np
 
 from src.config.errors import UsageError, warn
 from src.text.chat import render_chat, tokenize_marked_chat
-from src.text.tokenization import IGNORED, require_text, token_bytes
+from src.text.tokenization import IGNORED, batches_by_size, require_text, token_bytes
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
@@ -100,10 +100,11 @@ class Encoder:
     def _tokenize(self, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray | None]]:
         """Yield (token ids, bytes per token) for each text. The bytes are None without a fast tokenizer."""
         fast = getattr(self.tokenizer, "is_fast", False)
-        encoded = self.tokenizer(texts, return_offsets_mapping=fast, verbose=False, **options) if texts else {}
-        for i, text in enumerate(texts):
-            sizes = token_bytes(text, encoded["offset_mapping"][i]) if fast else None
-            yield list(encoded["input_ids"][i]), sizes
+        for batch in batches_by_size(texts):
+            encoded = self.tokenizer(batch, return_offsets_mapping=fast, verbose=False, **options)
+            for i, text in enumerate(batch):
+                sizes = token_bytes(text, encoded["offset_mapping"][i]) if fast else None
+                yield list(encoded["input_ids"][i]), sizes
 
     def _with_eos(self, ids: list[int], sizes: np.ndarray | None) -> tuple[list[int], np.ndarray | None]:
         eos = self.tokenizer.eos_token_id

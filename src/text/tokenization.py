@@ -1,8 +1,9 @@
-"""Tokenization helpers: bytes per token, truncation, the check for text.
+"""Tokenization helpers: bytes per token, batches of limited size, the check for text.
 
 Tests: tests/text/test_tokenization.py.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from src.config.errors import UsageError
 
 IGNORED = -100  # label of a token that is not a target
+CHARACTERS = 1 << 20  # maximum per tokenizer call: its output takes about 100 bytes per character
 
 
 def require_text(values: list, column: str, locations) -> None:
@@ -18,6 +20,19 @@ def require_text(values: list, column: str, locations) -> None:
         if not isinstance(value, str):
             content = "nothing" if value is None else type(value).__name__
             raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
+
+
+def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
+    """Yield lists of texts with at most CHARACTERS characters in total. A longer text gets its own list."""
+    batch, size = [], 0
+    for text in texts:
+        if batch and size + len(text) > CHARACTERS:
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
 
 
 def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **options) -> tuple[Any, dict[str, list]]:
