@@ -187,20 +187,3 @@ def test_a_comm_hook_rounds_gradients_once_a_step(files, plain, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     first = [line["loss"] for line in lines if line["kind"] == "train"]
     assert first == pytest.approx(plain.losses(), rel=1e-2)  # other random weights: those of float32
-
-
-def test_options_without_effect_are_warned_about(files, tmp_path):
-    (tmp_path / "here").mkdir()
-    fields = {"ddp_comm_hook": "fp16", "sync_each_batch": True, "tf32": True, "output_dir": "run"}
-    codes, outputs = kit.run_command("train.py", *recipe(files, max_steps=1, **fields), folder=tmp_path / "here")
-    assert codes == [0]
-    for name in ("ddp_comm_hook fp16", "sync_each_batch", "tf32"):
-        assert f"warning: {name} is ignored" in outputs[0]
-
-
-def test_hook_for_gpus_is_refused_on_cpus(files, tmp_path):
-    (tmp_path / "here").mkdir()
-    argv = [*recipe(files, ddp_comm_hook="bf16"), "--output_dir", "run"]
-    codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
-    assert codes == [2, 2]
-    assert "ddp_comm_hook is bf16" in outputs[0]
