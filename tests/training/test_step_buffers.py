@@ -142,6 +142,8 @@ def test_probes_leave_buffers_unchanged():
 
 def test_synchronized_batch_norm_is_refused_on_several_processes():
     class Two:
+        is_sharded = False
+
         class accelerator:
             num_processes = 2
 
