@@ -36,7 +36,10 @@ def check_settings(strategy: "Strategy", cfg: RunConfig) -> None:
 
 
 def check_model(strategy: "Strategy", model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for a layer that depends on the number of processes, or a parameter without an optimizer."""
+    """Raise UsageError for state that cannot be sharded, a layer that depends on the number of processes, or a
+    parameter without an optimizer."""
+    if strategy.is_sharded:
+        check_only_tensors(model)
     for name, layer in model.named_modules():
         if isinstance(layer, torch.nn.SyncBatchNorm) and strategy.accelerator.num_processes > 1:
             raise UsageError(

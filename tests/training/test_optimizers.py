@@ -3,7 +3,7 @@
 import collections
 import shutil
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -95,11 +95,11 @@ def check_factors(files, tmp_path, world: int = 1, env: dict | None = None) -> N
 
 def test_parameter_outside_all_groups_is_refused():
     model = small_model()
-    optimizer = make_optimizer(RunConfig(), model)
-    check_model(None, model, optimizer)
+    optimizer, one_process = make_optimizer(RunConfig(), model), SimpleNamespace(is_sharded=False)
+    check_model(one_process, model, optimizer)
     optimizer.param_groups[0]["params"].pop()
     with pytest.raises(UsageError, match=r"1\.weight: trainable, but in no parameter group"):
-        check_model(None, model, optimizer)
+        check_model(one_process, model, optimizer)
 
 
 # ---- optimizers by name ------------------------------------------------------------------------------------------------

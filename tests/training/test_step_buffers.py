@@ -133,6 +133,8 @@ def test_a_pass_with_a_nan_changes_no_buffer_to_nan():
 
 def test_synchronized_batch_norm_is_refused_on_several_processes():
     class Two:
+        is_sharded = False
+
         class accelerator:
             num_processes = 2
 
