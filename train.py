@@ -11,21 +11,19 @@ from functools import partial
 
 import torch
 
-from src.checkpointing.checkpointer import Checkpointer
-from src.checkpointing.resume import find_start
+from src.checkpointing import checkpointer, resume
 from src.config import parsing, validation
 from src.data import data_loader, dataset
 from src.distributed import replica_check, stop_signals, strategies
 from src.distributed.init_accelerator import check_environment, init_accelerator, shutdown
-from src.reporting.run_logger import RunLogger, print_plan
+from src.reporting.run_logger import RunLogger
+from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, schedules, smoke
-from src.training.evaluation import evaluate
-from src.training.run import Run
-from src.training.step import StepTotals, build_model, naming_a_smaller_batch
+from src.training import auto_batch_size, evaluation, optimizers, schedules, smoke
+from src.training.step import StepBatch, StepLosses, StepTotals, build_model, naming_a_smaller_batch
 from src.training.techniques import make_techniques
-from src.training.train_state import Intervals, StepLosses, Window
+from src.training.train_state import Intervals, Run
 
 
 def main(argv: list[str]) -> None:
@@ -56,23 +54,23 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
-    start = find_start(cfg, strategy, task, datasets)
+    start = resume.find_start(cfg, strategy, task, datasets)
     model = build_model(cfg, strategy, task, start.weights, techniques.change_model)  # model and loss in one module
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
-    size = start.batch_size or auto_batch_size.choose_batch_size(strategy, hosts, cfg, module, task, train_set)
+    size = start.batch_size or auto_batch_size.choose_batch_size(strategy, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
     run = Run(cfg, strategy, hosts, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
-    checkpointer = Checkpointer(run, start, due, techniques, signals)
+    checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)
     logger = RunLogger(run, start, due, techniques, lr_at)  # prints the plan; metrics.jsonl, console, trackers
 
     # A batch is the list of this rank's micro-batches of one step. Its examples depend only on seed, global batch size and
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
     gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
-    score = partial(evaluate, strategy, hosts, module, task, val_set, cfg, signals.stopping)
+    score = partial(evaluation.evaluate, strategy, hosts, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
@@ -86,17 +84,17 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
                 metrics = techniques.evaluate(score(), score)  # None if a stop request interrupted it
             if metrics:
                 logger.eval_line(state, metrics)
-                checkpointer.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
+                checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
                     logger.train_line(state)
         if due.save() or save_requested:
-            checkpointer.save()  # copies to CPU memory, then writes in a background thread
+            checkpoints.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():
             break
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
-        totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpointer.failed())
+        totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpoints.failed())
         save_requested = totals.save
         if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()
@@ -120,14 +118,14 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
         replica_check.check_replicas(strategy, model, state.step, due.replica_check())
 
     if not due.complete():
-        checkpointer.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
-    state_of_pass = smoke.snapshot(run, start, checkpointer, techniques, score) if cfg.smoke else None
-    checkpointer.write_final()  # final/: a folder for from_pretrained
-    logger.finish(checkpointer.summary(), checkpointer.sample(), checkpointer.outcome())
+        checkpoints.stop(signals.why())  # never returns: saves, then exit code 75; the same command resumes
+    state_of_pass = smoke.snapshot(run, start, checkpoints, techniques, score) if cfg.smoke else None
+    checkpoints.write_final()  # final/: a folder for from_pretrained
+    logger.finish(checkpoints.summary(), checkpoints.sample(), checkpoints.outcome())
     return state_of_pass
 
 
-def compute_gradient(strategy, module: torch.nn.Module, batch: Window, total_weight: float) -> StepLosses:
+def compute_gradient(strategy, module: torch.nn.Module, batch: StepBatch, total_weight: float) -> StepLosses:
     """Fill `.grad` with the gradient of (sum of losses) / (sum of weights) over all ranks; return this rank's losses.
 
     `total_weight` is the sum of weights over all ranks. A loss that is not finite on one rank makes the gradient of

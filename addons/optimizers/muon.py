@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.schema import RunConfig
-from src.training.parameter_groups import dimensions, layer_depths
-from src.training.parameter_names import named_parameters
+from src.training.optimizers import dimensions, layer_depths, named_parameters
 
 reads_adam_fields = True  # adam_beta1 and others, for the part that AdamW updates
 

@@ -18,12 +18,12 @@ from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.batch_plan import derive_seed
 from src.distributed.sharded_tensors import plain_name
-from src.training.run import Run
+from src.training.step import StepBatch, StepLosses
 from src.training.techniques import Techniques
-from src.training.train_state import StepLosses, Window
+from src.training.train_state import Run
 
 # compute_gradient of train.py without its first arguments
-ComputeGradient = Callable[[Window, float], StepLosses]
+ComputeGradient = Callable[[StepBatch, float], StepLosses]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Technique:
 
     # ---- in a step, in this order ------------------------------------------------------------------------------------
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses; `compute` may be called several times."""
         return compute(window, total_weight)
 

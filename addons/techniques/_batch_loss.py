@@ -18,8 +18,7 @@ from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 from src.training.evaluation_plan import Block
-from src.training.step import naming_a_smaller_batch
-from src.training.train_state import StepLosses, Window, widen
+from src.training.step import StepBatch, StepLosses, naming_a_smaller_batch, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
@@ -57,7 +56,7 @@ class BatchLossTask(Task):
         return self.represent(model, inputs)
 
     def compute_gradient(
-        self, strategy: Strategy, module: torch.nn.Module, batch: Window, total_weight: float
+        self, strategy: Strategy, module: torch.nn.Module, batch: StepBatch, total_weight: float
     ) -> StepLosses:
         """Do what compute_gradient of train.py does."""
         return compute_gradient(self, strategy, module, batch, total_weight)
@@ -86,7 +85,7 @@ class _Part(NamedTuple):
 
 
 def compute_gradient(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: StepBatch, total_weight: float
 ) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
@@ -100,7 +99,7 @@ def compute_gradient(
 
 
 def _backward_in_two_passes(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: Window, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: StepBatch, total_weight: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
@@ -168,7 +167,7 @@ def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, b
 
 @torch.no_grad()
 def _global_vectors(
-    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: Window
+    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: StepBatch
 ) -> tuple[Vectors, list[slice | None]]:
     """Run pass 1. Return (vectors of the global batch, this rank's rows of them by micro-batch, None for dummies).
 

@@ -18,9 +18,9 @@ from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
 from src.training.evaluation import is_size
-from src.training.run import Run
+from src.training.step import StepBatch, StepLosses
 from src.training.techniques import Techniques
-from src.training.train_state import StepLosses, Window
+from src.training.train_state import Run
 
 
 def read_techniques(
@@ -116,12 +116,12 @@ class TechniqueChain(Techniques):
         compute: Callable[..., StepLosses],
         strategy: Strategy,
         module: torch.nn.Module,
-        batch: Window,
+        batch: StepBatch,
         total_weight: float,
     ) -> StepLosses:
         """Fill `.grad` and return the losses, through all techniques, the first one outermost."""
 
-        def innermost(batch: Window, total_weight: float) -> StepLosses:
+        def innermost(batch: StepBatch, total_weight: float) -> StepLosses:
             replaced = next((each.gradient for each in self.techniques.values() if each.gradient), None)
             return (replaced or compute)(strategy, module, batch, total_weight)
 

@@ -8,7 +8,7 @@ import torch
 from src.distributed.sharded_tensors import local_part, plain_name
 from src.distributed.step_buffers import persistent_buffers
 from src.runtime import private_apis
-from src.training.run import Run
+from src.training.train_state import Run
 
 Tensors = dict[str, torch.Tensor]  # by name; sharded ones are DTensors
 

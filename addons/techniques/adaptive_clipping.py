@@ -10,7 +10,7 @@ import torch
 
 from addons.techniques import Technique
 from src.config.fields import option
-from src.training.parameter_names import first_match, named_parameters
+from src.training.optimizers import first_match, named_parameters
 
 SMALLEST_NORM = 1e-6  # of a gradient, against a division by zero; as in timm
 

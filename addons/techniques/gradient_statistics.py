@@ -11,7 +11,7 @@ import torch
 from addons.techniques import Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import gather_full
-from src.training.parameter_names import matching, named_parameters
+from src.training.optimizers import matching, named_parameters
 
 VALUES = ("grad_norm", "weight_norm", "update_ratio")
 

@@ -19,7 +19,7 @@ from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.tasks import Task
-from src.training.train_state import StepLosses, Window
+from src.training.step import StepBatch, StepLosses
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 
@@ -47,7 +47,7 @@ class HardExamples(Technique):
         warn_if_unused(self.run, "hard_examples", self.start_step)
         self.is_checked = False
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         if not self.is_checked:
             self._check_rows(window)
             self.is_checked = True
@@ -57,7 +57,7 @@ class HardExamples(Technique):
         return compute(window, total_weight)
 
     @torch.no_grad()
-    def _check_rows(self, window: Window) -> None:
+    def _check_rows(self, window: StepBatch) -> None:
         """Raise UsageError on all ranks if the rows' losses or weights do not add up to those of a micro-batch."""
         run, (micro, batch) = self.run, window[-1]
         model, strategy = run.model, run.strategy

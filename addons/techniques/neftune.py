@@ -8,7 +8,7 @@ from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.train_state import StepLosses, Window
+from src.training.step import StepBatch, StepLosses
 
 
 @dataclass(eq=False)
@@ -40,7 +40,7 @@ class NEFTune(Technique):
         model.register_forward_pre_hook(self._note_lengths)
         embeddings.register_forward_hook(self._add_noise)
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         losses = compute(window, total_weight)
         if window and not self.used:
             raise UsageError("techniques: neftune: the model does not use its get_input_embeddings(): remove neftune")

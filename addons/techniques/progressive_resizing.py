@@ -14,8 +14,7 @@ from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.step import ModelWithLoss
-from src.training.train_state import StepLosses, Window
+from src.training.step import ModelWithLoss, StepBatch, StepLosses
 
 
 @dataclass(eq=False)
@@ -53,7 +52,7 @@ class ProgressiveResizing(Technique):
         self.resize = Resize(self.multiple, "interpolate_pos_encoding" in names)
         model.model.register_forward_pre_hook(self.resize, with_kwargs=True)
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         self.resize.scale = self.scale_at((self.run.state.step - 1) / self.run.num_steps)
         try:
             return compute(window, total_weight)

@@ -11,7 +11,7 @@ import torch
 from addons.techniques import ComputeGradient, Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import total_norm
-from src.training.train_state import StepLosses, Window
+from src.training.step import StepBatch, StepLosses
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 
@@ -27,7 +27,7 @@ class SAM(Technique):
     copies_in_step = 1  # the weights before the move
     moves_weights = True
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         losses = compute(window, total_weight)
         found = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
         first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in found.items()}

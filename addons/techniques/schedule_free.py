@@ -10,7 +10,7 @@ from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
-from src.training.train_state import StepLosses, Window
+from src.training.step import StepBatch, StepLosses
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class ScheduleFree(Technique):
         self.weights = torch.zeros(2, dtype=torch.float64, device=self.trained.device)  # updates, sum of their weights
         self.highest_rate = 0.0
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         self.run.strategy.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()

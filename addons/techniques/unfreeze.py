@@ -8,8 +8,8 @@ from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError, warn
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.parameter_names import first_match, named_parameters
-from src.training.train_state import StepLosses, Window
+from src.training.optimizers import first_match, named_parameters
+from src.training.step import StepBatch, StepLosses
 
 
 @dataclass(eq=False)
@@ -54,7 +54,7 @@ class Unfreeze(Technique):
             raise UsageError(f"{text}: no parameter would be trained: give smaller steps")
         warn(f"{text}: it is never trained ({len(late)} such parameters)")
 
-    def compute_gradient(self, compute: ComputeGradient, window: Window, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
         """Drop the gradients inside of both passes of SAM, which would move and count these weights otherwise."""
         losses = compute(window, total_weight)
         parameters = named_parameters(self.run.model)

@@ -28,9 +28,8 @@ from src.distributed.stop_signals import StopSignals
 from src.runtime import run_status
 from src.storage.jsonl import strict_json
 from src.training.evaluation import check_finite
-from src.training.run import Run
 from src.training.techniques import Techniques
-from src.training.train_state import Intervals
+from src.training.train_state import Intervals, Run
 
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
 

@@ -25,9 +25,8 @@ from src.distributed.strategy_checks import check_only_tensors
 from src.runtime import run_lock, run_status
 from src.storage import atomic_folder
 from src.tasks import Task
-from src.training.run import Run
 from src.training.techniques import Techniques
-from src.training.train_state import TrainState
+from src.training.train_state import Run, TrainState
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

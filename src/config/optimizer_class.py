@@ -1,7 +1,7 @@
 """The optimizer that `optim` names: its class and its arguments.
 
 A name is one of torch.optim or of the package pytorch_optimizer (requirements-extra.txt), in any case, without `_`.
-Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py.
+Tests: tests/training/test_optimizers.py.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """The state of any optimizer as flat named tensors and JSON values, and back.
 
 Tensors in lists, tuples and dicts are saved one by one; a JSON value says where each belongs. The groups' own values
-(a step count, an estimated rate) are part of the state, too. Tests: tests/training/test_optimizer_names.py.
+(a step count, an estimated rate) are part of the state, too. Tests: tests/training/test_optimizers.py.
 """
 
 import math

@@ -39,9 +39,11 @@ class StepBuffers:
     @contextmanager
     def step(self) -> Iterator[None]:
         """Within, forward passes start from the same values; at exit, set the buffers to the mean over these passes."""
-        self.begin()
+        if self.owners:
+            self.begin()
         yield
-        self.finish()
+        if self.owners:
+            self.finish()
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -71,15 +73,14 @@ class StepBuffers:
 
     def restore(self) -> None:
         """Set the buffers to the values of `begin`. Call it after the backward pass, which refuses changed buffers."""
-        self._write(self.start)
+        if self.owners:
+            self._write(self.start)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Set the buffers to their values at `begin` plus the mean change, rounded for integers.
 
         A value stays the same to the last bit if no pass has changed it, or if its mean change is not finite."""
-        if not self.owners:
-            return
         sums = torch.cat([self.total, self.total.new_full((1,), float(self.passes))])
         if self.all_ranks:
             dist.all_reduce(sums)

@@ -184,9 +184,11 @@ class Strategy:
 
     def clip(self, parameters: Iterable[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip the gradient to a norm of `max_norm`; return its norm before clipping."""
-        if self.accelerator.scaler is not None:  # accelerate's would unscale again, which torch refuses
-            return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-        return self.accelerator.clip_grad_norm_(parameters, max_norm)
+        accelerator = self.accelerator
+        if accelerator.scaler is None and (self.is_sharded or accelerator.device.type == "xla"):
+            return accelerator.clip_grad_norm_(parameters, max_norm)
+        # The same for plain tensors, in half the time; with a scaler, accelerate's would unscale again.
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def clip_grad_norm(self, module: torch.nn.Module, max_norm: float) -> torch.Tensor:
         """Clip the gradient to `max_norm`, if it is not 0; return its norm before clipping, on the device."""

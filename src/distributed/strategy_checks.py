@@ -130,7 +130,7 @@ def check_groups(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> No
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise UsageError(
             f"{missing[0]}{more}: trainable, but in no parameter group of the optimizer: add it to one (`parameter_groups` in "
-            "src/training/parameter_groups.py), or freeze it in `build`"
+            "src/training/optimizers.py), or freeze it in `build`"
         )
 
 

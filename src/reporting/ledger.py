@@ -20,34 +20,21 @@ def hash_text(low: float, high: float) -> str:
     return f"{int(high) & int(LOW):08x}{int(low) & int(LOW):08x}"
 
 
-class Ledger:
-    """Appends a line per step to ledger.jsonl on the main process. The first line holds the batch plan's inputs."""
+class Ledger(jsonl.JsonlWriter):
+    """Appends a line per step to ledger.jsonl. The first line holds the batch plan's inputs."""
 
-    def __init__(self, cfg: RunConfig, examples, main: bool):
-        self.main = main
-        self.lines = jsonl.JsonlWriter(Path(cfg.output_dir, FILE))
-        self.plan = {
-            "examples": examples.stats["examples"],
-            "global_batch_size": cfg.global_batch_size,
-            "seed": cfg.seed,
-        }
-        if examples.quotas:
-            self.plan["quotas"] = examples.quotas
-        self.plan |= fields_of_addons_with(cfg, "change_plan")
-
-    def begin(self, step: int) -> None:
+    def __init__(self, cfg: RunConfig, train_set, step: int):
         """Delete the lines after `step`; write the first line if the file is missing or empty."""
-        if not self.main:
-            return
-        path = self.lines.path
-        jsonl.truncate_after(path, lambda line: line["step"] <= step)
-        if not path.exists() or not path.stat().st_size:
-            self.lines.add({"step": 0, "after": step, "plan": self.plan})
+        super().__init__(Path(cfg.output_dir, FILE))
+        jsonl.truncate_after(self.path, lambda line: line["step"] <= step)
+        if not self.path.exists() or not self.path.stat().st_size:
+            plan = {name: getattr(cfg, name) for name in ("global_batch_size", "seed")}
+            plan = {"examples": train_set.stats["examples"]} | plan | fields_of_addons_with(cfg, "change_plan")
+            plan |= {"quotas": train_set.quotas} if train_set.quotas else {}
+            self.add({"step": 0, "after": step, "plan": plan})
 
-    def add(self, step: int, examples: float, low: float, high: float) -> None:
+    def add_step(self, step: int, examples: float, low: float, high: float) -> None:
         """Queue the line of one step. Lines are written every FLUSH_EVERY steps and before each checkpoint."""
-        if not self.main:
-            return
-        self.lines.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
-        if len(self.lines.waiting) >= FLUSH_EVERY:
-            self.lines.try_flush()
+        self.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
+        if len(self.waiting) >= FLUSH_EVERY:
+            self.try_flush()

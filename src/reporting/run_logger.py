@@ -5,7 +5,6 @@ Add values to the train lines and eval lines here. Tests: tests/reporting/test_r
 
 import json
 import logging
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +14,8 @@ import torch
 from src.checkpointing.resume import Start
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
-from src.config.schema import RunConfig
 from src.models.compile_and_recompute import CompileCounter
-from src.reporting.dry_run import planned_model
-from src.reporting.environment import environment, save_diff, topology
+from src.reporting.environment import topology, write_environment
 from src.reporting.ledger import Ledger
 from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
@@ -27,12 +24,9 @@ from src.runtime.console import Console, exact, in_unit, table
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
-from src.tasks import Task
-from src.training.run import Run
-from src.training.schedules import make_schedule, total_steps
-from src.training.step import StepTotals
-from src.training.techniques import Techniques, make_techniques
-from src.training.train_state import Intervals, StepLosses, TrainState
+from src.training.step import StepLosses, StepTotals
+from src.training.techniques import Techniques
+from src.training.train_state import Intervals, Run, TrainState
 
 log = logging.getLogger("run")
 
@@ -46,70 +40,60 @@ class RunLogger:
         self.train_set, self.meter = run.datasets["train"], run.meter
         self.is_main, self.folder = self.strategy.accelerator.is_main_process, Path(run.cfg.output_dir)
         self.compile_counter = CompileCounter(run.cfg)
-        self.console = Console(self.is_main, run.num_steps, run.task.unit)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
-        self.ledger = Ledger(run.cfg, self.train_set, self.is_main)
-        run.files += [self.metrics, self.ledger.lines]
+        self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
+        is_training = not due.complete()
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{self.strategy.accelerator.process_index}.log")
+            plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
+            self.say(table(plan | topology(self.strategy, run.cfg)))
+            notes = start.notes + run_notes(run.cfg, run.datasets, techniques, start.checkpoint, run.state.step)
+            for note in notes + self.strategy.buffers.notes():
+                self.say(note)
+            if is_training:
+                record_exit_in(self.folder)
+                self._begin_files(run)
         except OSError as error:
-            raise _not_writable(self.folder, error) from error
-        plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
-        self.say(table(plan | topology(self.strategy, run.cfg)))
-        notes = run_notes(run.cfg, run.datasets, techniques, start.checkpoint, run.state, due.complete())
-        for note in start.notes + notes + self.strategy.buffers.notes():
-            self.say(note)
-        if due.complete():
-            return
-        record_exit_in(self.folder)
-        if self.is_main:
-            self._begin_files(run.state)
-        # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
-        self.hosts.sum([0.0])
+            raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
+        self.console = Console(self.is_main and is_training, run.num_steps, run.task.unit, run.state.step)
+        if is_training:
+            # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
+            self.hosts.sum([0.0])
+        else:
+            self.say(
+                f"nothing is left to train: this run is complete at step {run.state.step:,}; to train another run, give "
+                "--output_dir, or --resume never to start over"
+            )
 
     def say(self, text: str) -> None:
         """Print `text` on the main process, above the progress bar."""
         if self.is_main and text:
             console.say(text)
 
-    def _begin_files(self, state: TrainState) -> None:
-        """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to `state`, start the trackers."""
-        try:
-            self._write_run_files(state.step)
-            # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
-            jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
-            run_status.write_status(self.folder, "running", state.step)
-            if self.strategy.accelerator.log_with:
-                self.trackers = Trackers(self.strategy.accelerator, self.cfg, state.step)
-        except OSError as error:
-            raise _not_writable(self.folder, error) from error
-        self.ledger.begin(state.step)
-        self.console.begin(state.step)
-
-    def _write_run_files(self, step: int) -> None:
-        """Write config.yaml, environment.json (with a list of all starts of this run) and code.diff."""
-        starts = atomic_folder.read_json(self.folder / "environment.json").get("starts", []) if step else []
+    def _begin_files(self, run: Run) -> None:
+        """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to the state of `run`, start the trackers."""
+        if not self.is_main:
+            return
+        state = run.state
         atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(self.cfg, self.task.options))
-        known = environment(self.strategy, self.cfg)
-        known["unit"] = self.task.unit
-        known["starts"] = [*starts, {"step": step, "world_size": known["world_size"], "time": time.time()}]
-        atomic_folder.rewrite(self.folder / "environment.json", json.dumps(known, indent=1))
-        save_diff(self.folder)
+        write_environment(self.folder, self.strategy, self.cfg, self.task.unit, state.step)
+        # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
+        jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
+        self.ledger = Ledger(self.cfg, self.train_set, state.step)
+        run.files += [self.metrics, self.ledger]
+        run_status.write_status(self.folder, "running", state.step)
+        if self.strategy.accelerator.log_with:
+            self.trackers = Trackers(self.strategy.accelerator, self.cfg, state.step)
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
-
-    def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
-        """Add named sums (0-d, on the device) of this rank to the train line, which divides them by its weight.
-
-        Call it on every rank; it does not wait for the device. A sum that is the same on all ranks counts on each."""
-        self.meter.add_sums(sums)
 
     def add_step(self, state: TrainState, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Count one step without waiting for the device."""
         self.meter.add(losses, totals, data_seconds)
-        self.ledger.add(state.step, totals.examples, totals.hash_low, totals.hash_high)
+        if self.ledger:
+            self.ledger.add_step(state.step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
     def train_line(self, state: TrainState) -> None:
@@ -175,20 +159,7 @@ def gpu_memory(device: torch.device) -> str:
     return f"\ngpu memory  at most {most / 2**30:.1f} of {total / 2**30:.1f} GiB (main process)"
 
 
-def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
-    """Print the plan of a run for `--dry_run`, without a process group."""
-    num_steps = total_steps(cfg, datasets["train"].stats["examples"])
-    techniques = make_techniques(cfg)
-    model = planned_model(cfg, task, techniques)
-    print(table(plan_table(cfg, datasets, model, techniques, make_schedule(cfg, num_steps), num_steps)))
-    print(*run_notes(cfg, datasets, techniques, None, TrainState(), False), sep="\n")
-
-
 def _is_before(line: dict, state: TrainState) -> bool:
     """Return True if a line of metrics.jsonl describes work that `state` already includes."""
     done = {"train": state.logged, "eval": state.evaluated}.get(line["kind"], state.step)
     return line["step"] < state.step or (line["step"] == state.step == done)
-
-
-def _not_writable(folder: Path, error: OSError) -> UsageError:
-    return UsageError(f"output_dir: {folder} cannot be written: {error}")

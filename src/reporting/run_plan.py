@@ -1,8 +1,9 @@
 """The plan printed by `--dry_run` and at the start: steps, tokens, learning rate, memory, disk.
 
-Tests: tests/config/test_command_line.py.
+Tests: tests/config/test_command_line.py, tests/config/test_dry_run.py.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,11 +15,12 @@ from src.config.schema import RunConfig
 from src.data.data_stats import data_notes, format_stats
 from src.data.step_sizes import sizes_of_run
 from src.models import memory_estimate
-from src.training.parameter_groups import describe_groups
-from src.training.schedules import total_steps, warmup_updates
+from src.runtime.console import table
+from src.tasks import Task
+from src.training.optimizers import describe_groups, make_optimizer
+from src.training.schedules import make_schedule, total_steps, warmup_updates
 from src.training.step import ModelWithLoss
-from src.training.techniques import Techniques
-from src.training.train_state import TrainState
+from src.training.techniques import Techniques, make_techniques
 
 
 def plan_table(
@@ -96,26 +98,25 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
     return checkpoint * min(kept, saved) + width * parameters
 
 
-def run_notes(
-    cfg: RunConfig, splits: dict, techniques: Techniques, start: Path | None, progress: TrainState, complete: bool
-) -> list[str]:
-    """Return messages about this run: the step it resumes from, notes on its data, fields without effect."""
-    notes = [f"Resuming from step {progress.step:,} ({start})"] if start else []
-    if complete:
-        notes.append(
-            f"nothing is left to train: this run is complete at step {progress.step:,}; to train another run, give "
-            "--output_dir, or --resume never to start over"
-        )
-    notes += data_notes(splits) + techniques.notes(cfg)
-    total = total_steps(cfg, splits["train"].stats["examples"])
-    if cfg.warmup_steps > total:
-        notes.append(
-            f"warning: warmup_steps is {cfg.warmup_steps:g}, but the run has only {total} steps (max_steps): "
-            f"the warmup takes all {total}"
-        )
-    if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
-        notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")
-    return notes
+def run_notes(cfg: RunConfig, splits: dict, techniques: Techniques, start: Path | None, step: int) -> list[str]:
+    """Return messages about this run: the step it resumes from, notes on its data and techniques."""
+    notes = [f"Resuming from step {step:,} ({start})"] if start else []
+    return notes + data_notes(splits) + techniques.notes(cfg)
+
+
+def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
+    """Print the plan of a run for `--dry_run`, without a process group.
+
+    `--smoke` checks what a plan cannot show."""
+    num_steps = total_steps(cfg, datasets["train"].stats["examples"])
+    techniques = make_techniques(cfg)
+    # On the CPU, changed and frozen as the run file says; without values and memory if the task can build it so.
+    empty = "empty" in inspect.signature(task.build).parameters  # only sharded runs of a fork need it
+    model = ModelWithLoss(task.build_model(empty=True) if empty else task.build_model(), task)
+    techniques.change_model(model, cfg)
+    make_optimizer(cfg, model, fused=False)  # freezes parameters
+    print(table(plan_table(cfg, datasets, model, techniques, make_schedule(cfg, num_steps), num_steps)))
+    print(*run_notes(cfg, datasets, techniques, None, 0), sep="\n")
 
 
 def _size(count: float) -> str:

@@ -33,8 +33,6 @@ CLOSE_TIMEOUT = 10.0  # seconds that a process waits at its end for trackers to 
 MAX_QUEUED = 100_000  # lines; trackers that fall further behind lose lines
 FILE = "trackers.json"  # in the run folder: the run id for wandb
 
-log = logging.getLogger("run")
-
 
 class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
@@ -44,7 +42,7 @@ class Trackers:
 
         Their packages must be imported before dataloader workers are forked."""
         self.queue: queue.Queue = queue.Queue(MAX_QUEUED)  # (values, step) of each line; None ends the thread
-        self.failed, self.deadline = set[str](), math.inf  # the first close() sets it; later ones cannot extend it
+        self.warned, self.deadline = set[str](), math.inf  # the first close() sets it; later ones cannot extend it
         self.busy = ""  # name of the tracker that was called last
         terminal, started = sys.stdin, threading.Event()
         arguments = (accelerator, cfg, tracker_options(cfg, step), started)
@@ -59,20 +57,20 @@ class Trackers:
 
     def add(self, line: dict) -> None:
         """Queue the numbers of a line of metrics.jsonl, under names such as `train/loss`; return at once."""
-        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k not in ("step", "kind")}
+        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
         with suppress(queue.Full):
             self.queue.put_nowait(({f"{line['kind']}/{name}": value for name, value in numbers.items()}, line["step"]))
 
     def close(self, seconds: float | None = None) -> bool:
         """Close all trackers; return True if they closed within `seconds` (default CLOSE_TIMEOUT), else warn."""
-        limit = CLOSE_TIMEOUT if seconds is None else seconds
-        self.deadline = min(self.deadline, time.monotonic() + limit)
+        seconds = CLOSE_TIMEOUT if seconds is None else seconds
+        self.deadline = min(self.deadline, time.monotonic() + seconds)
         with suppress(queue.Full):
             self.queue.put_nowait(None)
         self.thread.join(max(0.0, self.deadline - time.monotonic()))
-        if self.thread.is_alive() and "close" not in self.failed:
-            self.failed.add("close")
-            warn(f"report_to: {self.busy} has not closed in {limit:g} s, and may lack lines; metrics.jsonl has all")
+        if self.thread.is_alive() and "close" not in self.warned:
+            self.warned.add("close")
+            warn(f"report_to: {self.busy} has not closed in {seconds:g} s, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
     def _run(self, accelerator: "Accelerator", cfg: RunConfig, options: dict, started: threading.Event) -> None:
@@ -82,11 +80,11 @@ class Trackers:
         names, trackers = list(map(str, accelerator.log_with)), []
         for name in names:  # one at a time, so that an error of one does not stop the others
             accelerator.log_with, accelerator.trackers = [name], []
-            if self._try(name, "could not start", accelerator.init_trackers, project, fields, options):
-                trackers += accelerator.trackers
-                with suppress(Exception):
-                    if url := getattr(trackers[-1].tracker, "url", None):
-                        print(f"{name}: {url}", flush=True)
+            self._try(name, "could not start", accelerator.init_trackers, project, fields, options)
+            trackers += accelerator.trackers
+        for tracker in trackers:
+            if url := getattr(tracker.tracker, "url", None):  # of wandb, whose own messages are off
+                print(f"{tracker.name}: {url}", flush=True)
         accelerator.log_with, accelerator.trackers = names, list(trackers)  # for accelerator.get_tracker
         started.set()
         for values, step in iter(self.queue.get, None):
@@ -95,32 +93,29 @@ class Trackers:
         for tracker in trackers:
             self._try(tracker.name, "could not close", tracker.finish)
 
-    def _try(self, name: str, what: str, call: Callable, *args, **kwargs) -> bool:
-        """Return True if the call raised nothing. Warn about a tracker's first error; the log file has all."""
+    def _try(self, name: str, what: str, call: Callable, *args, **kwargs) -> None:
+        """Call a tracker. Warn about its first error."""
         self.busy = name
         try:
             call(*args, **kwargs)
-            return True
         except BaseException as error:  # SystemExit too: nothing above would catch it in a thread
-            text = f"report_to: {name} {what} ({type(error).__name__}: {one_line(error)})"
-            log.warning("%s", text, exc_info=name not in self.failed)
-            if name not in self.failed:
-                self.failed.add(name)
-                warn(f"{text}; training continues, and metrics.jsonl has every line")
-            return False
+            if name not in self.warned:
+                self.warned.add(name)
+                logging.getLogger("run").warning("report_to: %s %s", name, what, exc_info=True)
+                warn(f"report_to: {name} {what} ({type(error).__name__}: {one_line(error)}); training continues")
 
 
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
     """Return the options of each tracker. A resumed run keeps its run id; wandb's environment variables win."""
-    folder, given = Path(cfg.output_dir).resolve(), os.environ
-    known = atomic_folder.read_json(folder / FILE).get("run_id") if step else None
-    run_id = given.get("WANDB_RUN_ID") or known or uuid.uuid4().hex
+    folder, env = Path(cfg.output_dir).resolve(), os.environ
+    previous = atomic_folder.read_json(folder / FILE).get("run_id") if step else None
+    run_id = env.get("WANDB_RUN_ID") or previous or uuid.uuid4().hex
     atomic_folder.rewrite(folder / FILE, json.dumps({"run_id": run_id}))
-    wandb = {"id": run_id, "resume": given.get("WANDB_RESUME") or "allow"}
-    wandb |= {"name": cfg.run_name or given.get("WANDB_NAME") or folder.name}
-    wandb |= {"dir": given.get("WANDB_DIR") or str(folder)}
-    given.setdefault("WANDB_SILENT", "true")
-    given.setdefault("WANDB_CONSOLE", "off")  # do not upload the console output as well
-    given.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses the last 1 s, not 15 s
+    wandb = {"id": run_id, "resume": env.get("WANDB_RESUME") or "allow"}
+    wandb |= {"name": cfg.run_name or env.get("WANDB_NAME") or folder.name}
+    wandb |= {"dir": env.get("WANDB_DIR") or str(folder)}
+    env.setdefault("WANDB_SILENT", "true")
+    env.setdefault("WANDB_CONSOLE", "off")  # do not upload the console output as well
+    env.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses the last 1 s, not 15 s
     tensorboard = {"purge_step": step + 1}  # steps after the checkpoint are computed again
     return {"wandb": wandb, "mlflow": {"run_name": cfg.run_name or folder.name}, "tensorboard": tensorboard}

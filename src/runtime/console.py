@@ -141,15 +141,10 @@ def bar(what: str, total: int | None, unit: str, initial: int = 0, shown: bool =
 class Console:
     """Shows the progress of one training run on the main process; does nothing on the others."""
 
-    def __init__(self, shown: bool, total: int, unit: str = "tokens"):
-        self.shown, self.total, self.unit = shown, total, unit
-        self.bar = None
-
-    def begin(self, step: int) -> None:
+    def __init__(self, shown: bool, total: int, unit: str, step: int):
         """Show the progress bar of training, starting at `step`."""
-        self.first_step, self.start = step, time.monotonic()
-        if self.shown and is_terminal():
-            self.bar = bar("training", self.total, "step", step, leave=True)
+        self.total, self.unit, self.first_step, self.start = total, unit, step, time.monotonic()
+        self.bar = bar("training", total, "step", step, leave=True) if shown and is_terminal() else None
 
     def step(self) -> None:
         if self.bar is not None:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from src.config.errors import warn
 
+_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each line
+
 
 def strict_json(value):
     """Return `value` with None in place of NaN and infinity, which strict JSON does not allow."""
@@ -31,7 +33,7 @@ class JsonlWriter:
 
     def add(self, line: dict) -> None:
         """Queue a line for the next flush. Raise ValueError if it is not strict JSON."""
-        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
+        self.waiting.append(_encode(line) + "\n")
 
     def flush(self) -> None:
         """Write all queued lines. If that fails, write none and raise OSError."""

@@ -17,8 +17,7 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Task
-from src.training.evaluation_plan import Source, make_plan, share_of_rank
-from src.training.evaluation_results import TIMES_SEEN, Results
+from src.training.evaluation_plan import TIMES_SEEN, Results, Source, make_plan, share_of_rank
 
 ASK = 8  # micro-batches between two all-reduces of the stop requests
 
@@ -45,7 +44,7 @@ def evaluate(
     results = Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-    with eval_mode(module), _one_thread(accelerator.device), uncompiled(cfg):
+    with _evaluating(module, cfg), _one_thread(accelerator.device):
         bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
         pin_memory = accelerator.device.type == "cuda"
         batches = iter(read_batches(split, task, iter(mine), cfg, pin_memory, training=False))
@@ -115,21 +114,19 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
     """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count, with whatever
     weights they were evaluated (ema/SOURCE/loss)."""
-    empty = {name.removesuffix("weight") for name, value in metrics.items() if name.endswith("weight") and not value}
+    empty = tuple(
+        f"/{key.removesuffix('weight')}loss" for key, n in metrics.items() if key.endswith("weight") and not n
+    )
     bad = [
         f"{name} is {value}"
         for name, value in metrics.items()
-        if isinstance(value, float)
-        and not np.isfinite(value)
-        and not any(f"/{name}".endswith(f"/{p}loss") for p in empty)
+        if isinstance(value, float) and not np.isfinite(value) and not f"/{name}".endswith(empty)
     ]
     if not bad:
         return
     text = f"evaluation at step {step}: {', '.join(bad)}"
     if cfg.stop_on_nan_metric:
-        raise Failure(
-            f"{text} (stop_on_nan_metric). The state is saved; to go back to an earlier one, give --resume CHECKPOINT"
-        )
+        raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")
     warn(text)
 
 
@@ -157,33 +154,30 @@ def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str]
     from accelerate.utils import gather_object
 
     columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
-    found = [(results.names, columns, results.seen)]
+    per_rank = [(results.names, columns, results.seen)]
     if strategy.accelerator.num_processes > 1:
-        found = gather_object(found)
-    if len(seen := sorted(set().union(*(seen for *_, seen in found)))) > 1:  # no table could hold their values
+        per_rank = gather_object(per_rank)
+    seen = sorted(set().union(*(seen for *_, seen in per_rank)))
+    if len(seen) > 1:  # no table could hold their values
         raise UsageError(
             f"the task returns ({', '.join(seen[0])}) for some micro-batches of an evaluation, but ({', '.join(seen[1])}) for "
-            "others: return the same names for all rows, where there is nothing to count with the value 0; pad the vectors of "
-            "rows to a length that does not depend on the micro-batch"
+            "others: return the same names and widths for all rows, with the value 0 where there is nothing to count"
         )
-    return max(found, key=lambda of_rank: len(of_rank[0]))[:2]
+    return max(per_rank, key=lambda of_rank: len(of_rank[0]))[:2]
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def eval_mode(module: torch.nn.Module) -> Iterator[None]:
-    """Within, the module is in evaluation mode."""
+def _evaluating(module: torch.nn.Module, cfg: RunConfig) -> Iterator[None]:
+    """Within, the module is in evaluation mode, and compiled layers run in eager mode, so that eval.py gets the same
+    loss and evaluation compiles no graph."""
     training = module.training
     module.eval()
-    yield
+    with torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext():
+        yield
     module.train(training)
-
-
-def uncompiled(cfg: RunConfig):
-    """Run compiled layers in eager mode, so that eval.py gets the same loss and evaluation compiles no graph."""
-    return torch.compiler.set_stance("force_eager") if cfg.compile else nullcontext()
 
 
 @contextmanager

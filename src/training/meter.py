@@ -11,8 +11,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.distributed.host_group import HostGroup
-from src.training.step import StepTotals
-from src.training.train_state import StepLosses, widen
+from src.training.step import StepLosses, StepTotals
 
 LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
 LINE += ("learning_rate", "grad_norm", "skipped", "graphs")
@@ -44,12 +43,6 @@ class Meter:
         self.padded_tokens += totals.padded_tokens
         self.data_seconds += data_seconds
 
-    def add_sums(self, sums: dict[str, torch.Tensor]) -> None:
-        """Add named sums of this rank; all ranks call this equally often."""
-        if "loss" in sums:
-            raise UsageError("logger.add_sums gives a sum the name 'loss' of a train line: rename it")
-        self.pending.append({name: widen(value) for name, value in sums.items()})
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Pause the clock: evaluation and saving do not count as training time."""
@@ -63,31 +56,26 @@ class Meter:
         A name costs two more collectives when it first appears on any rank, because all ranks must learn it."""
         if not self.pending:
             return
-        known = list(self.values)
-        new = {name for entry in self.pending for name in entry} - set(known)
-        found = hosts.sum([len(new), *self._table(known).flatten().tolist()])
-        columns = dict(zip(known, found[1:].view(-1, len(known)).T.tolist(), strict=True))
-        if found[0]:
-            names = hosts.union(new)
-            if taken := [name for name in names if name in LINE]:
-                raise UsageError(
-                    f"the task or logger.add_sums gives a sum the name {taken[0]!r} of a train line: rename it"
-                )
-            columns |= dict(zip(names, hosts.sum(self._table(names)).T.tolist(), strict=True))
-        for name, column in columns.items():
+        names = list(self.values)
+        new = {name for entry in self.pending for name in entry} - set(names)
+        sums = hosts.sum([len(new), *self._table(names).flatten().tolist()])
+        table = sums[1:].view(-1, len(names))
+        if sums[0]:
+            new = hosts.union(new)
+            if reserved := [name for name in new if name in LINE]:
+                raise UsageError(f"the task returns a sum named {reserved[0]!r}, a field of the train line: rename it")
+            names, table = names + new, torch.cat([table, hosts.sum(self._table(new))], dim=1)
+        for name, column in zip(names, table.T.tolist(), strict=True):
             self.values.setdefault(name, []).extend(column)
         self.pending = []
 
     def _table(self, names: list[str]) -> torch.Tensor:
         """Return the pending values of these names, (entries, names), on the host; 0 where there is none."""
         table = torch.zeros(len(self.pending), len(names), dtype=torch.float64)
-        cells: dict[torch.device, list] = {}
-        for row, entry in enumerate(self.pending):
-            for column, name in enumerate(names):
-                if name in entry:
-                    cells.setdefault(entry[name].device, []).append((row, column, entry[name]))
-        for found in cells.values():
-            rows, columns, values = zip(*found, strict=True)
+        cells = [(i, j) for i, entry in enumerate(self.pending) for j, name in enumerate(names) if name in entry]
+        if cells:
+            rows, columns = zip(*cells, strict=True)
+            values = [self.pending[i][names[j]] for i, j in cells]
             table[list(rows), list(columns)] = torch.stack(values).cpu().double()
         return table
 

@@ -1,15 +1,19 @@
-"""Optimizers by name: the one that `optim` names, with its parameter groups.
+"""Optimizers by name, with their parameter groups: frozen parameters, rates and weight decay by name pattern.
 
-src/config/optimizer_class.py finds the class or the add-on, parameter_groups.py makes the groups.
-Tests: tests/training/test_optimizers.py, tests/training/test_optimizer_names.py.
+src/config/optimizer_class.py finds the class or the add-on. A pattern is a whole name, as checkpoints hold it, in which
+`*` stands for any text: `*.attn.*`. Tests: tests/training/test_optimizers.py, tests/training/test_parameter_groups.py.
 """
+
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
 
 import torch
 
-from src.config.errors import UsageError
+from src.config.errors import UsageError, did_you_mean
 from src.config.optimizer_class import find_class, optimizer_addon, optimizer_arguments
 from src.config.schema import RunConfig
-from src.training.parameter_groups import freeze, parameter_groups
+from src.distributed.sharded_tensors import plain_name
+from src.training.step import ModelWithLoss
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device
 
@@ -18,19 +22,134 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     """Freeze what `cfg.freeze` names; return the optimizer named by `cfg.optim` of the remaining parameters.
 
     With `fused`, one kernel updates all parameters, where torch has one that can skip an update on the device."""
-    freeze(model, cfg)
+    parameters = named_parameters(model)
+    for name in first_match(cfg.freeze, parameters, "freeze"):
+        parameters[name].requires_grad_(False)
     groups = parameter_groups(model, cfg)
     if not groups:
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
-    kind = find_class(cfg.optim)
-    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, kind)
-    if kind in FUSED:
+    cls = find_class(cfg.optim)
+    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls)
+    if cls in FUSED:
         options["fused"] = fused
     try:
         if addon := optimizer_addon(cfg.optim):
-            return addon.make(cfg, kind, groups, options)
-        return kind(groups, **options)
+            return addon.make(cfg, cls, groups, options)
+        return cls(groups, **options)
     except Exception as error:
         raise UsageError(
-            f"optim is {cfg.optim}: {kind.__name__} refuses its arguments or parameters: {error}"
+            f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters: {error}"
         ) from error
+
+
+def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
+    """Return the trainable parameters in groups: weight decay for two or more dimensions, none for the rest.
+
+    `parameter_groups`, `lr_layer_decay` and an optimizer for hidden matrices split them further. The rate of a group is
+    that of the schedule times its `lr_factor`, by default 1."""
+    parameters, rules = named_parameters(model), cfg.parameter_groups or {}
+    pattern_of = first_match(rules, parameters, "parameter_groups")
+    depths, layers = layer_depths(model) if cfg.lr_layer_decay else ({}, 0)
+    addon = optimizer_addon(cfg.optim)
+    hidden = addon.hidden_matrices(model) if hasattr(addon, "hidden_matrices") else None
+    groups: dict[tuple, dict] = {}
+    for name, parameter in sorted(parameters.items(), key=lambda item: dimensions(item[1]) < 2):
+        if not parameter.requires_grad:
+            continue
+        rule = rules.get(pattern_of.get(name, ""), {})
+        decay = cfg.weight_decay if dimensions(parameter) >= 2 else 0.0
+        fields = {"weight_decay": rule.get("weight_decay", decay)}
+        factor = rule.get("lr_factor", 1.0)
+        if cfg.lr_layer_decay:
+            factor *= cfg.lr_layer_decay ** (layers + 1 - depths[name])
+        if factor != 1.0:
+            fields |= {"lr": cfg.learning_rate * factor, "lr_factor": factor}
+        if hidden is not None:
+            fields |= dict.fromkeys(("hidden", "use_muon"), name in hidden)  # ours, and that of pytorch_optimizer
+        groups.setdefault(tuple(fields.values()), {"params": []} | fields)["params"].append(parameter)
+    return list(groups.values())
+
+
+def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
+    """Return one line for each group: parameters, rate, weight decay; an empty text without special groups."""
+    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or optimizer_addon(cfg.optim)):
+        return ""
+    texts = [
+        f"{_count(group['params']):,} at rate × {group.get('lr_factor', 1):.4g}, weight decay {group['weight_decay']:g}"
+        + " (hidden layers)" * group.get("hidden", False)
+        for group in parameter_groups(model, cfg)
+    ]
+    frozen = _count(p for p in named_parameters(model).values() if not p.requires_grad)
+    return "; ".join(texts + [f"{frozen:,} frozen"] * bool(frozen))
+
+
+def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
+    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
+
+
+def dimensions(parameter: torch.nn.Parameter) -> int:
+    """Return the number of dimensions of a parameter, which may be sharded."""
+    return len(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: under ZeRO-3
+
+
+def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
+    """Return ({parameter name: depth}, number of layers n): 0 before the layers, 1 … n in them, n + 1 after them.
+
+    Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter
+    between two lists has the depth of the layer before it. Raise UsageError if the model has no such list."""
+    model = model.model if isinstance(model, ModelWithLoss) else model
+    depth_of_module: dict[int, int] = {}
+    for layer in _layers(model):
+        depth_of_module[id(layer)] = len(depth_of_module) + 1
+    count = len(depth_of_module)
+    if not count:
+        raise UsageError(
+            f"lr_layer_decay or optim: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
+            "layers in a torch.nn.ModuleList"
+        )
+    layer_of = {
+        id(p): depth_of_module[id(m)] for m in model.modules() if id(m) in depth_of_module for p in m.parameters()
+    }
+    parameters = named_parameters(model)
+    last_in_layers = [name for name, p in parameters.items() if id(p) in layer_of][-1]
+    depths, depth = {}, 0
+    for name, parameter in parameters.items():
+        depths[name] = depth = layer_of.get(id(parameter), depth)
+        if name == last_in_layers:
+            depth = count + 1
+    return depths, count
+
+
+def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        if isinstance(child, torch.nn.ModuleList):
+            yield from child
+        else:
+            yield from _layers(child)
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters by the names that checkpoints hold; tied ones once."""
+    model = model.model if isinstance(model, ModelWithLoss) else model
+    return {plain_name(name): p for name, p in model.named_parameters()}
+
+
+def matching(pattern: str, names: Iterable[str], field: str) -> list[str]:
+    """Return the names that the pattern of `field` matches; raise UsageError if there is none."""
+    names = list(names)
+    if found := [name for name in names if fnmatchcase(name, pattern)]:
+        return found
+    similar = did_you_mean(pattern, names) or f"; the names are {', '.join(names[:5])}, …"
+    raise UsageError(f"{field}: {pattern} matches no parameter{similar} (* stands for any text)")
+
+
+def first_match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
+    """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
+    names, found = list(names), {}
+    for pattern in patterns:
+        for name in matching(pattern, names, field):
+            found.setdefault(name, pattern)
+    return found

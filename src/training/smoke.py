@@ -21,8 +21,8 @@ from src.runtime import console
 from src.storage.jsonl import strict_json
 from src.tasks import Task
 from src.training.evaluation import evaluate
-from src.training.run import Run
 from src.training.techniques import Techniques
+from src.training.train_state import Run
 
 ROUNDS = 2  # micro-batches per process in the evaluation
 SHOWN = 3  # differences in the message
@@ -42,15 +42,10 @@ def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, a
     folder = Path(cfg.output_dir) / ".smoke"
     rows = ROUNDS * cfg.per_device_eval_batch_size * accelerator.num_processes
     rows = min(cfg.max_eval_examples or rows, rows)
-    small: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_eval_examples": rows,
-        "report_to": [],
-    }
 
     def run_pass(resume: str) -> Snapshot:
         fresh = copy.copy(task)  # `build` sets attributes
-        fresh.cfg = replace(cfg, resume=resume, **small)
+        fresh.cfg = replace(cfg, resume=resume, output_dir=str(folder), max_eval_examples=rows, report_to=[])
         state = train(fresh.cfg, fresh, datasets, accelerator)
         accelerator.free_memory()
         gc.collect()
@@ -64,22 +59,22 @@ def run(train: Callable[..., Any], cfg: RunConfig, task: Task, datasets: dict, a
         second = run_pass("auto")
     if not second.resumed:
         raise Failure(f"smoke: there is no checkpoint in {folder} to resume from: see the warnings above")
-    if differing := _differences(first.values, second.values):
-        more = f"; and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
+    old, new = first.values, second.values
+    names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+    if names:
+        shown = [f"{name}: {old.get(name, 'absent')} → {new.get(name, 'absent')}" for name in names[:SHOWN]]
         raise UsageError(
-            f"smoke: a resumed run differs from the run that it continues: {'; '.join(differing[:SHOWN])}{more}. "
+            f"smoke: a resumed run differs from the run that it continues in {len(names)} values: {'; '.join(shown)}. "
             "`build(weights)` of the task must return the model that was saved (from_pretrained drops a parameter or buffer "
             "that the model class does not have), and an evaluation must give the same numbers twice"
         )
     if accelerator.is_main_process:
         for name in ("checkpoints", "final"):
             shutil.rmtree(folder / name, ignore_errors=True)
-        metrics = sum(name.startswith("evaluation/") for name in first.values)
-        evaluated = (
-            f"{metrics} metrics of the first {rows} validation rows" if metrics else "no metric (no evaluation data)"
-        )
+        metrics = sum(name.startswith("evaluation/") for name in old)
+        evaluated = f"{metrics} metrics of {rows} validation rows" if metrics else "no metric (no evaluation data)"
         console.say(
-            f"\n2 steps, a save, and a resume into a fresh model. Equal, bit by bit: {len(first.values) - metrics} tensors and "
+            f"\n2 steps, a save, and a resume into a fresh model. Equal, bit by bit: {len(old) - metrics} tensors and "
             f"numbers of a checkpoint, {evaluated}\nsmoke: passed"
         )
 
@@ -88,31 +83,19 @@ def snapshot(run: Run, start: Any, checkpointer: Any, techniques: Techniques, sc
     """Return the state and the metrics of a run that ends; in the first pass, warn if rows depend on each other.
 
     `start` is where it began, `score()` evaluates the weights that the model has."""
-    resumed, val_set = start.checkpoint is not None, run.datasets.get("validation")
-    values = checkpointer.state_hashes()
-    if val_set is not None and (metrics := techniques.evaluate(score(), score)):
-        values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in metrics.items()}
-        if not resumed:
-            _compare_with_single_rows(run, val_set, metrics["loss"])
+    resumed, cfg, values = start.checkpoint is not None, run.cfg, checkpointer.state_hashes()
+    val_set = run.datasets.get("validation")
+    if val_set is None or not (metrics := techniques.evaluate(score(), score)):
+        return Snapshot(resumed, values)
+    values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in metrics.items()}
+    if not resumed:
+        by_row = replace(cfg, per_device_eval_batch_size=1)
+        single, loss = evaluate(run.strategy, run.hosts, run.module, run.task, val_set, by_row)["loss"], metrics["loss"]
+        exact = run.strategy.accelerator.mixed_precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32
+        if abs(single - loss) > (1e-4 if exact else 1e-2) * abs(loss):
+            warn(
+                f"smoke: the loss of the validation rows is {loss:.6g} in micro-batches of {cfg.per_device_eval_batch_size}, "
+                f"but {single:.6g} one by one: it depends on the padding or on the rows beside a row, so results will depend "
+                "on per_device_batch_size"
+            )
     return Snapshot(resumed, values)
-
-
-def _compare_with_single_rows(run: Run, val_set: Any, loss: float) -> None:
-    """Warn if the loss of an evaluation is another one if each row is a micro-batch of its own."""
-    cfg, precision = run.cfg, run.strategy.accelerator.mixed_precision
-    tolerance = 1e-4 if precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32 else 1e-2
-    single = evaluate(
-        run.strategy, run.hosts, run.module, run.task, val_set, replace(cfg, per_device_eval_batch_size=1)
-    )
-    if single and abs(single["loss"] - loss) > tolerance * abs(loss):
-        warn(
-            f"smoke: the loss of the validation rows is {loss:.6g} in micro-batches of {cfg.per_device_eval_batch_size}, but "
-            f"{single['loss']:.6g} one by one: it depends on the padding or on the rows beside a row, so results will "
-            "depend on per_device_batch_size"
-        )
-
-
-def _differences(first: dict[str, str], second: dict[str, str]) -> list[str]:
-    names = sorted(first.keys() | second.keys())
-    pairs = [(name, first.get(name, "absent"), second.get(name, "absent")) for name in names]
-    return [f"{name}: {before} → {after}" for name, before, after in pairs if before != after]

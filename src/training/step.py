@@ -1,4 +1,4 @@
-"""What a step of train.py needs: the model with its loss in one module, and totals over all ranks.
+"""What a step of train.py needs: the model with its loss in one module, totals over all ranks, this rank's losses.
 
 Tests: tests/training/test_step.py and tests/conformance/.
 """
@@ -12,13 +12,14 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import hash_ids
+from src.data.batch_plan import MicroBatch, hash_ids
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
-from src.tasks import Task
-from src.training.train_state import Window
+from src.tasks import Batch, Task
+
+StepBatch = list[tuple[MicroBatch, Batch]]  # this rank's micro-batches of one optimizer step
 
 
 class ModelWithLoss(torch.nn.Module):
@@ -86,7 +87,7 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def sum_over_ranks(
-        cls, hosts: HostGroup, strategy: Strategy, window: Window, requests: list[float], failed: float
+        cls, hosts: HostGroup, strategy: Strategy, window: StepBatch, requests: list[float], failed: float
     ) -> "StepTotals":
         """Sum the windows' counts, `requests` [save, stop] and `failed` over all ranks; a collective.
 
@@ -97,7 +98,7 @@ class StepTotals(NamedTuple):
 
 
 @contextmanager
-def naming_a_smaller_batch(cfg: RunConfig, batch: Window) -> Iterator[None]:
+def naming_a_smaller_batch(cfg: RunConfig, batch: StepBatch) -> Iterator[None]:
     """Add to an error within the flag with which the next start needs less memory, for the message of this rank."""
     try:
         yield
@@ -111,9 +112,50 @@ def naming_a_smaller_batch(cfg: RunConfig, batch: Window) -> Iterator[None]:
         raise
 
 
-def window_counts(window: Window) -> list[float]:
+def window_counts(window: StepBatch) -> list[float]:
     """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's window."""
     real = [(micro, batch) for micro, batch in window if not micro.dummy]
     sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "padded_tokens")]
     ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
     return [*sums, float(len(ids)), *hash_ids(ids)]
+
+
+class StepLosses(NamedTuple):
+    """What the task returned for this rank's micro-batches of a step, on the device."""
+
+    losses: torch.Tensor  # float64, one per micro-batch
+    sums: dict[str, torch.Tensor]  # its further sums (0-d, float64), added over the micro-batches
+
+    @classmethod
+    def of(cls, batch: StepBatch, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
+        """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
+        losses, sums = [], {}
+        for (micro, _), out in zip(batch, outputs, strict=True):
+            losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
+            for name, value in out.items():
+                if name != "loss" and not micro.dummy:
+                    sums[name] = sums.get(name, 0.0) + widen(value)
+        return cls(widen(torch.stack(losses)), sums)
+
+
+def widen(value: torch.Tensor) -> torch.Tensor:
+    """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
+    value = value.detach()
+    return (value.cpu() if value.device.type == "mps" else value).double()
+
+
+class DeviceFlag:
+    """A bool being computed on the device, as `tensor`; reading it on the host does not wait for later work."""
+
+    def __init__(self, value: torch.Tensor):
+        self.event, self.tensor = None, value
+        if value.is_cuda:
+            value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+        self.value = value
+
+    def __bool__(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.value)

@@ -12,8 +12,8 @@ import torch
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.distributed.strategies import Strategy
-from src.training.run import Run
-from src.training.train_state import StepLosses, Window
+from src.training.step import StepBatch, StepLosses
+from src.training.train_state import Run
 
 
 class Techniques:
@@ -37,7 +37,7 @@ class Techniques:
         compute: Callable[..., StepLosses],
         strategy: Strategy,
         module: torch.nn.Module,
-        batch: Window,
+        batch: StepBatch,
         total_weight: float,
     ) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses, by `compute` of train.py."""

@@ -1,4 +1,4 @@
-"""Training state (step, skipped updates, best evaluation), and intervals of logging, evaluation and saving.
+"""Training state (step, skipped updates, best evaluation), what is due at a step, and the parts of a run.
 
 Tests: tests/training/test_state.py, tests/training/test_step.py.
 """
@@ -7,61 +7,23 @@ import logging
 import math
 import os
 import sys
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from src.config.best_metric import best_by, missing_metric
 from src.config.errors import Failure
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch
-from src.tasks import Batch
+from src.distributed.host_group import HostGroup
+from src.distributed.strategies import Strategy
+from src.storage.jsonl import JsonlWriter
+from src.tasks import Task
+from src.training.meter import Meter
 from src.training.schedules import after_evaluation
+from src.training.step import DeviceFlag, ModelWithLoss, StepBatch, StepLosses
 
-Window = list[tuple[MicroBatch, Batch]]
 SMOKE_STEPS = 2
-
-
-def widen(value: torch.Tensor) -> torch.Tensor:
-    """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
-    value = value.detach()
-    return (value.cpu() if value.device.type == "mps" else value).double()
-
-
-class DeviceFlag:
-    """A bool being computed on the device, as `tensor`; reading it on the host does not wait for later work."""
-
-    def __init__(self, value: torch.Tensor):
-        self.event, self.tensor = None, value
-        if value.is_cuda:
-            value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        self.value = value
-
-    def __bool__(self) -> bool:
-        if self.event is not None:
-            self.event.synchronize()
-        return bool(self.value)
-
-
-class StepLosses(NamedTuple):
-    """What the task returned for this rank's micro-batches of a step, on the device."""
-
-    losses: torch.Tensor  # float64, one per micro-batch
-    sums: dict[str, torch.Tensor]  # its further sums (0-d, float64), added over the micro-batches
-
-    @classmethod
-    def of(cls, batch: Window, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
-        """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
-        losses, sums = [], {}
-        for (micro, _), out in zip(batch, outputs, strict=True):
-            losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
-            for name, value in out.items():
-                if name != "loss" and not micro.dummy:
-                    sums[name] = sums.get(name, 0.0) + widen(value)
-        return cls(widen(torch.stack(losses)), sums)
 
 
 class UpdateResult(NamedTuple):
@@ -69,7 +31,7 @@ class UpdateResult(NamedTuple):
 
     skipped: DeviceFlag  # the loss or the gradient of some rank was not finite, or a technique skipped it
     step: int
-    window: Window  # this rank's micro-batches
+    batch: StepBatch
     losses: StepLosses  # of these micro-batches
 
 
@@ -102,7 +64,7 @@ class TrainState:
         """Return the factor of the learning rate that evaluations have led to (reduce_lr_on_plateau)."""
         return self.plateau["factor"] if self.plateau else 1.0
 
-    def add_update(self, grad_norm: torch.Tensor, skipped: torch.Tensor, batch: Window, losses: StepLosses) -> None:
+    def add_update(self, grad_norm: torch.Tensor, skipped: torch.Tensor, batch: StepBatch, losses: StepLosses) -> None:
         """Note an update that the device may still be computing; `finish_update` counts it."""
         self.grad_norm = grad_norm
         self.pending = UpdateResult(DeviceFlag(skipped), self.step, batch, losses)
@@ -117,25 +79,17 @@ class TrainState:
         skipped = bool(pending.skipped)
         self.updates += not skipped
         self.skipped = self.skipped + 1 if skipped else 0
-        if skipped:
-            report_skipped(pending, self.norm_if_spike())
-        self.check_skipped(max_skipped, pending.step)
-
-    def check_skipped(self, max_skipped: int, step: int) -> None:
-        """Raise Failure if `max_skipped` updates in a row, the last at `step`, were skipped."""
-        if self.skipped < max_skipped:
+        if not skipped:
             return
-        reason = "the loss or the gradient was not finite" if self.norm_if_spike() is None else "the gradient spiked"
-        raise Failure(
-            f"{self.skipped} updates in a row were skipped because {reason}, the last at step {step} (max_skipped_steps is "
-            f"{max_skipped}). Skipped updates do not change the weights. Lower learning_rate, or check the examples named "
-            "above and in logs/; the same command resumes from the last checkpoint"
-        )
-
-    def norm_if_spike(self) -> float | None:
-        """Return the gradient norm of the last update if it is finite; this waits for the device."""
         norm = float("nan") if self.grad_norm is None else float(self.grad_norm)
-        return norm if math.isfinite(norm) else None
+        report_skipped(pending, norm)
+        if self.skipped >= max_skipped:
+            reason = "the gradient spiked" if math.isfinite(norm) else "the loss or the gradient was not finite"
+            raise Failure(
+                f"{self.skipped} updates in a row were skipped because {reason}, the last at step {pending.step} "
+                f"(max_skipped_steps is {max_skipped}). Skipped updates do not change the weights. Lower learning_rate, or "
+                "check the examples named above and in logs/; the same command resumes from the last checkpoint"
+            )
 
     def use_metric(self, cfg: RunConfig) -> None:
         """Set the metric of the best model; forget the best evaluation if the metric or its direction has changed."""
@@ -228,19 +182,39 @@ class Intervals:
         )
 
 
-def report_skipped(result: UpdateResult, spike: float | None = None) -> None:
+@dataclass(eq=False)
+class Run:
+    """What a run consists of. Every rank has one."""
+
+    cfg: RunConfig
+    strategy: Strategy
+    hosts: HostGroup
+    task: Task
+    datasets: dict[str, Any]
+    model: ModelWithLoss  # its parameters are trained; sharded under FSDP2
+    module: torch.nn.Module  # the wrapped model, to call
+    optimizer: torch.optim.Optimizer
+    num_steps: int
+    state: TrainState = field(default_factory=TrainState)  # in a step, state.step already counts this step
+    meter: Meter = field(default_factory=Meter)  # sums for the next train line of metrics.jsonl
+    files: list[JsonlWriter] = field(default_factory=list)  # of lines about steps: flushed before each checkpoint
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Return the trainable parameters by name; sharded ones are DTensors."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+def report_skipped(result: UpdateResult, norm: float) -> None:
     """Log a skipped update and print it on rank 0 and on ranks with a non-finite loss.
 
-    `spike`: the gradient norm if it is finite, because then a technique skipped the update."""
+    If the gradient's norm is finite, a technique skipped the update."""
     rank = os.environ.get("RANK", "0")
-    all_ids, bad_ids = [], []
-    for (micro, _), loss in zip(result.window, result.losses.losses.tolist(), strict=True):
-        if not micro.dummy:
-            all_ids += micro.ids.tolist()
-            bad_ids += [] if math.isfinite(loss) else micro.ids.tolist()
-    what = f"the loss of examples {bad_ids} is" if bad_ids else f"the gradient (here, of examples {all_ids}) is"
-    what += " not finite" if spike is None or bad_ids else f" a spike of norm {spike:.4g}"
+    losses = [(micro, loss) for (micro, _), loss in zip(result.batch, result.losses.losses.tolist(), strict=True)]
+    ids = [i for micro, _ in losses if not micro.dummy for i in micro.ids.tolist()]
+    bad = [i for micro, loss in losses if not micro.dummy and not math.isfinite(loss) for i in micro.ids.tolist()]
+    what = f"the loss of examples {bad} is" if bad else f"the gradient (here, of examples {ids}) is"
+    what += f" a spike of norm {norm:.4g}" if math.isfinite(norm) and not bad else " not finite"
     text = f"step {result.step}: {what}; the update is skipped on all ranks, no weight or moment has changed"
     logging.getLogger("run").warning("%s", text)
-    if bad_ids or rank == "0":
+    if bad or rank == "0":
         print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from src.training.train_state import StepLosses
+from src.training.step import StepLosses
 from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance

@@ -1,11 +1,15 @@
 """environment.json and code.diff: the commit of the code and its uncommitted changes."""
 
+import json
 import os
 import shutil
 import subprocess
 
 import pytest
+from accelerate import Accelerator
 
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
 from src.reporting import environment
 
 
@@ -27,11 +31,16 @@ def git(folder, *words):
     subprocess.run(["git", *words], cwd=folder, check=True, capture_output=True, env=os.environ | plain)
 
 
+def save_diff(folder) -> None:
+    environment.write_environment(folder, Strategy(Accelerator(cpu=True), RunConfig()), RunConfig(), "tokens", 0)
+
+
 def test_clean_repository_has_no_diff(repository, tmp_path):
     (tmp_path / "code.diff").write_text("from an earlier start")
-    environment.save_diff(tmp_path)
-    assert len(environment.git_commit()) == 40
-    assert environment.uncommitted() == ""
+    save_diff(tmp_path)
+    written = json.loads((tmp_path / "environment.json").read_text())
+    assert len(written["git_commit"]) == 40
+    assert written["git_dirty"] is False
     assert not (tmp_path / "code.diff").exists()
 
 
@@ -40,7 +49,7 @@ def test_diff_is_redacted_and_runs_no_program(repository, tmp_path):
     (repository / "new.py").write_text("")
     (repository / "data.jsonl").write_text("")
     git(repository, "config", "diff.external", f"touch {tmp_path / 'executed'}")
-    environment.save_diff(tmp_path)
+    save_diff(tmp_path)
     diff = (tmp_path / "code.diff").read_text()
     assert "-a = 1\n" in diff
     assert "https://host/?***'" in diff
@@ -51,7 +60,7 @@ def test_diff_is_redacted_and_runs_no_program(repository, tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["repository", "tracked train.py", "git"])
-def test_no_commit_without_git(repository, tmp_path, monkeypatch, capfd, missing):
+def test_no_commit_without_git(repository, tmp_path, monkeypatch, missing):
     if missing == "repository":
         shutil.rmtree(repository / ".git")
     elif missing == "git":
@@ -60,8 +69,4 @@ def test_no_commit_without_git(repository, tmp_path, monkeypatch, capfd, missing
         (repository / "inner").mkdir()
         shutil.copy(repository / "train.py", repository / "inner")
         monkeypatch.setattr(environment, "REPOSITORY", repository / "inner")
-    assert environment.git_commit() is None
-    assert environment.uncommitted() is None
-    environment.save_diff(tmp_path)
-    assert not (tmp_path / "code.diff").exists()
-    assert capfd.readouterr().err == ""
+    assert environment.code_version() == (None, "")

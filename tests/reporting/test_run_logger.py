@@ -2,22 +2,17 @@
 
 import json
 import shutil
-import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.reporting import run_logger, run_plan
+from src.reporting import run_plan
 from src.reporting.environment import arithmetic
-from src.reporting.run_logger import RunLogger
 from src.tasks import causal_lm
 from src.training.meter import Meter
 from src.training.step import StepTotals
-from src.training.train_state import StepLosses
 from tests.helpers import kit
 
 
@@ -80,24 +75,9 @@ def test_a_meter_without_any_weight_has_no_loss():
     assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
 
 
-def test_evaluation_and_saving_are_no_part_of_the_throughput(monkeypatch):
-    """Also between two train lines; the mutant, a clock that starts again after the pause, would forget the training before it."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    meter = Meter()
-    meter.add(StepLosses(torch.ones(2), {}), totals(weight=1.0, tokens=100.0), 0.0)
-    clock[0] += 0.2
-    with meter.paused():
-        clock[0] += 0.5
-    line = meter.line(OneRank)
-    assert line["seconds"] == pytest.approx(0.2)
-    assert line["tokens_per_second"] == pytest.approx(100 / line["seconds"])
-
-
 @pytest.mark.parametrize(
     "batch, micro, world, text",
     [
-        (32, 8, 1, "32 examples = 4 micro-batches of 8 = 1 rank × 4 accumulated"),
         (32, 8, 2, "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"),
         (
             32,
@@ -119,19 +99,6 @@ def test_disk_of_the_plan_counts_all_checkpoints_that_are_kept():
     assert checkpoint == 3 * 10 * 4  # weights and two moments
     assert planned(save_keep_every=15) == planned() + 33 * checkpoint  # steps 30, 60, …
     assert planned(save_keep_every=1) == planned(save_total_limit=1000)  # all of them
-
-
-def test_a_run_that_begins_with_windows_without_targets(files, tmp_path):
-    from src.data.row_order import permute
-
-    rows = [{"input_ids": [5] * 6, "labels": [5] * 6 if i == 0 else [-100] * 6} for i in range(6)]
-    data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
-    seed = next(s for s in range(100) if permute(np.array([0]), 6, s, 0)[0] != 0)
-    one = {"global_batch_size": 1, "per_device_batch_size": 1, "max_steps": 6, "logging_steps": 1}
-    run = kit.run_training(1, tmp_path / "run", *flags(files, train_file=data, seed=seed, **one))
-    first = run.kind("train")[0]
-    assert (first["loss"], first["learning_rate"], first["grad_norm"], first["skipped"]) == (None, None, None, 1)
-    assert run.kind("train")[-1]["skipped"] == 5
 
 
 def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
@@ -166,8 +133,8 @@ def test_metrics_of_a_task_may_be_numbers_of_numpy(files, tmp_path, monkeypatch)
 
 @pytest.fixture
 def sums_of_a_task(monkeypatch):
-    """The task returns `squares` always and `rare` for some micro-batches; the loop adds `calls` on every rank."""
-    loss, add_step = causal_lm.Task.loss, RunLogger.add_step
+    """The task returns `squares` always and `rare` for some micro-batches."""
+    loss = causal_lm.Task.loss
 
     def with_sums(self, model, inputs):
         out = loss(self, model, inputs)
@@ -178,12 +145,7 @@ def sums_of_a_task(monkeypatch):
                 out["rare"] = inputs["input_ids"].double().sum()
         return out
 
-    def with_calls(self, state, *rest):
-        add_step(self, state, *rest)
-        self.add_sums({"calls": torch.tensor(float(state.step))})
-
     monkeypatch.setattr(causal_lm.Task, "loss", with_sums)
-    monkeypatch.setattr(RunLogger, "add_step", with_calls)
 
 
 def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, sums_of_a_task):
@@ -199,8 +161,6 @@ def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, s
         assert a["squares"] > 0
         assert a["rare"] > 0
         assert [b[name] for name in ("squares", "rare")] == pytest.approx([a["squares"], a["rare"]], rel=1e-10)
-        steps = sum(range(a["step"] - 3, a["step"] + 1))
-        assert [line["calls"] * line["weight"] for line in (a, b)] == pytest.approx([steps, 2 * steps])
     undisturbed = kit.timeless(two.folder)
     shutil.rmtree(two.folder / "final")
     shutil.rmtree(two.folder / "checkpoints" / "step_00000008")
@@ -214,13 +174,3 @@ def test_a_sum_with_the_name_of_a_field_is_refused(files, tmp_path, monkeypatch)
     codes, texts = kit.run_command("train.py", *flags(files), folder=tmp_path / "run", world=2)
     assert codes == [2, 2]
     assert "'skipped'" in "".join(texts)
-    with pytest.raises(UsageError, match="'loss'"):
-        Meter().add_sums({"loss": torch.ones(())})
-
-
-def test_gpu_memory_is_the_most_that_tensors_have_taken(monkeypatch):
-    """The figures of a GPU are invented here: there may be none."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
-    assert "gpu memory  at most 3.0 of 80.0 GiB" in run_logger.gpu_memory(torch.device("cuda"))
-    assert run_logger.gpu_memory(torch.device("cpu")) == ""

@@ -109,15 +109,14 @@ def test_progress_lines(capsys, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["train", "eval"])
 def test_line_without_a_loss(kind, capsys):
-    shown = console.Console(True, 10)
-    shown.begin(0)
+    shown = console.Console(True, 10, "tokens", 0)
     rest = {"learning_rate": None, "tokens_per_second": 0.0} if kind == "train" else {"weight": 0.0}
     shown.line({"kind": kind, "step": 1, "loss": None} | rest)
     assert "loss none" in capsys.readouterr().out
 
 
 def test_metrics_of_sources_and_averages_stand_apart(capsys):
-    shown = console.Console(True, 10)
+    shown = console.Console(True, 10, "tokens", 0)
     metrics = {"loss": 2.5, "weight": 10, "code/loss": 2.25, "code/weight": 4, "ema/loss": 1.5, "ema/code/loss": 1.25}
     shown.line({"kind": "eval", "step": 1} | metrics)
     groups = "loss 2.5000, weight 10; code: loss 2.2500, weight 4; ema: loss 1.5000; ema/code: loss 1.2500\n"

@@ -8,7 +8,6 @@ import torch
 import yaml
 
 from src.config.schema import RunConfig
-from src.distributed.host_group import HostGroup
 from src.distributed.strategies import make_strategy
 from src.training import auto_batch_size
 from src.training.step import ModelWithLoss
@@ -23,37 +22,34 @@ def flags(files, **values):
 
 
 def _search(files, limits: list[int]):
-    """Search on this rank with a model that runs out of memory above this rank's limit; return (size, trials, clean)."""
+    """Search on this rank with a model that runs out of memory above this rank's limit; return (sizes, sizes of forward passes, clean)."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     strategy = make_strategy(accelerator, RunConfig())
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     model_with_loss = ModelWithLoss(task.build(), task)
-    limit, trials, forward = limits[accelerator.process_index], [], model_with_loss.forward
+    limit, tried, forward = limits[accelerator.process_index], [], model_with_loss.forward
 
     def bounded(inputs):
-        trials.append(len(inputs["input_ids"]))
-        if trials[-1] > limit:
+        tried.append(len(inputs["input_ids"]))
+        if tried[-1] > limit:
             raise (torch.OutOfMemoryError("CUDA out of memory") if limit > 4 else RuntimeError(CUBLAS))
         return forward(inputs)
 
     model_with_loss.forward = bounded
     module = accelerator.prepare(model_with_loss)
 
-    def fits(n):
-        return auto_batch_size.fits(strategy, module, task, splits["train"].rows(np.arange(n)))
+    sizes, rows = [16], splits["train"].rows(np.arange(16))
+    while sizes[-1] > 1 and auto_batch_size.any_rank_lacks_memory(strategy, module, task, rows[: sizes[-1]]):
+        sizes.append(sizes[-1] // 2)
+    return sizes, tried, all(p.grad is None for p in module.parameters())
 
-    size = auto_batch_size.largest_that_fits(16, fits, HostGroup(accelerator, 60))
-    return size, trials, all(p.grad is None for p in module.parameters())
 
-
-@pytest.mark.parametrize("limits, size", [([100, 100], 16), ([100, 4], 4), ([6, 100], 4), ([1, 1], 1)])
-def test_all_ranks_use_what_fits_the_smallest(files, tmp_path, limits, size):
-    results = kit.spawn(2, _search, files, limits, out=tmp_path)
-    assert [r[0] for r in results] == [size, size]
-    assert results[0][1] == results[1][1]  # every rank made every trial, so no collective was left waiting
-    assert all(clean for *_, clean in results)
+@pytest.mark.parametrize("limits, sizes", [([100, 4], [16, 8, 4]), ([6, 100], [16, 8, 4])])
+def test_all_ranks_use_what_fits_the_smallest(files, tmp_path, limits, sizes):
+    for result in kit.spawn(2, _search, files, limits, out=tmp_path):
+        assert result == (sizes, sizes, True)  # every rank tried every size, so no collective was left waiting
 
 
 def test_auto_is_kept_on_resume(files, tmp_path):
@@ -70,7 +66,7 @@ def test_at_most_the_share_of_a_rank():
     strategy = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, device=torch.device("cpu")))
     for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
         run = RunConfig(global_batch_size=batch, per_device_batch_size="auto")
-        assert auto_batch_size.choose_batch_size(strategy, None, run, None, None, np.zeros(0)) == size
+        assert auto_batch_size.choose_batch_size(strategy, run, None, None, np.zeros(0)) == size
 
 
 @pytest.mark.cluster
@@ -82,7 +78,7 @@ def test_auto_of_a_sharded_model_is_refused_on_all_ranks(files, tmp_path):
     assert "per_device_batch_size is auto, but under FSDP2" in "".join(texts)
 
 
-def test_other_errors_of_a_trial_are_raised(files):
+def test_other_errors_of_a_forward_pass_are_raised(files):
     """The mutant would take every error for a lack of memory, and train with one row."""
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")
     module = ModelWithLoss(task.build(), task)

@@ -21,10 +21,6 @@ def in_forward(loss: torch.Tensor, model) -> None:
     allocate()
 
 
-def before_the_first_gradient(loss: torch.Tensor, model) -> None:
-    loss.register_hook(lambda gradient: allocate())
-
-
 def after_other_gradients(loss: torch.Tensor, model) -> None:
     model.transformer.wte.weight.register_hook(lambda gradient: allocate())
 
@@ -48,11 +44,9 @@ def limit_memory(monkeypatch, how=in_forward, limit: int = LIMIT, first: int = 1
     "launch, how, fields, limit, flag",
     [
         ("ddp", in_forward, {"per_device_batch_size": 8}, 4, "--per_device_batch_size 4"),
-        ("ddp", before_the_first_gradient, {"per_device_batch_size": 5}, 4, "--per_device_batch_size 2"),
         ("ddp", after_other_gradients, {"per_device_batch_size": 8}, 4, "--per_device_batch_size 4"),
         ("fsdp2", in_forward, {"per_device_batch_size": 8}, 4, "--per_device_batch_size 4"),
         ("ddp", in_forward, {"per_device_batch_tokens": 64}, 1, "--per_device_batch_tokens 32"),
-        ("ddp", in_forward, {"per_device_batch_size": 1}, 0, "--gradient_checkpointing true"),
     ],
 )
 def test_all_ranks_end_and_the_last_line_says_what_to_halve(tmp_path, monkeypatch, launch, how, fields, limit, flag):

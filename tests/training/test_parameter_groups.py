@@ -1,14 +1,14 @@
+"""Parameter groups: patterns of names, rates that fall from layer to layer, frozen parameters."""
+
 import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from src.config import parsing, validation
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.tasks import OPTIONS
-from src.training.parameter_groups import describe_groups, freeze, layer_depths, parameter_groups
+from src.training.optimizers import describe_groups, layer_depths, make_optimizer, parameter_groups
 from tests.helpers import kit, technique_runs
 
 DECAY = 0.5
@@ -106,9 +106,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest_parameter(field):
         {"freeze": ["embed.weigth"]} if field == "freeze" else {"parameter_groups": {"embed.weigth": {"lr_factor": 2}}}
     )
     with pytest.raises(UsageError, match=rf"{field}: embed\.weigth matches no parameter; did you mean embed\.weight\?"):
-        cfg = RunConfig(**given)
-        freeze(model := TwoLists(), cfg)
-        parameter_groups(model, cfg)
+        make_optimizer(RunConfig(**given), TwoLists())
 
 
 def test_the_first_matching_pattern_decides():
@@ -124,17 +122,8 @@ def test_the_first_matching_pattern_decides():
 
 def test_the_plan_counts_the_parameters_of_each_group():
     cfg = RunConfig(parameter_groups={"head.*": {"lr_factor": 10}}, freeze=["embed.*"], weight_decay=0.1)
-    freeze(model := TwoLists(), cfg)
+    make_optimizer(cfg, model := TwoLists())
     text = describe_groups(model, cfg)
     assert "4 at rate × 10, weight decay 0.1" in text
     assert "6 frozen" in text
     assert not describe_groups(model, RunConfig())
-
-
-@pytest.mark.parametrize(
-    "given", ['{"a": 1}', '{"a": {"lr": 1}}', '{"a": {"lr_factor": -1}}', '{"a": {"weight_decay": true}}', '{"a": {}}']
-)
-def test_invalid_groups_are_refused(given):
-    with pytest.raises(UsageError, match=r"parameter_groups: a"):
-        argv = kit.flags(parameter_groups=given, model_config="m.yaml", train_file="x")
-        validation.check(*parsing.parse(argv, OPTIONS))

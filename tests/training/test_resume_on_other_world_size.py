@@ -66,17 +66,6 @@ def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypa
     assert kit.first_other_step(run.folder, whole.folder) is None  # the examples were right: only the masks differ
 
 
-def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path, monkeypatch):
-    def replayed(config, rank, world, start, stop, original=data_loader.training_order):
-        return original(config, rank, world, 0, stop - start)
-
-    flags, folder = recipe(tiny, dtype="float64"), tmp_path / "run"
-    train_until_killed(7, 2, folder, *flags)
-    monkeypatch.setattr(data_loader, "training_order", replayed)
-    kit.run_training(1, folder, *flags)
-    assert kit.first_other_step(folder, whole.folder) == 7
-
-
 # ---- collators that draw random numbers --------------------------------------------------------------------------------
 
 
@@ -114,15 +103,6 @@ def test_random_collator_is_bitwise_the_same_after_a_kill(tiny, tmp_path, monkey
         assert kit.timeless(folder) == kit.timeless(straight.folder)
 
 
-def test_mutant_randomness_of_the_process_is_caught(tiny, tmp_path, monkeypatch):
-    """One generator for the whole process begins again after a restart."""
-    generator = np.random.default_rng(0)
-    masking(monkeypatch, lambda ids: torch.from_numpy(generator.random(ids.shape) < 0.1))
-    straight = kit.run_training(1, tmp_path / "straight", *recipe(tiny))
-    train_until_killed(10, 1, tmp_path / "run", *recipe(tiny))
-    assert not kit.same(kit.run_training(1, tmp_path / "run", *recipe(tiny)).weights, straight.weights)
-
-
 # ---- train lines that a kill interrupts --------------------------------------------------------------------------------
 
 
@@ -145,9 +125,3 @@ def test_interrupted_train_lines_are_bitwise_the_same(tiny, tmp_path, monkeypatc
     mutant = kit.run_training(2, tmp_path / "mutant", *flags)
     assert kit.same(mutant.weights, straight.weights)
     assert kit.timeless(mutant.folder) != kit.timeless(straight.folder)
-
-
-def test_checkpoint_before_the_first_line_of_metrics(tiny, tmp_path):
-    run = kit.run_training(1, tmp_path / "run", *recipe(tiny, logging_steps=10, eval_steps=10, max_failed_saves=1))
-    assert "COULD NOT BE SAVED" not in (tmp_path / "run.out" / "rank0.txt").read_text()
-    assert [line["step"] for line in run.kind("train")] == [10, 20, 26]

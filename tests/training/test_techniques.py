@@ -1,7 +1,5 @@
 """The calls by which techniques hang on train.py: their order, and a run in which they do nothing."""
 
-import json
-
 import torch
 
 import train
@@ -56,18 +54,13 @@ def _spied(argv) -> list[str]:
     return spy.calls
 
 
-def test_calls_of_a_run(tiny, tmp_path):
+def test_calls_of_a_run_and_a_run_without_techniques(tiny, tmp_path):
     [calls] = kit.spawn(1, _spied, flags(tiny, tmp_path / "run"), out=tmp_path / "out")
     step = ["compute_gradient of step {}", "change_gradient", "after_update"]
     steps = [call.format(number) for number in (1, 2) for call in step]
     assert calls == ["change_model", "begin", *steps, "evaluate"]
     line = kit.Run(tmp_path / "run").kind("eval")[-1]
     assert line["again/loss"] == line["loss"]
-
-
-def test_run_without_techniques_has_the_same_weights(tiny, tmp_path):
-    kit.spawn(1, _spied, flags(tiny, tmp_path / "spied"), out=tmp_path / "out")
     plain = kit.run_training(1, tmp_path / "plain", *flags(tiny, tmp_path / "plain"))
-    assert kit.same(plain.weights, kit.Run(tmp_path / "spied").weights)
+    assert kit.same(plain.weights, kit.Run(tmp_path / "run").weights)
     assert type(make_techniques(RunConfig())) is Techniques
-    assert json.loads((tmp_path / "plain" / "metrics.jsonl").read_text().splitlines()[-1])["kind"] == "eval"

@@ -16,8 +16,7 @@ from addons.techniques.swa import SWA
 from src.distributed.sharded_tensors import local_part
 from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
-from src.training.run import Run
-from src.training.train_state import TrainState
+from src.training.train_state import Run, TrainState
 from tests.helpers import batch_norm, kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 

@@ -8,8 +8,7 @@ import torch
 
 from addons.techniques import TECHNIQUES, _chain
 from src.config.schema import RunConfig
-from src.training.run import Run
-from src.training.train_state import TrainState
+from src.training.train_state import Run, TrainState
 from tests.helpers import kit
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe

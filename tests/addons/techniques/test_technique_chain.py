@@ -16,7 +16,7 @@ from addons.techniques._options import options_of
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
-from src.training.run import Run
+from src.training.train_state import Run
 from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs
 
