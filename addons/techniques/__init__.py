@@ -137,9 +137,9 @@ class Technique:
 
     # ---- in a step, in this order ------------------------------------------------------------------------------------
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses; `compute` may be called several times."""
-        return compute(window, total_weight)
+        return compute(batch, total_weight)
 
     def change_gradient(self) -> None:
         """Change `.grad`, the gradient of the global batch on every rank (its shard, if sharded), before it is clipped

@@ -85,7 +85,7 @@ class _Part(NamedTuple):
 
 
 def compute_gradient(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: StepBatch, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
@@ -93,23 +93,23 @@ def compute_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with naming_a_smaller_batch(strategy.cfg, window), strategy.accumulation():
-        losses, sums = _backward_in_two_passes(batch_loss, strategy, module, window, total_weight)
+    with naming_a_smaller_batch(strategy.cfg, step_batch), strategy.accumulation():
+        losses, sums = _backward_in_two_passes(batch_loss, strategy, module, step_batch, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
 
 def _backward_in_two_passes(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, window: StepBatch, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = strategy.is_first_step
-    vectors, places = _global_vectors(strategy, model_with_loss, module, window)
+    vectors, places = _global_vectors(strategy, model_with_loss, module, step_batch)
     loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses, unequal = [], set()
-    for (micro, batch), rows in zip(window, places, strict=True):
+    for (micro, batch), rows in zip(step_batch, places, strict=True):
         with strategy.no_sync(module, unless=micro.last):
             again = _represent(strategy, module, micro, batch)
             product = torch.zeros_like(loss)  # its gradient is that of the loss by the rows of this micro-batch
@@ -167,7 +167,7 @@ def _represent(strategy: Strategy, module: torch.nn.Module, micro: MicroBatch, b
 
 @torch.no_grad()
 def _global_vectors(
-    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, window: StepBatch
+    strategy: Strategy, model_with_loss: torch.nn.Module, module: torch.nn.Module, step_batch: StepBatch
 ) -> tuple[Vectors, list[slice | None]]:
     """Run pass 1. Return (vectors of the global batch, this rank's rows of them by micro-batch, None for dummies).
 
@@ -175,11 +175,11 @@ def _global_vectors(
     # Only the forward pass of a sharded model is a collective; without DDP's wrapper no other is.
     caller = module if strategy.is_sharded else model_with_loss
     computed = []
-    for micro, batch in window:
+    for micro, batch in step_batch:
         with strategy.buffers.unchanged():  # pass 2 updates running statistics
             needed = strategy.is_sharded or not micro.dummy
             computed.append(_represent(strategy, caller, micro, batch) if needed else {})
-    real = [(micro, vectors) for (micro, _), vectors in zip(window, computed, strict=True) if not micro.dummy]
+    real = [(micro, vectors) for (micro, _), vectors in zip(step_batch, computed, strict=True) if not micro.dummy]
     parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
     parts_by_rank = _all_parts(strategy, parts)
     columns = _check_columns(model_with_loss.task, [part for found in parts_by_rank for part in found])
@@ -194,7 +194,8 @@ def _global_vectors(
     order, starts = _plan_order(parts_by_rank, height)
     index = torch.from_numpy(order).to(strategy.accelerator.device, non_blocking=True)
     places = [
-        None if micro.dummy else slice(starts[micro.index], starts[micro.index] + len(micro.ids)) for micro, _ in window
+        None if micro.dummy else slice(starts[micro.index], starts[micro.index] + len(micro.ids))
+        for micro, _ in step_batch
     ]
     return {name: value[index] for name, value in gathered.items()}, places
 

@@ -47,19 +47,19 @@ class HardExamples(Technique):
         warn_if_unused(self.run, "hard_examples", self.start_step)
         self.is_checked = False
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         if not self.is_checked:
-            self._check_rows(window)
+            self._check_rows(batch)
             self.is_checked = True
         model, chooses = self.run.model, self.run.state.step >= self.start_step
         model.training_loss = self.hardest.represent if chooses else None
         self.gradient = partial(compute_gradient, self.hardest) if chooses else None
-        return compute(window, total_weight)
+        return compute(batch, total_weight)
 
     @torch.no_grad()
-    def _check_rows(self, window: StepBatch) -> None:
+    def _check_rows(self, step_batch: StepBatch) -> None:
         """Raise UsageError on all ranks if the rows' losses or weights do not add up to those of a micro-batch."""
-        run, (micro, batch) = self.run, window[-1]
+        run, (micro, batch) = self.run, step_batch[-1]
         model, strategy = run.model, run.strategy
         inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
         found = []

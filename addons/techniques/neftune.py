@@ -40,9 +40,9 @@ class NEFTune(Technique):
         model.register_forward_pre_hook(self._note_lengths)
         embeddings.register_forward_hook(self._add_noise)
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
-        losses = compute(window, total_weight)
-        if window and not self.used:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+        losses = compute(batch, total_weight)
+        if batch and not self.used:
             raise UsageError("techniques: neftune: the model does not use its get_input_embeddings(): remove neftune")
         return losses
 

@@ -52,10 +52,10 @@ class ProgressiveResizing(Technique):
         self.resize = Resize(self.multiple, "interpolate_pos_encoding" in names)
         model.model.register_forward_pre_hook(self.resize, with_kwargs=True)
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         self.resize.scale = self.scale_at((self.run.state.step - 1) / self.run.num_steps)
         try:
-            return compute(window, total_weight)
+            return compute(batch, total_weight)
         finally:
             self.resize.scale = 1.0
 

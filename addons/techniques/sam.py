@@ -1,6 +1,6 @@
 """Sharpness-aware minimization (SAM): the gradient at perturbed weights.
 
-The first pass over the window gives the gradient of the global batch, by which the weights move uphill; the second
+The first pass over the batch gives the gradient of the global batch, by which the weights move uphill; the second
 pass, with the same dropout, gives the gradient there. Twice the time, and the memory of one more copy of the weights.
 """
 
@@ -27,15 +27,15 @@ class SAM(Technique):
     copies_in_step = 1  # the weights before the move
     moves_weights = True
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
-        losses = compute(window, total_weight)
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
+        losses = compute(batch, total_weight)
         found = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
         first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in found.items()}
         before = [parameter.detach().clone() for parameter in found.values()]
         try:
             zero = self._move(found)
             with self.run.strategy.buffers.unchanged():  # running statistics count only the unmoved weights
-                compute(window, total_weight)
+                compute(batch, total_weight)
         finally:
             for parameter, value in zip(found.values(), before, strict=True):
                 parameter.detach().copy_(value)  # bitwise; subtracting the move would round

@@ -45,13 +45,13 @@ class ScheduleFree(Technique):
         self.weights = torch.zeros(2, dtype=torch.float64, device=self.trained.device)  # updates, sum of their weights
         self.highest_rate = 0.0
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         self.run.strategy.reshard(self.run.model)  # an evaluation may have left gathered weights, which are x
         weights = self.trained.now()
         self.x = self.trained.copy()
         assign(weights, self.z)
         self.trained.move(weights, self.x, self.beta)
-        losses = compute(window, total_weight)
+        losses = compute(batch, total_weight)
         assign(weights, self.z)
         return losses
 

@@ -54,9 +54,9 @@ class Unfreeze(Technique):
             raise UsageError(f"{text}: no parameter would be trained: give smaller steps")
         warn(f"{text}: it is never trained ({len(late)} such parameters)")
 
-    def compute_gradient(self, compute: ComputeGradient, window: StepBatch, total_weight: float) -> StepLosses:
+    def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         """Drop the gradients inside of both passes of SAM, which would move and count these weights otherwise."""
-        losses = compute(window, total_weight)
+        losses = compute(batch, total_weight)
         parameters = named_parameters(self.run.model)
         for name, first in self.first_step.items():
             if self.run.state.step < first:

@@ -88,7 +88,7 @@ def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Res
     if plan.sources[0].name:
         line = _with_sources(task, names, table, plan.sources, line)
     if values:
-        line |= _on_main(strategy, lambda: task.row_metrics({name: _integers(v) for name, v in values.items()}))
+        line |= _on_main(strategy, lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
 
@@ -133,10 +133,6 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
 def is_size(key: str) -> bool:
     """Return whether a metric is a size of the data, which is the same for all weights."""
     return key.rpartition("/")[2] in ("weight", "examples")
-
-
-def _integers(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.int64) if (values % 1 == 0).all() else values
 
 
 def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:

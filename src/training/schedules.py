@@ -21,53 +21,36 @@ def warmup_updates(cfg: RunConfig, total: int) -> int:
 
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     """Return a function from completed updates to learning rate, for a run of `total` updates."""
-    warmup = warmup_updates(cfg, total)
-    kwargs = dict(cfg.lr_scheduler_kwargs or {})
+    warmup, start, kwargs = warmup_updates(cfg, total), cfg.warmup_start_lr, dict(cfg.lr_scheduler_kwargs or {})
     try:
         if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):
             raise TypeError("it takes no arguments")  # transformers would ignore them
-        if addon := schedule_addon(cfg):
-            after_warmup = _schedule_of_addon(warmup, total, addon.factor, kwargs)
-        else:
-            after_warmup = _transformers_schedule(cfg, warmup, total, kwargs)
-        if not all(0 <= after_warmup(update) < math.inf for update in (0, total // 2, total - 1)):
+        factor = _factor(cfg, warmup, total, kwargs)
+        if not all(0 <= factor(update) < math.inf for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would be negative, or not finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
         raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}: {error}") from error
-    start = cfg.warmup_start_lr
 
     def learning_rate(updates: int) -> float:
         if start and updates < warmup:
             return start + (cfg.learning_rate - start) * updates / warmup
-        return cfg.learning_rate * after_warmup(updates)
+        return cfg.learning_rate * factor(updates)
 
     return learning_rate
 
 
-def _schedule_of_addon(warmup: int, total: int, schedule: Callable[..., float], kwargs: dict) -> Callable[[int], float]:
-    schedule(0.0, **kwargs)  # raises TypeError for unknown arguments
-
-    def factor(updates: int) -> float:
-        if updates < warmup:
-            return updates / warmup
-        return schedule((updates - warmup) / max(1, total - warmup), **kwargs)
-
-    return factor
-
-
-def _transformers_schedule(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+def _factor(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
+    """Return a function from completed updates to the learning rate as a multiple of `cfg.learning_rate`."""
+    if addon := schedule_addon(cfg):
+        addon.factor(0.0, **kwargs)  # raises TypeError for unknown arguments
+        left = max(1, total - warmup)
+        return lambda n: n / warmup if n < warmup else addon.factor((n - warmup) / left, **kwargs)
     from transformers import get_scheduler
 
-    base = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
     if cfg.lr_scheduler_type == "warmup_stable_decay":
         kwargs.setdefault("num_decay_steps", total // 5)
-    scheduler = get_scheduler(
-        cfg.lr_scheduler_type,
-        base,
-        num_warmup_steps=warmup,
-        num_training_steps=total,
-        scheduler_specific_kwargs=kwargs,
-    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
+    scheduler = get_scheduler(cfg.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
     return scheduler.lr_lambdas[0]
 
 

@@ -87,13 +87,13 @@ class StepTotals(NamedTuple):
 
     @classmethod
     def sum_over_ranks(
-        cls, hosts: HostGroup, strategy: Strategy, window: StepBatch, requests: list[float], failed: float
+        cls, hosts: HostGroup, strategy: Strategy, batch: StepBatch, requests: list[float], failed: float
     ) -> "StepTotals":
-        """Sum the windows' counts, `requests` [save, stop] and `failed` over all ranks; a collective.
+        """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
-        forwards = strategy.forwards_per_rank(window)
-        sums = hosts.sum([*window_counts(window), *requests, failed, *forwards]).tolist()
+        forwards = strategy.forwards_per_rank(batch)
+        sums = hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
 
 
@@ -112,10 +112,10 @@ def naming_a_smaller_batch(cfg: RunConfig, batch: StepBatch) -> Iterator[None]:
         raise
 
 
-def window_counts(window: StepBatch) -> list[float]:
-    """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's window."""
-    real = [(micro, batch) for micro, batch in window if not micro.dummy]
-    sums = [sum(float(getattr(batch, name)) for _, batch in real) for name in ("weight", "tokens", "padded_tokens")]
+def batch_counts(batch: StepBatch) -> list[float]:
+    """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's micro-batches."""
+    real = [(micro, rows) for micro, rows in batch if not micro.dummy]
+    sums = [sum(float(getattr(rows, name)) for _, rows in real) for name in ("weight", "tokens", "padded_tokens")]
     ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
     return [*sums, float(len(ids)), *hash_ids(ids)]
 

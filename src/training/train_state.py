@@ -54,10 +54,9 @@ class TrainState:
     plateau: dict | None = None  # state of a schedule that follows evaluations (reduce_lr_on_plateau)
     stream: dict | None = None  # position in training data that is read during training; None: the step tells it
 
-    def __post_init__(self):
-        self.pending: UpdateResult | None = None  # the last update, not yet counted; never saved
-        # Further values of the last step, for its train line; tensors stay on the device until then. Never saved.
-        self.line_values: dict[str, torch.Tensor | float | None] = {}
+    def __post_init__(self):  # what is never saved
+        self.pending: UpdateResult | None = None  # the last update, not yet counted
+        self.line_values: dict[str, torch.Tensor | float | None] = {}  # further values of the next train line
 
     @property
     def lr_factor(self) -> float:
@@ -164,12 +163,9 @@ class Intervals:
         """Return fields of status.json: early stopping and, if metric_for_best_model is set, the best evaluation."""
         state = self.state
         has_best = bool(self.cfg.metric_for_best_model and state.best_step)
-        return {
-            "stopped_early": self.finished() and state.step < self.num_steps,
-            "best_step": state.best_step if has_best else None,
-            "best_metric": state.best_metric if has_best else None,
-            "best_value": state.best if has_best else None,
-        }
+        best = {"best_step": state.best_step, "best_metric": state.best_metric, "best_value": state.best}
+        is_early = self.finished() and state.step < self.num_steps
+        return {"stopped_early": is_early} | (best if has_best else dict.fromkeys(best))
 
     def early_stop_message(self) -> str:
         """Return the message about early stopping, or an empty string if the run did not stop early."""

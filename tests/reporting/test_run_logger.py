@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from src.config.schema import RunConfig
-from src.reporting import run_plan
 from src.reporting.environment import arithmetic
 from src.tasks import causal_lm
 from src.training.meter import Meter
@@ -91,16 +90,6 @@ def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
     assert arithmetic(RunConfig(global_batch_size=batch, per_device_batch_size=micro), world) == text
 
 
-def test_disk_of_the_plan_counts_all_checkpoints_that_are_kept():
-    def planned(**fields) -> int:
-        return run_plan._disk_bytes(RunConfig(save_steps=10, **fields), 10, 10, 1000, 0)
-
-    checkpoint = planned(save_total_limit=3) - planned(save_total_limit=2)
-    assert checkpoint == 3 * 10 * 4  # weights and two moments
-    assert planned(save_keep_every=15) == planned() + 33 * checkpoint  # steps 30, 60, …
-    assert planned(save_keep_every=1) == planned(save_total_limit=1000)  # all of them
-
-
 def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
     """The step after the resume has no targets, so its line repeats learning rate and norm of the update before it."""
     from src.data.row_order import permute
@@ -118,14 +107,6 @@ def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
     assert line["learning_rate"] > 0
     assert line["grad_norm"] > 0
     assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
-
-
-def test_metrics_of_a_task_may_be_numbers_of_numpy(files, tmp_path, monkeypatch):
-    metrics = {"mine": np.float32(0.5), "count": np.int64(3), "none": np.float32("nan")}
-    monkeypatch.setattr(causal_lm.Task, "metrics", lambda *args: metrics)
-    fields = {"validation_file": files / "validation.jsonl", "metric_for_best_model": "mine", "max_steps": 2}
-    run = kit.run_training(1, tmp_path / "run", *flags(files, **fields))
-    assert [[line[name] for name in metrics] for line in run.kind("eval")] == [[0.5, 3, None]]
 
 
 # ---- named sums --------------------------------------------------------------------------------------------------------

@@ -106,27 +106,6 @@ def test_max_eval_examples_takes_the_first_rows(trained, files, tmp_path):
     assert kit.run_evaluation(2, tmp_path / "b", *base, "--max_eval_examples", 10) == by_file
 
 
-def test_no_collective_carries_logits(trained, tmp_path):
-    sizes = kit.spawn(2, _sizes_of_collectives, trained.folder, out=tmp_path)
-    assert max(sizes[0]) <= 200  # a few sums per micro-batch; the logits would be 2,800 × 500
-
-
-def _sizes_of_collectives(folder):
-    import torch.distributed as dist
-
-    sizes = []
-    for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "all_gather_object"):
-        original = getattr(dist, name)
-
-        def counted(value, *args, _original=original, **kwargs):
-            sizes.append(value.numel() if torch.is_tensor(value) else 1)
-            return _original(value, *args, **kwargs)
-
-        setattr(dist, name, counted)
-    kit.evaluate_here(["--checkpoint", folder, "--output_dir", str(folder) + ".sizes"])
-    return sizes
-
-
 def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent, files):
     """What most loops report: the mean of the batches' means, and samples repeated to fill up the last round."""
     from transformers import AutoModelForCausalLM

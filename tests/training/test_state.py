@@ -5,7 +5,6 @@ import json
 import os
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
 from src.training import evaluation, step
-from src.training.step import DeviceFlag, StepLosses
-from src.training.train_state import Intervals, TrainState, UpdateResult
+from src.training.train_state import Intervals, TrainState
 from tests.helpers import killing, kit
 
 STEPS = 12  # of 8 examples; the first epoch ends after 11
@@ -142,10 +140,10 @@ def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch, optim):
     assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
 
     # The same steps without their global batches: no update is attempted where the weight of a step is zero.
-    counts = step.window_counts
+    counts = step.batch_counts
     monkeypatch.setattr(
         step,
-        "window_counts",
+        "batch_counts",
         lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
     )
     assert kit.same(trained(1, tmp_path / "skipped", recipe(tiny, optim=optim)).weights, runs[1].weights)
@@ -197,26 +195,6 @@ def test_max_skipped_steps_in_a_row_end_all_ranks(tiny, tmp_path, monkeypatch):
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (status["status"], status["exit_code"]) == ("failed", 1)
     assert said in status["reason"]
-
-
-def outcome(bad: bool, at: int = 1) -> UpdateResult:
-    micro = SimpleNamespace(ids=torch.tensor([1, 2]), dummy=False)
-    return UpdateResult(
-        DeviceFlag(torch.tensor(bad)), at, [(micro, None)], StepLosses(torch.tensor([float("nan") if bad else 1.0]), {})
-    )
-
-
-def test_finite_update_resets_the_count_of_skipped_ones(capsys):
-    progress = TrainState()
-    for at, bad in enumerate([True, True, False, True, True], start=1):
-        progress.pending = outcome(bad, at)
-        progress.finish_update(3)
-        progress.finish_update(3)  # settled once
-    assert (progress.updates, progress.skipped) == (1, 2)
-    progress.pending = outcome(True, 6)
-    with pytest.raises(Failure, match=r"3 updates in a row .* the last at step 6"):
-        progress.finish_update(3)
-    assert "step 6: the loss of examples [1, 2] is not finite" in capsys.readouterr().err
 
 
 # ---- early stopping ------------------------------------------------------------------------------------------------------
@@ -350,23 +328,6 @@ def test_what_was_done_is_not_due_again():
     assert resumed.evaluate()
     resumed.state.evaluated = 8
     assert resumed.save()  # its evaluation was interrupted and is finished now
-
-
-def test_early_stopping_makes_a_step_the_last_one():
-    patience = {"early_stopping_patience": 2, "logging_steps": 100}
-    assert not intervals(step=4, evals_without_improvement=1, fields=patience).finished()
-    stopped = intervals(step=4, evaluated=4, evals_without_improvement=2, fields=patience)
-    assert stopped.finished()
-    assert stopped.complete()
-    assert stopped.log()
-    assert not intervals(step=4, evals_without_improvement=99).finished()  # not asked for
-
-
-def test_a_run_is_complete_when_its_last_step_is_evaluated():
-    assert not intervals(step=9).complete()
-    assert not intervals(step=10).complete()
-    assert intervals(step=10, evaluated=10).complete()
-    assert intervals(step=10, has_validation=False).complete()
 
 
 def test_run_without_any_update_fails(tiny, tmp_path, monkeypatch):
