@@ -129,12 +129,11 @@ def test_non_finite_update_is_skipped_on_all_ranks(tiny, tmp_path, monkeypatch, 
             assert "step 5: the loss of examples" in log
 
 
-@pytest.mark.parametrize("optim", ["adamw", "sgd"])
-def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch, optim):
+def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch):
     """When there are no moments yet. Everything after is as if a run of other data had begun one step later."""
     with monkeypatch.context() as patch:
         poison(patch, not_a_number, {1, 4})
-        runs = {world: trained(world, tmp_path / f"{world}", recipe(tiny, optim=optim)) for world in (1, 2)}
+        runs = {world: trained(world, tmp_path / f"{world}", recipe(tiny, optim="sgd")) for world in (1, 2)}
     for run in runs.values():
         check_skipped(run, [1, 4])
     assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
@@ -146,7 +145,7 @@ def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch, optim):
         "batch_counts",
         lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
     )
-    assert kit.same(trained(1, tmp_path / "skipped", recipe(tiny, optim=optim)).weights, runs[1].weights)
+    assert kit.same(trained(1, tmp_path / "skipped", recipe(tiny, optim="sgd")).weights, runs[1].weights)
 
 
 def test_mutant_without_skipping_is_caught(tiny, tmp_path, monkeypatch):
@@ -209,12 +208,11 @@ def standing(tiny, **fields) -> list[str]:
 @pytest.fixture(scope="module")
 def early(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("early")
-    return {world: kit.run_training(world, folder / f"{world}", *standing(tiny)) for world in (1, 2)}
+    return kit.run_training(2, folder / "run", *standing(tiny))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_early_stopping_ends_all_ranks_at_one_step(tiny, early, tmp_path, world):
-    run = early[world]
+def test_early_stopping_ends_all_ranks_at_one_step(tiny, early, tmp_path):
+    run = early
     assert [line["step"] for line in run.kind("eval")] == [3, 6, 9]
     assert [line["step"] for line in run.kind("train")] == list(range(1, 10))
     assert (run.folder / "checkpoints" / "step_00000009").is_dir()
@@ -223,8 +221,8 @@ def test_early_stopping_ends_all_ranks_at_one_step(tiny, early, tmp_path, world)
     assert (status["status"], status["step"], status["exit_code"]) == ("complete", 9, 0)
 
     files = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".log"}
-    again = kit.Ranks("train.py", *standing(tiny), "--output_dir", run.folder, folder=tmp_path / "here", world=world)
-    assert again.wait() == [0] * world, again.text()
+    again = kit.Ranks("train.py", *standing(tiny), "--output_dir", run.folder, folder=tmp_path / "here", world=2)
+    assert again.wait() == [0, 0], again.text()
     assert "nothing is left to train" in again.text()
     after = {path: path.read_bytes() for path in run.folder.rglob("*") if path.is_file() and path.suffix != ".log"}
     assert {p.name for p in files.keys() ^ after.keys()} == set()
@@ -235,8 +233,8 @@ def test_early_stopping_after_a_resume(tiny, early, tmp_path):
     """Killed between the evaluations that count."""
     killing.train_until_killed(5, 2, tmp_path / "run", *standing(tiny))
     run = kit.run_training(2, tmp_path / "run", *standing(tiny))
-    assert kit.timeless(run.folder) == kit.timeless(early[2].folder)
-    assert kit.same(run.weights, early[2].weights)
+    assert kit.timeless(run.folder) == kit.timeless(early.folder)
+    assert kit.same(run.weights, early.weights)
 
 
 def test_unknown_metric_names_the_known_ones(tiny, tmp_path):
