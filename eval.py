@@ -73,7 +73,7 @@ def score(cfg: parsing.RunConfig, task, split, strategy: Strategy, step: int | N
     """Evaluate the model on `split`; print the metrics and write eval.json."""
     accelerator = strategy.accelerator
     module = strategy.prepare_for_evaluation(ModelWithLoss(strategy.build_model(task, None), task))
-    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, strategy.hosts, module, task, split, cfg))
+    values = strict_json({"kind": "eval", "step": step} | evaluate(strategy, module, task, split, cfg))
     if accelerator.is_main_process:
         print(table(topology(strategy, cfg, training=False) | {"model": cfg.model_name_or_path}) + "\n")
         print(table({k: exact(v) for k, v in values.items() if k != "kind"}))

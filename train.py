@@ -70,7 +70,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     # step, so a resumed run jumps to its step and needs no sampler state.
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, num_steps)
     gradient = getattr(task, "compute_gradient", compute_gradient)  # a loss over the whole batch brings its own
-    score = partial(evaluation.evaluate, strategy, hosts, module, task, val_set, cfg, signals.stopping)
+    score = partial(evaluation.evaluate, strategy, module, task, val_set, cfg, signals.stopping)
     save_requested = False
     module.train()
     signals.begin()  # from here on, a signal saves and stops instead of ending the process at once
@@ -94,7 +94,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
         # ---- one small all-reduce per step: the denominator of the loss, throughput, and requests to save or stop ----
         batch, data_seconds = next(batches)
-        totals = StepTotals.sum_over_ranks(hosts, strategy, batch, signals.requests(), checkpoints.failed())
+        totals = StepTotals.sum_over_ranks(strategy, batch, signals.requests(), checkpoints.failed())
         save_requested = totals.save
         if not totals.examples:  # the stream has no rows left on any rank
             train_set.next_pass()

@@ -13,7 +13,6 @@ import torch
 from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
 from src.data.data_loader import read_batches, seed_everything
-from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime import console
 from src.tasks import Task
@@ -25,7 +24,6 @@ ASK = 8  # micro-batches between two all-reduces of the stop requests
 @torch.no_grad()
 def evaluate(
     strategy: Strategy,
-    host_group: HostGroup,
     module: torch.nn.Module,
     task: Task,
     split,
@@ -49,7 +47,7 @@ def evaluate(
         pin_memory = accelerator.device.type == "cuda"
         batches = iter(read_batches(split, task, iter(mine), cfg, pin_memory, training=False))
         for number in range(rounds):
-            if stopping and number % ASK == 0 and host_group.sum([stopping()])[0]:
+            if stopping and number % ASK == 0 and strategy.hosts.sum([stopping()])[0]:
                 bar.close()
                 return None
             item = next(batches, None)
@@ -64,22 +62,22 @@ def evaluate(
             bar.update()
         results.flush()
         bar.close()
-    return _combine(strategy, host_group, task, results)
+    return _combine(strategy, task, results)
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def _combine(strategy: Strategy, host_group: HostGroup, task: Task, results: Results) -> dict:
+def _combine(strategy: Strategy, task: Task, results: Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
     plan = results.plan
     names, columns = _names_on_all_ranks(strategy, results)
     table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
-    table = host_group.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
+    table = strategy.hosts.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
     values = {}
     for name, (shape, dtype) in columns.items():
         mine = results.per_example.get(name)
-        total = host_group.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
+        total = strategy.hosts.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
         values[name] = total.numpy().astype(dtype, copy=False)
     assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
     if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch

@@ -90,7 +90,7 @@ def snapshot(run: Run, start: Any, checkpointer: Any, techniques: Techniques, sc
     values |= {f"evaluation/{name}": json.dumps(strict_json(value)) for name, value in metrics.items()}
     if not resumed:
         by_row = replace(cfg, per_device_eval_batch_size=1)
-        single, loss = evaluate(run.strategy, run.hosts, run.module, run.task, val_set, by_row)["loss"], metrics["loss"]
+        single, loss = evaluate(run.strategy, run.module, run.task, val_set, by_row)["loss"], metrics["loss"]
         exact = run.strategy.accelerator.mixed_precision == "no" and cfg.dtype != "bfloat16" and not cfg.tf32
         if abs(single - loss) > (1e-4 if exact else 1e-2) * abs(loss):
             warn(

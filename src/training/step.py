@@ -13,7 +13,6 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, hash_ids
-from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
@@ -86,14 +85,12 @@ class StepTotals(NamedTuple):
     forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
 
     @classmethod
-    def sum_over_ranks(
-        cls, hosts: HostGroup, strategy: Strategy, batch: StepBatch, requests: list[float], failed: float
-    ) -> "StepTotals":
+    def sum_over_ranks(cls, strategy: Strategy, batch: StepBatch, requests: list[float], failed: float) -> "StepTotals":
         """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
 
         Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
         forwards = strategy.forwards_per_rank(batch)
-        sums = hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
+        sums = strategy.hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
         return cls(*sums[:9], forwards=sums[9:])
 
 
