@@ -1,6 +1,6 @@
 """Meter: sums of loss, weight, tokens, seconds and named values since the last train line.
 
-Tests: tests/training/test_meter.py.
+Tests: tests/reporting/test_run_logger.py, tests/training/test_resume_on_other_world_size.py.
 """
 
 import time

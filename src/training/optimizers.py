@@ -140,16 +140,16 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 def matching(pattern: str, names: Iterable[str], field: str) -> list[str]:
     """Return the names that the pattern of `field` matches; raise UsageError if there is none."""
     names = list(names)
-    if found := [name for name in names if fnmatchcase(name, pattern)]:
-        return found
+    if matches := [name for name in names if fnmatchcase(name, pattern)]:
+        return matches
     similar = did_you_mean(pattern, names) or f"; the names are {', '.join(names[:5])}, …"
     raise UsageError(f"{field}: {pattern} matches no parameter{similar} (* stands for any text)")
 
 
 def first_match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
     """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
-    names, found = list(names), {}
+    names, pattern_of = list(names), {}
     for pattern in patterns:
         for name in matching(pattern, names, field):
-            found.setdefault(name, pattern)
-    return found
+            pattern_of.setdefault(name, pattern)
+    return pattern_of

@@ -1,4 +1,4 @@
-"""Techniques (SAM, EMA, …) as train.py calls them: five methods, which do nothing in a run without techniques.
+"""Techniques (SAM, EMA, …) as train.py calls them: methods that do nothing in a run without techniques.
 
 A run file names techniques in the field `techniques`; they are add-ons (addons/techniques/). Tests:
 tests/training/test_techniques.py.

@@ -270,10 +270,8 @@ def test_update_best(greater, values, stale):
     [
         (None, None, ("loss", False)),
         ("eval_loss", None, ("loss", False)),
-        ("code/loss", None, ("code/loss", False)),
         ("eval_f1", None, ("f1", True)),
         ("perplexity", None, ("perplexity", True)),
-        ("perplexity", False, ("perplexity", False)),
         ("loss", True, ("loss", True)),
     ],
 )
