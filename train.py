@@ -50,7 +50,6 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     signals = stop_signals.StopSignals(accelerator, cfg)  # SIGTERM, Ctrl-C, time limit, RUN/save and RUN/stop
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)  # one process, DDP or FSDP2; add-ons bring others
-    hosts = strategy.hosts  # sums small vectors over all ranks on the CPU (gloo)
     techniques = make_techniques(cfg)  # SAM, EMA, …: those that the run file names, mostly none
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
@@ -60,7 +59,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     size = start.batch_size or auto_batch_size.choose_batch_size(strategy, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
-    run = Run(cfg, strategy, hosts, task, datasets, model, module, optimizer, num_steps)
+    run = Run(cfg, strategy, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...
     due = Intervals(cfg, state, num_steps, has_validation=val_set is not None)  # what is due at this step?
     checkpoints = checkpointer.Checkpointer(run, start, due, techniques, signals)

@@ -119,14 +119,14 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
 
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:
     """Train as train.py does from step 1, but with the rates of `test`, until the loss diverges."""
-    techniques, hosts = make_techniques(cfg), strategy.hosts
+    techniques = make_techniques(cfg)
     model = build_model(cfg, strategy, task, init_weights(cfg), techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
     size = auto_batch_size.choose_batch_size(strategy, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)
-    run = Run(cfg, strategy, hosts, task, {"train": train_set}, model, module, optimizer, num_steps)
+    run = Run(cfg, strategy, task, {"train": train_set}, model, module, optimizer, num_steps)
     state = run.state
     techniques.begin(run)
     gradient = getattr(task, "compute_gradient", compute_gradient)
@@ -154,7 +154,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         state.add_update(norm, skipped, batch, step_losses)
         techniques.after_update(skipped)
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.
-        losses.append(hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
+        losses.append(strategy.hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
         rates.append(rate)
     bar.close()
     if not losses:

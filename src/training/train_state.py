@@ -184,7 +184,6 @@ class Run:
 
     cfg: RunConfig
     strategy: Strategy
-    hosts: HostGroup
     task: Task
     datasets: dict[str, Any]
     model: ModelWithLoss  # its parameters are trained; sharded under FSDP2
@@ -194,6 +193,11 @@ class Run:
     state: TrainState = field(default_factory=TrainState)  # in a step, state.step already counts this step
     meter: Meter = field(default_factory=Meter)  # sums for the next train line of metrics.jsonl
     files: list[JsonlWriter] = field(default_factory=list)  # of lines about steps: flushed before each checkpoint
+
+    @property
+    def hosts(self) -> HostGroup:
+        """The group in which all ranks sum small vectors on the host."""
+        return self.strategy.hosts
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""

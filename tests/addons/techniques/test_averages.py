@@ -223,7 +223,7 @@ def test_an_update_does_not_wait_for_the_device(kind):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     technique = kind()
-    technique.run = Run(None, strategy, None, None, {}, model, model, None, 1000, TrainState(step=1000))
+    technique.run = Run(None, strategy, None, {}, model, model, None, 1000, TrainState(step=1000))
     technique.begin()
     with _NoWait():
         technique.after_update(torch.tensor(False))
@@ -296,7 +296,7 @@ def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
     model = torch.nn.Linear(2, 2)
     strategy = SimpleNamespace(buffers=StepBuffers(model, torch.device("cpu"), False))
     swa = SWA()
-    swa.run = Run(None, strategy, None, None, {}, model, model, None, 100, TrainState(step=100))
+    swa.run = Run(None, strategy, None, {}, model, model, None, 100, TrainState(step=100))
     swa.begin()
     swa.load_state_dict(swa.state_dict() | {"count": 26, "step": 100})
     assert swa.state_dict()["step"] == 100  # by which a resumed run of another length is refused

@@ -48,7 +48,7 @@ def test_a_non_finite_gradient_stays_non_finite(name, value):
     model.weight.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])
     technique = TECHNIQUES[name]()()
     unused: Any = None
-    technique.run = Run(RunConfig(), unused, unused, unused, {}, model, model, unused, 1, TrainState(step=1))
+    technique.run = Run(RunConfig(), unused, unused, {}, model, model, unused, 1, TrainState(step=1))
     technique.check()
     technique.begin()
     technique.change_gradient()

@@ -229,7 +229,7 @@ def test_techniques_change_weights_outside_of_the_graph():
     before = model.weight.detach().clone()
     halving = chain(None)
     halving.techniques["halve"] = Halve()
-    halving.run = halving.techniques["halve"].run = Run(None, None, None, None, {}, model, model, None, 1)
+    halving.run = halving.techniques["halve"].run = Run(None, None, None, {}, model, model, None, 1)
     halving.after_update(torch.tensor(False))
     assert torch.equal(model.weight.detach(), before / 2)
 
