@@ -46,10 +46,8 @@ def main(argv: list[str]) -> None:
 
 def or_newest_run(argv: list[str]) -> list[str]:
     """Return `argv`; add the newest run in runs/ as --checkpoint if `argv` names neither checkpoint nor model."""
-    if (
-        parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config", "help", "schema"}
-        or "-h" in argv
-    ):
+    chosen = parsing.flag_names(argv) & {"checkpoint", "config", "model_name_or_path", "model_config"}
+    if chosen or parsing.asks_for_help(argv):
         return argv
     if argv and not argv[0].startswith("--"):
         raise UsageError(f"{argv[0]!r}: a flag was expected; did you mean --checkpoint {argv[0]}?")

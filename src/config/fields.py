@@ -212,9 +212,10 @@ def read_value(kind: type, name: str, value: Any) -> Any:
     if dict in _parts(field_types(kind)[name]):
         text = "; ".join(_sentence_of_mapping(problem, rules) for problem in problems)
     else:
-        wrong = problems[0]["input"]
-        near = did_you_mean(str(wrong), rules.choices)
-        text = f"{wrong!r}: {' or '.join(map(_sentence, problems))}{near}"
+        wrong, text = problems[0]["input"], " or ".join(map(_sentence, problems))
+        if problems[0]["type"].startswith(("greater_than", "less_than", "finite")) and not isinstance(value, list):
+            raise ValueError(f"{name} is {wrong}: {text}")
+        text = f"{wrong!r}: {text}{did_you_mean(str(wrong), rules.choices)}"
     raise ValueError(f"{name}: {text} ({rules.help})")
 
 

@@ -17,7 +17,7 @@ SCHEDULES += ("cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay
 SCHEDULES += tuple(sorted(path.stem for path in (REPOSITORY / "addons" / "schedules").glob("[a-z]*.py")))
 COMM_HOOKS = ("no", "fp16", "bf16", "power_sgd", "batched_power_sgd")  # accelerate's names
 
-changeable = partial(option, may_change_on_resume=True)
+changeable = partial(option, may_change_on_resume=True)  # the numbers do not depend on the field
 
 
 @dataclass(frozen=True)

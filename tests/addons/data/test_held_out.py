@@ -232,7 +232,7 @@ def test_split_to_train_on_may_be_the_datasets_evaluation_split(fields, tmp_path
     [
         ({"validation_split": 1e-9}, "validation_split is 1e-09, which holds out none of the 230 rows"),
         ({"validation_split": 1 - 1e-9}, "which holds out all of the 230 rows"),
-        ({"validation_split": 1}, "validation_split is 1.0: "),
+        ({"validation_split": 1}, "validation_split is 1: "),
         ({"validation_file": "x.jsonl"}, "validation_split and validation_file are both given"),
         (
             {

@@ -190,7 +190,7 @@ def test_nothing_is_left_behind(tmp_path, fields):
     "given, words",
     [
         ({"start_lr": 1.0, "end_lr": 0.1}, ["start_lr is 1.0", "end_lr, which is 0.1"]),
-        ({"start_lr": -1}, ["start_lr is -1.0"]),
+        ({"start_lr": -1}, ["start_lr is -1"]),
         ({"updates": "many"}, ["updates", "'many'"]),
         ({"updates": 3}, ["updates is 3", "20"]),
         ({"curve": "curve.txt"}, ["curve.txt", ".png"]),
