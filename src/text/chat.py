@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate
 from src.text.tokenization import IGNORED
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
+_warned: set[str] = set()  # chat templates already warned about
 
 
 def read_template(file: str) -> str:
@@ -43,6 +44,8 @@ def render_chat(
                 after = _render(tokenizer, messages[: i + 1])
                 before = _text_before_words(tokenizer, messages[:i], message, after)
                 turns.append((before, after))
+                if str(message["content"]).strip() not in after[len(before) :]:
+                    _warn_of_changed_words(tokenizer, location, i)
     if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
         raise UsageError(
             f"{location}: the chat template changes earlier turns when later ones follow, so the assistant's turns "
@@ -120,3 +123,9 @@ def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict]
             "and {% endgeneration %}"
         )
     return begin if header else begin.rstrip(" ")  # without a header, the first token may include the space before it
+
+
+def _warn_of_changed_words(tokenizer: "PreTrainedTokenizerBase", location, turn: int) -> None:
+    if tokenizer.chat_template not in _warned:
+        warn(f"{location}: the chat template changes or drops text of the assistant in turn {turn}")
+        _warned.add(tokenizer.chat_template)

@@ -57,9 +57,9 @@ def saved(folder) -> list[int]:
     return [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(folder / "run")]
 
 
-def trained(files, folder):
+def trained(files, folder, **fields):
     """Return (exit codes, what the ranks printed) of a run in `folder`/run."""
-    return kit.run_command("train.py", *recipe(files), "--output_dir", "run", folder=folder, world=2)
+    return kit.run_command("train.py", *recipe(files, **fields), "--output_dir", "run", folder=folder, world=2)
 
 
 def test_one_flipped_bit_on_one_rank_ends_all(files, tmp_path):
@@ -83,6 +83,21 @@ def test_one_flipped_bit_on_one_rank_ends_all(files, tmp_path):
     run = kit.run_training(2, folder / "run", *recipe(files))
     assert kit.same(run.weights, kit.run_training(2, tmp_path / "straight", *recipe(files)).weights)
     assert saved(folder) == [2, 4, 6, 8]  # equal replicas pass at every save
+
+
+def test_mutant_without_the_check_saves_replicas_that_differ(files, tmp_path, monkeypatch):
+    flip_at(5, 1, monkeypatch)
+    monkeypatch.setattr(replica_check, "check_replicas", lambda *args: None)
+    codes, _ = trained(files, tmp_path / "here")
+    assert codes == [0, 0]
+    assert saved(tmp_path / "here") == [2, 4, 6, 8]
+
+
+def test_replicas_are_compared_between_saves_with_drift_check_steps(files, tmp_path, monkeypatch):
+    flip_at(5, 1, monkeypatch)
+    codes, outputs = trained(files, tmp_path / "here", drift_check_steps=5)
+    assert codes == [1, 1], outputs
+    assert "step 5" in outputs[0].rstrip().splitlines()[-1]
 
 
 # ---- what the digest sees ----------------------------------------------------------------------------------------------

@@ -133,3 +133,11 @@ def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer, monkeypat
     text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CALL], "row 3")
     assert text[a:b].startswith('[{"function"')
     assert "None" not in text
+
+
+def test_dropped_words_are_warned_about_once(tokenizer, monkeypatch, capsys):
+    template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    for _ in range(2):
+        render_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
+    assert capsys.readouterr().err.count("warning: row 3: ") == 1
