@@ -15,12 +15,10 @@ from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
 from src.config.errors import UsageError, warn
 from src.config.schema import RunConfig
-from src.data.data_stats import data_notes, format_stats, task_stats
-from src.data.dataset_folder import warn_of_unread
+from src.data.local_files import warn_of_unread
 from src.data.mixture import Mixture
-from src.data.prepared_pieces import STATS
-from src.data.prepared_split import Split
-from src.data.preprocessing import prepare_rows
+from src.data.prepare import prepare_rows
+from src.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
 from src.data.sources import Source, fetch_source, find_sources
 from src.download.cache_folder import cache_root
 from src.runtime import console

@@ -1,6 +1,6 @@
 """Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
 
-Tests: tests/data/test_dataset.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/data/test_mixture.py, tests/download/test_http_files.py and tests/config/test_bad_input.py.
 """
 
 import dataclasses
@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.config.errors import UsageError, warn
+from src.config.mixture_fields import NAME_FIELDS, as_list
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.data.dataset_spec import DatasetSpec, dataset_specs
 from src.data.local_files import BUILDERS, expand, is_empty, list_folder
 from src.download import http_files, hub, samples
 from src.download.cache_folder import cache_root
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset, DatasetBuilder
 
-    from src.data.arrow_cache import RawRows
+    from src.data.raw_rows import RawRows
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,9 @@ class Source:
         """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
         raise NotImplementedError
 
-    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
+    def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
-        builder.download_and_prepare(download_mode=mode)
+        builder.download_and_prepare()
         return builder.as_dataset(split=split)
 
     # ---- identity of the data ----------------------------------------------------------------------------------------
@@ -112,6 +112,39 @@ class Source:
             return [file]
         found = os.stat(file)
         return [file, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+@dataclass(frozen=True)
+class DatasetSpec:
+    """The data of one split as given in the run file: files, or the name of a dataset."""
+
+    field: str  # field of the run file, for messages, such as "mixture: code: train_file"
+    split: str
+    files: tuple[str, ...] = ()  # paths, globs and URLs
+    name: str | None = None  # a folder or a Hub id
+    config_name: str | None = None
+    revision: str | None = None
+    dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
+
+
+def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
+    """Return the DatasetSpec of each source that has data for `split`, by source name ("" without a mixture)."""
+    if cfg.mixture and not (split == "validation" and cfg.validation_file):
+        sources = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
+    else:
+        sources = [("", vars(cfg), "")]
+    found = {name: _spec(fields, split, where) for name, fields, where in sources}
+    return {name: spec for name, spec in found.items() if spec}
+
+
+def _spec(fields: dict, split: str, where: str) -> DatasetSpec | None:
+    if files := as_list(fields.get(f"{split}_file")):
+        return DatasetSpec(f"{where}{split}_file", split, tuple(files))
+    if not fields.get("dataset_name") or as_list(fields.get("train_file")):
+        return None
+    name, config_name, revision, trained = (fields.get(name) for name in NAME_FIELDS)
+    trained = None if trained == "train" else trained  # the default: the same data has one cache key
+    return DatasetSpec(f"{where}dataset_name", split, (), name, config_name, revision, trained)
 
 
 def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:

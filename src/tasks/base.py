@@ -4,6 +4,7 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,10 @@ class Task:
 
     # True: `encode` gets images, audio and video decoded by `datasets`. False: as {"bytes": …, "path": …}, as stored.
     decode_media: bool = True
+
+    # Modules that `encode` uses, besides the file or folder of the task and src/text: if they change, rows are prepared
+    # again.
+    encode_helpers: tuple[ModuleType, ...] = ()
 
     # Parts of the names of a head that pretrained weights may lack, whole names of added parameters: trained in full
     # beside an adapter (`peft`).

@@ -14,10 +14,9 @@ import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
 from src.config.errors import UsageError
-from src.data import arrow_cache as raw
-from src.data import dataset_folder, file_errors, prepared_pieces, row_errors
-from src.data.arrow_cache import RawRows
-from src.data.data_stats import data_notes, repeated
+from src.data import local_files, prepare, readers, row_errors
+from src.data.prepared_split import data_notes, repeated
+from src.data.raw_rows import RawRows
 from src.data.sources import Source
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -300,25 +299,20 @@ def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
         check(text, code, message, 2, odd_line(files))
     case = CASES["malformed line of the second file"]
     files = write(tmp_path, case.files)
-    for module in ("arrow_cache", "file_errors"):
+    for module in ("raw_rows", "readers"):
         monkeypatch.setattr(f"src.data.{module}.describe_file_error", lambda *_: None)
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     with pytest.raises(AssertionError):
         check(text, code, case.message, 2, odd_line(files))
 
 
-@pytest.mark.parametrize("where", ["another file", "another chunk"])
-def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch, where):
+def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch):
     """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent error.
 
-    It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
+    It does so chunk by chunk (of 10 MiB)."""
     good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
-    if where == "another file":
-        monkeypatch.setattr(raw, "MANY", 1)
-        files = write(tmp_path, {"a.jsonl": good, "b.jsonl": bad})
-    else:
-        monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
-        files = write(tmp_path, {"a.jsonl": good + bad})
+    monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
+    files = write(tmp_path, {"a.jsonl": good + bad})
     fields = fields_of(tools, train_file=files)
     with pytest.raises(
         UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: .*/text.* changed from string to number"
@@ -356,11 +350,11 @@ def test_lines_are_counted_through_blocks(tmp_path, monkeypatch):
     """A long file is parsed in blocks of lines; the mutant counts from the start of the block."""
     (file,) = write(tmp_path, {"a.jsonl": "\n" + among(GOOD * 9, f'{{"text": "{ODD}"', 70)})
     where = f"{file}, line {odd_line([file])}: JSON parse error"
-    assert file_errors.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(file_errors, "BLOCK", 200)
-    assert file_errors.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(file_errors, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
-    assert not file_errors.describe_file_error(str(file)).startswith(where)
+    assert readers.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(readers, "BLOCK", 200)
+    assert readers.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(readers, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
+    assert not readers.describe_file_error(str(file)).startswith(where)
 
 
 def test_errors_in_json_over_several_lines(tmp_path):
@@ -371,13 +365,13 @@ def test_errors_in_json_over_several_lines(tmp_path):
         ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
-        assert file_errors.describe_file_error(str(file)) == f"{file}, {message}"
+        assert readers.describe_file_error(str(file)) == f"{file}, {message}"
     file.write_text("[" + ",\n".join([*rows[:5], '{"text": 3}']) + "]")
-    assert file_errors.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
+    assert readers.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
     file.write_text("[" + ",\n".join([*rows[:5], '{"text" 3}']) + "]")
-    assert file_errors.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
+    assert readers.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
     file.write_text("\n".join(rows))
-    assert file_errors.describe_file_error(str(file)) is None
+    assert readers.describe_file_error(str(file)) is None
 
 
 # ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
@@ -487,7 +481,7 @@ def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypat
     note = "validation data: 3 of 8 examples checked are also in the training data"
     assert data_notes(splits) == [note]
     if packing:  # the mutant: whole rows are compared, which never are the same
-        monkeypatch.setattr(prepared_pieces, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
+        monkeypatch.setattr(prepare, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
         (tmp_path / "mutant").mkdir()
         _, splits = opened(tools, tmp_path / "mutant", GOOD, validation_file=other, packing=True)
         assert repeated(splits)[0] != 3
@@ -540,7 +534,7 @@ def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypat
     more = {"streaming": True, "max_steps": 1, "global_batch_size": 8} if streaming else {}
     given = fields_of(tools, dataset_name=folder)
     for _ in range(2):  # the second time, all is prepared
-        monkeypatch.setattr(dataset_folder, "_warned", set())
+        monkeypatch.setattr(local_files, "_warned", set())
         kit.open_data(**given, cache_dir=tmp_path / "cache", **more)
         message = capsys.readouterr().err
         assert message.count("not read") == 1

@@ -8,9 +8,8 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data import batch_plan
-from src.data.batch_plan import PlanConfig, training_order
+from src.data.batch_plan import PlanConfig, steps_per_epoch, training_order
 from src.data.row_order import example_ids, mixture_quotas
-from src.data.step_sizes import steps_per_epoch
 from tests.helpers import kit
 
 ROWS = [100, 37, 5]

@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from samples import _stdlib, stdlib_code, stdlib_tokens
-from src.data.dataset_spec import DatasetSpec
-from src.data.sources import resolve_source
+from src.data.sources import DatasetSpec, resolve_source
 from src.download import samples
 from tests.helpers import kit
 

@@ -4,15 +4,13 @@ import ctypes
 import errno
 import functools
 import hashlib
-import multiprocessing
 import os
 import resource
 import signal
 import socket
 import subprocess
 import time
-from contextlib import contextmanager
-from itertools import chain
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +18,7 @@ import pytest
 
 from src.config import validation
 from src.config.errors import UsageError
-from src.data import preprocessing
+from src.data import prepare
 from src.storage import shared_work
 from src.storage.shared_work import SharedWork
 from src.tasks import causal_lm
@@ -45,7 +43,7 @@ def made(folder: Path) -> list[int]:
 
 
 def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pieces: int = PIECES) -> list[str]:
-    """Make pieces together with all processes that do the same; return the content of all pieces."""
+    """Make what no other process makes; return the content of all pieces."""
     targets = [folder / "pieces" / f"{i}.txt" for i in range(pieces)]
     work = SharedWork(folder / "cache")
 
@@ -55,14 +53,15 @@ def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pie
         shared_work.write_atomic(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
-    work.run_all(targets, make, "pieces")
+    for i, target in enumerate(targets):
+        work.run_once(target, functools.partial(make, i), "pieces")
     return [target.read_text() for target in targets]
 
 
 def wait_for(folder: Path, count: int, i: int) -> None:
-    """Return when `count` processes are making a piece, so that none comes too late to make one."""
+    """Return when `count` ranks are making a piece, so that none comes too late to make one."""
     (folder / "begun").mkdir(exist_ok=True)
-    (folder / "begun" / str(os.getpid())).touch()
+    (folder / "begun" / os.environ["RANK"]).touch()
     kit.until(lambda: len(list((folder / "begun").iterdir())) == count)
 
 
@@ -88,12 +87,9 @@ class NoLock:
 # ---- each task once --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_each_piece_is_made_once(tmp_path, world):
-    all_begun = functools.partial(wait_for, tmp_path, world)
-    assert kit.spawn(world, share_pieces, tmp_path, all_begun, out=tmp_path / "out") == [CONTENT] * world
+def test_each_piece_is_made_once(tmp_path):
+    assert kit.spawn(3, share_pieces, tmp_path, out=tmp_path / "out") == [CONTENT] * 3
     assert made(tmp_path) == list(range(PIECES))
-    assert len({words[2] for words in log(tmp_path)}) == world  # every process takes part
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
@@ -105,28 +101,14 @@ def test_mutant_without_a_lock_makes_a_piece_three_times(tmp_path, monkeypatch):
     assert made(tmp_path) == [0, 0, 0]
 
 
-def test_two_launches_share_the_pieces(tmp_path):
-    all_begun = functools.partial(wait_for, tmp_path, 4)
-    launches = [kit.fork(2, share_pieces, tmp_path, all_begun, out=tmp_path / name) for name in ("a", "b")]
-    for process in chain(*launches):
-        process.join(300)
-        assert process.exitcode == 0
-    assert made(tmp_path) == list(range(PIECES))
-    assert len({words[2] for words in log(tmp_path)}) == 4  # processes of both
-
-
 def test_piece_of_a_killed_launch_is_taken_over(tmp_path):
     def stuck(i):
         note(tmp_path, "stuck", i, os.getpid())
         time.sleep(600)
 
     (dying,) = kit.fork(1, share_pieces, tmp_path, stuck, out=tmp_path / "dying")
-    [_, piece, _] = kit.until(lambda: log(tmp_path))[0]
+    kit.until(lambda: log(tmp_path))
     others = kit.fork(2, share_pieces, tmp_path, out=tmp_path / "others")
-    kit.until(lambda: len(made(tmp_path)) == PIECES - 1)
-    time.sleep(0.3)
-    assert int(piece) not in made(tmp_path)  # the others wait for it
-    assert all(process.is_alive() for process in others)
     dying.kill()
     for process in others:
         process.join(300)
@@ -184,9 +166,9 @@ def test_launches_on_different_hosts_are_different(tmp_path, monkeypatch):
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pieces of a few rows."""
-    monkeypatch.setattr(preprocessing, "PIECE", 2000)
-    monkeypatch.setattr(preprocessing, "BLOCK", 1000)
+    """Parts of a few rows."""
+    monkeypatch.setattr(prepare, "PART", 2000)
+    monkeypatch.setattr(prepare, "BLOCK", 1000)
 
 
 def command(tiny, folder: Path, world: int = 3, **fields) -> tuple[list, list[str]]:
@@ -224,50 +206,19 @@ def test_error_in_the_data_ends_all_ranks(tiny, tmp_path, monkeypatch, small):
 
 
 def test_work_of_a_killed_rank_is_done_by_another(tiny, tmp_path, monkeypatch, small):
-    """The launcher ends the other ranks. Without one they prepare the data, and then wait for the dead rank in vain."""
+    """The launcher ends the other ranks. Without one they prepare the data."""
 
     def stop(_):
-        if os.environ["RANK"] == "1":
-            (tmp_path / "reached").touch()
+        with suppress(FileExistsError):
+            (tmp_path / "killed").mkdir()
             os.kill(os.getpid(), signal.SIGKILL)
-        kit.until((tmp_path / "reached").exists)
 
     before_each_block(monkeypatch, stop)
+    monkeypatch.setattr(prepare, "in_processes", lambda processes, function, items: map(function, items))
     with pytest.raises(kit.RankFailed) as failed:
         kit.spawn(3, opened, tiny, [tmp_path / "cache"] * 3, {}, out=tmp_path / "out")
-    assert failed.value.codes == [0, -signal.SIGKILL, 0]
+    assert sorted(failed.value.codes) == [-signal.SIGKILL, 0, 0]
     assert digest(tmp_path / "cache") != {}
-
-
-def test_killed_helper_ends_the_command(tiny, tmp_path, monkeypatch, small):
-    def act(_):  # the parent waits, or it could make all pieces before a helper has one
-        if multiprocessing.current_process().daemon:
-            (tmp_path / "reached").touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        kit.until((tmp_path / "reached").exists)
-
-    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
-    with monkeypatch.context() as patch:
-        before_each_block(patch, act)
-        codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
-    assert codes == [1], texts
-    assert "(exit code -9;" in texts[0]
-    codes, texts = command(tiny, tmp_path / "here", 2)  # the same command uses the pieces
-    assert codes == [0, 0], texts
-
-
-def test_error_of_a_helper_is_printed_once(tiny, tmp_path, monkeypatch, small):
-    def act(_):
-        if multiprocessing.current_process().daemon:
-            (tmp_path / "reached").touch()
-            raise UsageError("a cosmic ray")
-        kit.until((tmp_path / "reached").exists)
-
-    monkeypatch.setattr(preprocessing, "PIECE", 200)  # more pieces than processes
-    before_each_block(monkeypatch, act)
-    codes, texts = command(tiny, tmp_path / "here", 1, preprocessing_num_workers=3)
-    assert codes == [2]
-    assert texts[0].count("a cosmic ray") == 1
 
 
 # ---- full and read-only disks ----------------------------------------------------------------------------------------
@@ -276,8 +227,8 @@ def test_error_of_a_helper_is_printed_once(tiny, tmp_path, monkeypatch, small):
 def digest(cache: Path) -> dict[str, str]:
     """Return the hash of each file in the complete prepared folders, by name."""
     found = {}
-    for stats in sorted(cache.glob("**/prepared/*/facts.json")):
-        for path in sorted(p for p in stats.parent.iterdir() if p.suffix in (".arrow", ".npy", ".json")):
+    for stats in sorted(cache.glob("**/prepared/[!.]*/facts.json")):
+        for path in sorted(p for p in stats.parent.iterdir() if p.is_file()):
             found[f"{stats.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return found
 
@@ -337,7 +288,7 @@ def test_full_disk_ends_all_ranks(tiny, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(preprocessing, "write_piece", full)
+    monkeypatch.setattr(prepare, "write_part", full)
     codes, texts = command(tiny, tmp_path / "here", 3)
     assert codes == [2, 2, 2], texts
     assert all(text.rstrip().splitlines()[-1].startswith("error: cache_dir: ") for text in texts)
@@ -357,19 +308,12 @@ def opened(tiny, caches: list, fields: dict) -> int:
     return len(splits["train"])
 
 
-def test_missing_locks_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small):
+def test_missing_locks_between_nodes_cost_work_but_no_data(tiny, tmp_path, monkeypatch, small):
     assert kit.spawn(1, opened, tiny, [tmp_path / "one"], {}, out=tmp_path / "out1") == [83]
     before_each_block(monkeypatch, lambda at: wait_for(tmp_path, 3, 0))
     note_blocks(monkeypatch, tmp_path)
     monkeypatch.setattr(shared_work, "FileLock", NoLock)
-    original = np.lib.format.open_memmap
-
-    def slowly(*args, **kwargs):  # so that ranks assemble the pieces at the same time
-        found = original(*args, **kwargs)
-        time.sleep(0.1 + 0.1 * int(os.environ["RANK"]))
-        return found
-
-    monkeypatch.setattr(np.lib.format, "open_memmap", slowly)
+    monkeypatch.setattr(socket, "gethostname", lambda: f"node{os.environ['RANK']}.cluster")
     assert kit.spawn(3, opened, tiny, [tmp_path / "three"] * 3, {}, out=tmp_path / "out3") == [83] * 3
     assert digest(tmp_path / "one") == digest(tmp_path / "three") != {}
     assert len(made(tmp_path)) > len(set(made(tmp_path)))

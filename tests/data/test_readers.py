@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from src.config.errors import UsageError
-from src.data.file_readers import install
+from src.data.readers import install
 from tests.helpers import kit
 from tests.helpers.served_data import open_served
 
