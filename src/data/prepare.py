@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -47,8 +47,12 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 NUMBERS = {"kept": bool, "length": np.int64, "targets": np.int64, "cut": np.int64, "hashes": np.uint64}
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target")
-# Files of this folder that, besides `encode`, determine the prepared rows
-CODE = ("prepare.py", "raw_rows.py", "readers.py", "arrow_columns.py")
+CODE = (
+    "prepare.py",
+    "raw_rows.py",
+    "readers.py",
+    "arrow_columns.py",
+)  # part of the cache key, besides that of `encode`
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
@@ -58,12 +62,9 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
     def prepare() -> None:
         of_host = folder.with_name(f"{folder.name}.{work.host}")  # where locks reach no other host, each prepares
         atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
-        try:
+        with suppress(OSError):  # another host was faster
             of_host.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-            shutil.rmtree(of_host)
+        shutil.rmtree(of_host, ignore_errors=True)
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
     return folder
@@ -98,11 +99,10 @@ def _tokenizer_settings(task: Task) -> list[tuple[str, str]]:
 
     A base model and its instruct variant may differ in nothing else."""
     tokenizer = getattr(task, "tokenizer", None)
-    special = sorted(getattr(tokenizer, "special_tokens_map", {}).items())
-    names = ("truncation_side", "split_special_tokens")
-    return [(name, str(value)) for name, value in special] + [
-        (name, str(getattr(tokenizer, name, ""))) for name in names
-    ]
+    settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
+    return sorted(
+        (name, str(value)) for name, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items()
+    )
 
 
 # ---- all rows of a split ---------------------------------------------------------------------------------------------
@@ -130,10 +130,8 @@ def _write_parts(task: Task, raw: RawRows, processes: int, folder: Path) -> dict
     size = raw.rows.data.nbytes + bytes_in_files(rows)
     block = max(1, min(BLOCK_ROWS, BLOCK * count // max(1, size)))
     raw = replace(raw, rows=rows if task.decode_media else keep_encoded(rows))
-    parts = [
-        (range(start, stop, block), folder / f"part_{i:05}.arrow")
-        for i, (start, stop) in enumerate(pairwise(part_bounds(count, size)))
-    ]
+    bounds = enumerate(pairwise(part_bounds(count, size)))
+    parts = [(range(start, stop, block), folder / f"part_{i:05}.arrow") for i, (start, stop) in bounds]
     stats: dict[str, Any] = dict.fromkeys((*SUMS, "longest", "examples"), 0)
     digests, blocks = [], []
     bar = console.bar(f"preparing {source.split}", len(parts), "part", shown=len(parts) > 1)
@@ -153,10 +151,8 @@ def _write_parts(task: Task, raw: RawRows, processes: int, folder: Path) -> dict
     if not stats["source_rows"]:
         raise UsageError(source.explain_no_rows(count))
     if not stats["targets"]:
-        raise UsageError(
-            f"{source.split} data: none of the {stats['source_rows']} rows of {source} has anything to train on: every row is too "
-            "short, or all of its labels are masked (-100)"
-        )
+        rows = f"none of the {stats['source_rows']} rows of {source} has anything to train on"
+        raise UsageError(f"{source.split} data: {rows}: every row is too short, or all of its labels are masked (-100)")
     digest = xxhash.xxh3_128_hexdigest(repr(digests).encode())
     return stats | {"rows": digest, "unread": raw.unread[:4], "splits": raw.splits, "parts": blocks}
 

@@ -30,11 +30,10 @@ BLOCK = 1 << 26  # bytes of lines that are parsed together
 DIALECT = ("header", "names", "index_col", "usecols", "converters", "skipinitialspace", "skiprows", "nrows", "quoting")
 DIALECT += ("escapechar", "comment", "encoding", "skipfooter", "doublequote", "on_bad_lines", "skip_blank_lines")
 DIALECT += ("dialect",)
-UTF_8 = ("utf-8", "utf8", "utf-8-sig")
 
 
 def install() -> None:
-    """Check the CSV and text files that `datasets` reads from now on, and refuse reference:// files.
+    """Check the CSV files that `datasets` reads from now on, and refuse reference:// files.
 
     Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files."""
     import fsspec
@@ -116,7 +115,7 @@ def csv_records(
     def lines() -> Iterator[str]:
         for number, line in enumerate(text, 1):
             if "\0" in line:
-                raise UsageError(_holds_nul(file, number))
+                raise UsageError(f"{file}, line {number}: holds a NUL character: convert the file to UTF-8")
             record.append(line)
             yield line
 
@@ -135,30 +134,10 @@ def csv_records(
 
 
 def _text_tables(self, base_files, files_iterables):
-    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file.
-
-    Raise UsageError for a line with a NUL character."""
-    import pyarrow.compute as pc
-    from datasets.builder import Key
-
-    config = self.config
-    if config.sample_by != "line" or config.keep_linebreaks or config.encoding.lower() not in UTF_8:
-        yield from self.unchecked_tables(base_files, files_iterables)
-        return
-    config.encoding = "utf-8-sig"
-    for shard, files in enumerate(files_iterables):
-        for file in files:
-            first = 1
-            for number, (_, table) in enumerate(self.unchecked_tables(base_files, [[file]])):
-                bad = pc.index(pc.match_substring(table.column(0), "\0"), True).as_py()
-                if bad >= 0:
-                    raise UsageError(_holds_nul(file, first + bad))
-                first += len(table)
-                yield Key(shard, number), table
-
-
-def _holds_nul(file: str, line: int) -> str:
-    return f"{file}, line {line}: holds a NUL character, so it is UTF-16 or not text: convert the file to UTF-8"
+    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file."""
+    if self.config.encoding.lower() in ("utf-8", "utf8"):
+        self.config.encoding = "utf-8-sig"
+    yield from self.unchecked_tables(base_files, files_iterables)
 
 
 # ---- messages for files that cannot be read ---------------------------------------------------------------------------

@@ -6,9 +6,10 @@ Files are read again only to explain an error. Tests: tests/data/test_bad_rows.p
 import reprlib
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -26,26 +27,26 @@ if TYPE_CHECKING:
 COLUMNS = 4  # number of columns with values in an error message
 
 
+@dataclass
 class RowLocations:
     """Locations of rows, given by number, of a split. `describe(row)` finds a location when a message needs it."""
 
-    def __init__(self, split: str, rows: Sequence[int], describe: Callable[[int], str]):
-        self.split, self.rows, self.describe = split, rows, describe
+    split: str
+    rows: Sequence[int]
+    describe: Callable[[int], str]
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, i: int) -> "RowLocation":
-        if not 0 <= i < len(self):
-            raise IndexError(i)
         return RowLocation(self.describe, self.rows[i])
 
 
-class RowLocation:
+class RowLocation(NamedTuple):
     """Location of one row. Its file is read only when the location is printed."""
 
-    def __init__(self, describe: Callable[[int], str], row: int):
-        self.describe, self.row = describe, row
+    describe: Callable[[int], str]
+    row: int
 
     def __str__(self) -> str:
         return self.describe(self.row)
@@ -148,23 +149,14 @@ def _encode(
 def _find_failing_row(
     task: Task, rows: dict[str, list], locations: RowLocations, schema: pa.Schema, error: Exception
 ) -> tuple[int | None, Exception]:
-    """Return (index of the first row that fails alone, its error), by halves: as much work as one more `encode`.
-
-    If none fails alone, return None and `error`."""
-    start, stop = 0, len(locations)
-    while stop - start > 1:
-        middle = (start + stop) // 2
+    """Return (index of the first row that fails alone, its error); (None, `error`) if none does."""
+    for i in range(len(locations)):
         try:
-            _encode(task, rows, locations, schema, start, middle)
-            start = middle
-        except Exception:
-            stop = middle
-    try:
-        _encode(task, rows, locations, schema, start, stop)
-    except UsageError:
-        raise
-    except Exception as found:
-        return start, found
+            _encode(task, rows, locations, schema, i, i + 1)
+        except UsageError:
+            raise
+        except Exception as of_row:
+            return i, of_row
     return None, error
 
 

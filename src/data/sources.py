@@ -114,60 +114,37 @@ class Source:
         return [file, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
-@dataclass(frozen=True)
-class DatasetSpec:
-    """The data of one split as given in the run file: files, or the name of a dataset."""
-
-    field: str  # field of the run file, for messages, such as "mixture: code: train_file"
-    split: str
-    files: tuple[str, ...] = ()  # paths, globs and URLs
-    name: str | None = None  # a folder or a Hub id
-    config_name: str | None = None
-    revision: str | None = None
-    dataset_split: str | None = None  # split of a dataset given by name to train on, if it is not "train"
-
-
-def dataset_specs(cfg: RunConfig, split: str) -> dict[str, DatasetSpec]:
-    """Return the DatasetSpec of each source that has data for `split`, by source name ("" without a mixture)."""
+def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
+    """Return each source that the run file names for a split, by its name in the mixture ("" without a mixture)."""
     if cfg.mixture and not (split == "validation" and cfg.validation_file):
-        sources = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
+        named = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
     else:
-        sources = [("", vars(cfg), "")]
-    found = {name: _spec(fields, split, where) for name, fields, where in sources}
-    return {name: spec for name, spec in found.items() if spec}
+        named = [("", vars(cfg), "")]
+    sources = {name: find_source(fields, split, where, cache_root(cfg)) for name, fields, where in named}
+    return {name: source for name, source in sources.items() if source}
 
 
-def _spec(fields: dict, split: str, where: str) -> DatasetSpec | None:
-    if files := as_list(fields.get(f"{split}_file")):
-        return DatasetSpec(f"{where}{split}_file", split, tuple(files))
+def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source | None:
+    """Return the source that these fields name for a split, without downloading it; None if they name none.
+
+    `where` stands before a field in messages. Raise UsageError if local files are missing."""
+    if patterns := as_list(fields.get(f"{split}_file")):
+        field = f"{where}{split}_file"
+        files = tuple(file for pattern in patterns for file in expand(pattern, field))
+        source = drop_empty_files(Source(field, split, files))
+        suffixes = {Path(file.split("?")[0]).suffix for file in source.files}
+        if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
+            raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
+        return replace(source, builder=BUILDERS[suffixes.pop()])
     if not fields.get("dataset_name") or as_list(fields.get("train_file")):
         return None
-    name, config_name, revision, trained = (fields.get(name) for name in NAME_FIELDS)
+    name, config_name, revision, trained = (fields.get(key) for key in NAME_FIELDS)
     trained = None if trained == "train" else trained  # the default: the same data has one cache key
-    return DatasetSpec(f"{where}dataset_name", split, (), name, config_name, revision, trained)
-
-
-def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
-    """Return the source of each DatasetSpec of a split, by its name in the mixture."""
-    return {name: resolve_source(spec, cache_root(cfg)) for name, spec in dataset_specs(cfg, split).items()}
-
-
-def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
-    """Return the source that a run file names, without downloading it. Raise UsageError if local files are missing."""
-    if spec.files:
-        files = tuple(file for pattern in spec.files for file in expand(pattern, spec.field))
-        source = drop_empty_files(Source(spec.field, spec.split, files))
-        kinds = {Path(file.split("?")[0]).suffix for file in source.files}
-        if len(kinds) > 1 or not kinds <= set(BUILDERS):
-            raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
-        return replace(source, builder=BUILDERS[kinds.pop()])
-    name = str(spec.name)  # a spec without files has a name
-    folder = samples.sample_folder(name, cache) or locate(name)
-    source = Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
-    source = replace(source, dataset_split=spec.dataset_split)
+    source = Source(f"{where}dataset_name", split, (), None, name, config_name, revision, trained)
+    folder = samples.sample_folder(str(name), cache) or locate(str(name))
     if not os.path.isdir(folder):
         return source
-    return replace(source, files=tuple(list_folder(folder, spec.field)), name=folder, revision=None)
+    return replace(source, files=tuple(list_folder(folder, source.field)), name=folder, revision=None)
 
 
 def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:

@@ -195,16 +195,6 @@ def test_error_in_the_collator_names_its_rows(data, tmp_path, monkeypatch, worke
     assert f"rows {bad.ids.tolist()} " in text
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_mutant_without_row_names_in_collator_errors(data, tmp_path, monkeypatch, workers):
-    monkeypatch.setattr(
-        data_loader, "collate", lambda task, micro, rows, training=True: (micro, task.collate(rows, training))
-    )
-    text, bad = collator_error(data, tmp_path, monkeypatch, workers)
-    assert "ValueError: a cosmic ray" in text
-    assert str(bad.ids.tolist()) not in text
-
-
 # ---- threads of a loader process -------------------------------------------------------------------------------------------
 
 
@@ -252,12 +242,6 @@ def test_loader_process_uses_one_thread(tiny, tmp_path):
     assert single(tmp_path) == [True, True]
     assert own == 2  # and the rank itself keeps what it had
     assert max(pools) == 2
-
-
-def test_mutant_that_keeps_the_number_of_threads(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(data_loader, "_init_worker", lambda *_: None)
-    kit.spawn(1, threads, tiny | {"cache_dir": tmp_path / "cache"}, tmp_path, out=tmp_path / "out")
-    assert False in single(tmp_path)
 
 
 # ---- the same batches ------------------------------------------------------------------------------------------------------

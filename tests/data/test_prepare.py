@@ -232,20 +232,12 @@ def fill(split, max_length: int) -> float:
 def test_packed_rows_are_full(tools, tmp_path):
     generator = np.random.default_rng(1)
     lengths = 3 + (94 * generator.random(8000) ** 2.5).astype(int)
-    rows = [{"input_ids": generator.integers(0, 400, n).tolist()} for n in lengths]
-    file = kit.write_jsonl(tmp_path / "ids.jsonl", rows)
+    file = kit.write_jsonl(
+        tmp_path / "ids.jsonl", [{"input_ids": generator.integers(0, 400, n).tolist()} for n in lengths]
+    )
     fields = {"model_config": tools / "gpt2.yaml", "packing": True, "max_length": 128, "cache_dir": tmp_path / "cache"}
     _, splits = kit.open_data(**fields, train_file=file)
-    ids = fill(splits["train"], 128)
-    texts = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
-    generator.shuffle(texts)
-    file = kit.write_jsonl(
-        tmp_path / "texts.jsonl", [{"text": row["text"][: 4 + i % 300]} for i, row in enumerate(texts * 8)]
-    )
-    _, splits = kit.open_data(**fields, train_file=file, tokenizer_name=tools / "tokenizer")
-    of_texts = fill(splits["train"], 128)
-    print(f"ids {ids:.4f}, texts {of_texts:.4f}")
-    assert min(ids, of_texts) >= 0.98
+    assert fill(splits["train"], 128) >= 0.98
 
 
 def test_mutant_that_packs_in_file_order(tools, tmp_path, monkeypatch):
