@@ -47,12 +47,7 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 NUMBERS = {"kept": bool, "length": np.int64, "targets": np.int64, "cut": np.int64, "hashes": np.uint64}
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target")
-CODE = (
-    "prepare.py",
-    "raw_rows.py",
-    "readers.py",
-    "arrow_columns.py",
-)  # part of the cache key, besides that of `encode`
+CODE = ("prepare.py", "raw_rows.py", "readers.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
@@ -89,9 +84,8 @@ def encode_files(task: Task) -> list[Path]:
     Of a task that is a folder, all its files."""
     files = [Path(module.__file__ or "") for module in (text, *task.encode_helpers)]
     files += [Path(inspect.getfile(c)) for c in type(task).__mro__ if c not in (base.Task, object)]
-    return sorted(
-        {path for file in files for path in (file.parent.glob("*.py") if file.stem == "__init__" else [file])}
-    )
+    every = [file.parent.glob("*.py") if file.stem == "__init__" else [file] for file in files]
+    return sorted({path for files in every for path in files})
 
 
 def _tokenizer_settings(task: Task) -> list[tuple[str, str]]:
