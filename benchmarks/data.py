@@ -62,7 +62,7 @@ def plain_loader(split, micro: int, form: str | None):
     """Return a plain DataLoader over the same rows in a `datasets.Dataset`, with the padding of our loader."""
     import datasets
 
-    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.stats["pieces"]]
+    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.stats["parts"]]
     rows = datasets.concatenate_datasets(parts).select_columns(["input_ids"]).with_format(form)
 
     def collate(batch):

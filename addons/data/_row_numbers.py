@@ -15,11 +15,11 @@ import pyarrow as pa
 import xxhash
 
 from src.config.errors import UsageError, did_you_mean
-from src.data.arrow_cache import RawRows, load_raw_rows
 from src.data.mixture import Mixture, NumbersByRow
-from src.data.prepared_pieces import KEPT, published
 from src.data.prepared_split import Split
+from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.sources import Source
+from src.storage import atomic_folder
 from src.storage.shared_work import SharedWork, write_atomic
 from src.tasks.base import Task
 
@@ -51,10 +51,8 @@ class Column:
             )
         target = self.file(split.folder)
         if not target.exists():
-            raw = load_raw_rows(source, cfg, work)
-            assert raw is not None  # it was prepared
-            kept = np.load(split.folder / KEPT, mmap_mode="r") if (split.folder / KEPT).exists() else None
-            work.run_once(target, lambda: _store(raw, kept, self, target, work), f"column {self.name}")
+            kept = split.array("kept")
+            work.run_once(target, lambda: _store(load_raw_rows(source, cfg), kept, self, target), f"column {self.name}")
         content = (split.stats["rows"], self.field, json.loads(target.read_text())["hash"])
         split.stats["rows"] = xxhash.xxh3_128_hexdigest(repr(content).encode())
 
@@ -68,33 +66,34 @@ class Column:
         return array(train_set)
 
 
-def _store(raw: RawRows, kept: np.ndarray | None, column: Column, target: Path, work: SharedWork) -> None:
+def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) -> None:
     """Write the array (numbers, or cumulative sums of weights), then its hash to `target`.
 
-    `kept` says of each row whether it is part of the split (None: all)."""
+    `kept` says of each row whether it is part of the split."""
+    assert raw is not None  # it was prepared
     names, what = raw.rows.column_names, f"{column.field} is {column.name}"
     if column.name not in names:
         raise UsageError(f"{what}: no such column among {', '.join(names)}{did_you_mean(column.name, names)}")
     rows, digest, total = raw.rows.select_columns([column.name]).with_format("arrow"), xxhash.xxh3_128(), 0.0
-    count, stored = len(rows) if kept is None else int(kept.sum()), 0
-    with published(target.with_suffix(".npy"), work) as path:
-        whole = np.lib.format.open_memmap(path, "w+", np.float64, (count,))
-        for start in range(0, len(rows), ROWS):
-            ids = np.arange(start, min(start + ROWS, len(rows)))
-            ids = ids if kept is None else ids[kept[ids]]
-            if not ids.size:
-                continue
-            values = _read(raw, rows[start : start + ROWS][column.name].take(pa.array(ids - start)), column, ids)
-            digest.update(values.tobytes())
-            if column.weights:
-                values[0] += total
-                values = np.cumsum(values)
-                total = values[-1]
-            whole[stored : stored + len(values)] = values
-            stored += len(values)
-        if column.weights and not 0 < total < np.inf:
-            raise UsageError(f"{what}: the sum of all weights is {total:g}: it must be positive and finite")
-        whole.flush()
+    count, stored = int(kept.sum()), 0
+    whole = np.lib.format.open_memmap(target.with_suffix(".npy"), "w+", np.float64, (count,))
+    for start in range(0, len(rows), ROWS):
+        ids = np.arange(start, min(start + ROWS, len(rows)))
+        ids = ids[kept[ids]]
+        if not ids.size:
+            continue
+        values = _read(raw, rows[start : start + ROWS][column.name].take(pa.array(ids - start)), column, ids)
+        digest.update(values.tobytes())
+        if column.weights:
+            values[0] += total
+            values = np.cumsum(values)
+            total = values[-1]
+        whole[stored : stored + len(values)] = values
+        stored += len(values)
+    if column.weights and not 0 < total < np.inf:
+        raise UsageError(f"{what}: the sum of all weights is {total:g}: it must be positive and finite")
+    whole.flush()
+    atomic_folder.fsync(target.with_suffix(".npy"))
     write_atomic(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
 
 

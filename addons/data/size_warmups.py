@@ -13,8 +13,7 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.data.batch_plan import PlanConfig
-from src.data.step_sizes import StepSizes, steps_per_epoch
+from src.data.batch_plan import PlanConfig, StepSizes, steps_per_epoch
 from src.tasks.base import Task
 
 

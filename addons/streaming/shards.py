@@ -11,12 +11,11 @@ import pyarrow as pa
 from addons.streaming import remote_files
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
-from src.data import file_readers
+from src.data import readers
 from src.data.arrow_columns import column_readers, keep_encoded, refuse_mixed_types
-from src.data.dataset_folder import refuse_files_outside, unread_files, warn_of_unread
-from src.data.encode_rows import encode_rows
-from src.data.file_errors import explain_read_error
-from src.data.row_errors import RowLocations, read_rows
+from src.data.local_files import named_files, unread_files, warn_of_unread
+from src.data.readers import explain_read_error
+from src.data.row_errors import RowLocations, encode_rows, read_rows
 from src.data.row_order import derive_seed, permute
 from src.storage import http_files
 from src.tasks.base import Task
@@ -145,8 +144,7 @@ def _open_dataset(source: StreamSource, columns: list[str] | None = None):
     try:
         if columns is None:  # the first time
             builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
-            refuse_files_outside(source, builder.config.data_files)
-            warn_of_unread(source.field, unread_files(source, builder.config.data_files))
+            warn_of_unread(source.field, unread_files(source, named_files(source, builder.config.data_files)))
             source.choose_split(builder.info.splits or builder.config.data_files or [])  # refuses an unknown split
         rows = datasets.load_dataset(**named, streaming=True)
         if columns and rows.info.builder_name == "parquet":
@@ -173,5 +171,5 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None):
 def _set_up_datasets() -> None:
     import datasets
 
-    file_readers.install()
+    readers.install()
     datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20; one of those waits as long as three of our retries

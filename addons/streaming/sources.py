@@ -71,7 +71,7 @@ class HubEvaluation(Source):
     def hub(self) -> tuple | None:
         return (*(super().hub or ()), *([self.first_rows] if self.first_rows else []))
 
-    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
+    def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         from datasets import Dataset
 
         files = builder.config.data_files

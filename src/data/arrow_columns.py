@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from src.config.errors import UsageError
-from src.data.file_errors import describe_file_error
+from src.data.readers import describe_file_error
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -3,27 +3,23 @@
 Tests: tests/data/test_dataset.py, tests/data/test_data_loader.py and tests/conformance/.
 """
 
-import ctypes
 import logging
 import math
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 
 import numpy as np
 import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, PlanConfig, training_order
-from src.data.encode_rows import describe_failing_row
+from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, training_order
+from src.data.row_errors import describe_failing_row
 from src.data.row_order import derive_seed
-from src.data.step_sizes import sizes_of_run
-from src.distributed.stop_signals import ignore_signals
+from src.distributed.stop_signals import end_with_parent, ignore_signals
 from src.distributed.strategies import Strategy
 from src.runtime import private_apis
 from src.tasks import Batch, Task
@@ -115,41 +111,25 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
 
 
 class BatchReader(torch.utils.data.Dataset):
-    """Dataset that reads and collates the rows of a micro-batch.
+    """Dataset that reads and collates the rows of a micro-batch."""
 
-    In a dataloader worker, row `worker id` of `now_reading` holds (step, index) of its current micro-batch, or −1."""
-
-    def __init__(self, split, task: Task, training: bool, now_reading: torch.Tensor | None = None):
-        self.split, self.task, self.training, self.now_reading = split, task, training, now_reading
+    def __init__(self, split, task: Task, training: bool):
+        self.split, self.task, self.training = split, task, training
 
     def __getitem__(self, micro: MicroBatch) -> Item:
-        worker = torch.utils.data.get_worker_info()
-        now_reading = self.now_reading if worker is not None else None
-        if now_reading is not None:
-            now_reading[worker.id] = torch.tensor([micro.step, micro.index])
-        item = collate(self.task, micro, self.split.rows(micro.ids), self.training)
-        if now_reading is not None:
-            now_reading[worker.id] = -1
-        return item
+        return collate(self.task, micro, self.split.rows(micro.ids), self.training)
 
 
 def read_batches(
     split, task: Task, order: Iterator[MicroBatch], cfg: RunConfig, pin_memory: bool, training: bool = True
 ) -> Iterator[Item]:
     """Yield the batches of `order`, in order, for training or evaluation; dataloader workers read ahead."""
-    workers = cfg.dataloader_num_workers
+    reader, workers = BatchReader(split, task, training), cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
-        return map(BatchReader(split, task, training).__getitem__, order)
-    now_reading = torch.full((workers, 2), -1).share_memory_() if workers else None
-    in_flight: dict[tuple, list] = {}  # (step, index) of a micro-batch that is being read -> its ids
-    loader = torch.utils.data.DataLoader(
-        BatchReader(split, task, training, now_reading),
-        sampler=_RecordedOrder(order, in_flight),
-        batch_size=None,
-        pin_memory=pin_memory,
-        **worker_options(cfg, workers),
-    )
-    return explain_worker_failures(iter(loader), now_reading, in_flight, cfg.dataloader_timeout)
+        return map(reader.__getitem__, order)
+    options = worker_options(cfg, workers)
+    loader = torch.utils.data.DataLoader(reader, sampler=order, batch_size=None, pin_memory=pin_memory, **options)
+    return explain_worker_failures(iter(loader), cfg.dataloader_timeout)
 
 
 def worker_options(cfg: RunConfig, workers: int) -> dict:
@@ -166,8 +146,7 @@ def worker_options(cfg: RunConfig, workers: int) -> dict:
 def _init_worker(*_) -> None:
     """Make a dataloader worker ignore stop signals, die with its rank, and use one thread."""
     ignore_signals()
-    with suppress(OSError, AttributeError):  # Linux only: a hanging worker that ignores signals ends with its rank
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    end_with_parent()
     threads = ("OMP", "OPENBLAS", "MKL", "RAYON", "NUMEXPR")
     os.environ |= {f"{name}_NUM_THREADS": "1" for name in threads}  # for libraries that are imported later
     os.environ |= {"OPENCV_FOR_THREADS_NUM": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -179,10 +158,8 @@ def _init_worker(*_) -> None:
         sys.modules["cv2"].setNumThreads(0)
 
 
-def explain_worker_failures(
-    items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int
-) -> Iterator:
-    """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with the rows that it was reading."""
+def explain_worker_failures(items: Iterator, timeout: int) -> Iterator:
+    """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with its exit code or the time."""
     while True:
         try:
             with private_apis.deaths_of_workers_raised(items):
@@ -190,38 +167,13 @@ def explain_worker_failures(
         except RuntimeError as error:
             if not str(error).startswith("DataLoader"):
                 raise
-            raise RuntimeError(_describe_failure(items, now_reading, in_flight, timeout)) from None
+            codes = [
+                str(process.exitcode) for process in private_apis.loader_processes(items) if not process.is_alive()
+            ]
+            what = f"did not answer for {timeout} s (dataloader_timeout)"
+            if codes:  # without the words of `exit_codes.MEMORY_WORDS`, which mean the accelerator's memory
+                what = f"died (exit code {', '.join(codes)}; −9: killed, perhaps because host memory was full)"
+            raise RuntimeError(f"a dataloader worker {what}") from None
         if item is None:
             return
-        if isinstance(item[0], MicroBatch):
-            in_flight.pop((item[0].step, item[0].index), None)
         yield item
-
-
-def _describe_failure(items: Iterator, now_reading: torch.Tensor | None, in_flight: dict, timeout: int) -> str:
-    """Return the error message for dead or hanging dataloader workers: exit codes and the rows they were reading."""
-    processes = private_apis.loader_processes(items)
-    dead = [number for number, process in enumerate(processes) if not process.is_alive()]
-    what = f"did not answer for {timeout} s (dataloader_timeout)"
-    if dead:  # without the words of `exit_codes.MEMORY_WORDS`, which mean the accelerator's memory
-        codes = ", ".join(str(processes[number].exitcode) for number in dead)
-        what = f"died (exit code {codes}; −9: killed, perhaps because host memory was full)"
-    found = []
-    for number in dead or range(len(processes)):
-        key = tuple(now_reading[number].tolist()) if now_reading is not None else ()
-        if key in in_flight:
-            found.append(f"rows {in_flight[key]} (micro-batch {key[1]} of step {key[0] + 1})")
-    reading = "; ".join(found) or "unknown rows"
-    return f"a dataloader worker {what} while it was reading {reading}"
-
-
-class _RecordedOrder(torch.utils.data.Sampler):
-    """Sampler over `order` that records each micro-batch it hands out in `in_flight`."""
-
-    def __init__(self, order: Iterator[MicroBatch], in_flight: dict):
-        self.order, self.in_flight = order, in_flight
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for micro in self.order:
-            self.in_flight[micro.step, micro.index] = micro.ids.tolist()
-            yield micro

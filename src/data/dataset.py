@@ -6,21 +6,18 @@ Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conf
 """
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.data_stats import data_notes, format_stats, task_stats
-from src.data.dataset_folder import warn_of_unread
+from src.data.local_files import warn_of_unread
 from src.data.mixture import Mixture
-from src.data.prepared_pieces import STATS
-from src.data.prepared_split import Split
-from src.data.preprocessing import prepare_rows
+from src.data.prepare import prepare_rows
+from src.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
 from src.data.sources import Source, fetch_source, find_sources
 from src.runtime import console
 from src.runtime.exit_codes import run_main
@@ -60,7 +57,6 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
     fetch = function_of_addon(cfg, "fetch_source", fetch_source)
     open_ = function_of_addon(cfg, "open_source", open_source)
     found: dict[str, Sources] = {split: find(cfg, split) for split in wanted}
-    _warn_of_overlap(found)
     for split, sources in found.items():
         found[split] = {name: fetch(source, cfg, work) for name, source in sources.items()}
 
@@ -118,22 +114,6 @@ def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
         raise UsageError(
             f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
         ) from error
-
-
-def _warn_of_overlap(found: dict[str, Sources]) -> None:
-    """Warn about files that are in both the training data and the validation data."""
-    files = [
-        {
-            os.path.realpath(file)
-            for source in sources.values()
-            if source.builder and source.rows_of == source.split  # held-out rows are no training data
-            for file in source.files
-        }
-        for sources in found.values()
-    ]
-    if len(files) == 2 and (both := sorted(files[0] & files[1])):
-        names = ", ".join(both[:3])
-        warn(f"validation_file: {names} is also training data, so the evaluation says nothing about unseen data")
 
 
 def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:

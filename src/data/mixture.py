@@ -12,8 +12,8 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
+from src.data.batch_plan import sizes_of_run
 from src.data.row_order import mixture_quotas
-from src.data.step_sizes import sizes_of_run
 
 SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source_rows", "examples")
 

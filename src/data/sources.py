@@ -1,6 +1,6 @@
 """Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
 
-Tests: tests/data/test_dataset.py, tests/storage/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/data/test_mixture.py, tests/storage/test_http_files.py and tests/config/test_bad_input.py.
 """
 
 import dataclasses
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from src.config.errors import UsageError, warn
 from src.config.paths import locate
 from src.config.schema import RunConfig
-from src.data.dataset_spec import DatasetSpec, dataset_specs
 from src.data.local_files import BUILDERS, expand, is_empty, list_folder
 from src.storage import http_files, hub
 from src.storage.cache_folder import cache_root, sample_folder
@@ -23,7 +22,10 @@ if TYPE_CHECKING:
     import numpy as np
     from datasets import Dataset, DatasetBuilder
 
-    from src.data.arrow_cache import RawRows
+    from src.data.raw_rows import RawRows
+
+
+NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision", "dataset_split")
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,9 @@ class Source:
         """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
         raise NotImplementedError
 
-    def load_split(self, builder: "DatasetBuilder", split: str, mode: str | None, cache: str | None) -> "Dataset":
+    def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
-        builder.download_and_prepare(download_mode=mode)
+        builder.download_and_prepare()
         return builder.as_dataset(split=split)
 
     # ---- identity of the data ----------------------------------------------------------------------------------------
@@ -115,26 +117,36 @@ class Source:
 
 
 def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
-    """Return the source of each DatasetSpec of a split, by its name in the mixture."""
-    return {name: resolve_source(spec, cache_root(cfg)) for name, spec in dataset_specs(cfg, split).items()}
+    """Return each source that the run file names for a split, by its name in the mixture ("" without a mixture)."""
+    if cfg.mixture and not (split == "validation" and cfg.validation_file):
+        named = [(name, fields, f"mixture: {name}: ") for name, fields in cfg.mixture.items()]
+    else:
+        named = [("", vars(cfg), "")]
+    sources = {name: find_source(fields, split, where, cache_root(cfg)) for name, fields, where in named}
+    return {name: source for name, source in sources.items() if source}
 
 
-def resolve_source(spec: DatasetSpec, cache: Path) -> Source:
-    """Return the source that a run file names, without downloading it. Raise UsageError if local files are missing."""
-    if spec.files:
-        files = tuple(file for pattern in spec.files for file in expand(pattern, spec.field))
-        source = drop_empty_files(Source(spec.field, spec.split, files))
-        kinds = {Path(file.split("?")[0]).suffix for file in source.files}
-        if len(kinds) > 1 or not kinds <= set(BUILDERS):
-            raise UsageError(f"{spec.field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
-        return replace(source, builder=BUILDERS[kinds.pop()])
-    name = str(spec.name)  # a spec without files has a name
-    folder = sample_folder(name, cache) or locate(name)
-    source = Source(spec.field, spec.split, (), None, spec.name, spec.config_name, spec.revision)
-    source = replace(source, dataset_split=spec.dataset_split)
+def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source | None:
+    """Return the source that these fields name for a split, without downloading it; None if they name none.
+
+    `where` stands before a field in messages. Raise UsageError if local files are missing."""
+    if patterns := fields.get(f"{split}_file"):
+        field = f"{where}{split}_file"
+        files = tuple(file for pattern in patterns for file in expand(pattern, field))
+        source = drop_empty_files(Source(field, split, files))
+        suffixes = {Path(file.split("?")[0]).suffix for file in source.files}
+        if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
+            raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
+        return replace(source, builder=BUILDERS[suffixes.pop()])
+    if not fields.get("dataset_name") or fields.get("train_file"):
+        return None
+    name, config_name, revision, trained = (fields.get(key) for key in NAME_FIELDS)
+    trained = None if trained == "train" else trained  # the default: the same data has one cache key
+    source = Source(f"{where}dataset_name", split, (), None, name, config_name, revision, trained)
+    folder = sample_folder(str(name), cache) or locate(str(name))
     if not os.path.isdir(folder):
         return source
-    return replace(source, files=tuple(list_folder(folder, spec.field)), name=folder, revision=None)
+    return replace(source, files=tuple(list_folder(folder, source.field)), name=folder, revision=None)
 
 
 def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:

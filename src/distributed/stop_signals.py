@@ -4,6 +4,7 @@ A background thread receives them, because Python runs no signal handler while t
 Between two steps, all ranks sum their requests and decide together. Tests: tests/distributed/test_stop_signals.py.
 """
 
+import ctypes
 import logging
 import os
 import select
@@ -175,6 +176,12 @@ def ignore_signals() -> None:
     signal.set_wakeup_fd(-1)
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_parent() -> None:
+    """Kill this process when its parent ends (Linux only), however that ends."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def _has_launcher() -> bool:

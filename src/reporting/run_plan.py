@@ -12,8 +12,8 @@ import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.data.data_stats import data_notes, format_stats
-from src.data.step_sizes import sizes_of_run
+from src.data.batch_plan import sizes_of_run
+from src.data.prepared_split import data_notes, format_stats
 from src.models import memory_estimate
 from src.runtime.console import table
 from src.tasks import Task

@@ -15,7 +15,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -39,27 +39,15 @@ class SharedWork:
     def __init__(self, root: str | Path):
         self.root = Path(root)
         self.host = socket.gethostname()
-        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
     def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
-        """Call `make()`, which creates `target`, in one process. Return when `target` exists."""
-        self.run_all([target], lambda _: make(), what)
-
-    def run_all(self, targets: Sequence[Path], make: Callable[[int], None], what: str) -> None:
-        """Call `make(index)`, which creates a target, in one process for each target. Return when all targets exist.
-
-        `make` must publish a target atomically. Processes of other launches take part."""
-        for folder in {target.parent for target in targets}:
-            folder.mkdir(parents=True, exist_ok=True)
-        first = self.rank * len(targets) // self.world_size  # each rank begins at another target
-        order = [*range(first, len(targets)), *range(first)]
-        for wait in (False, True):  # first make what no other process makes, then wait for the others
-            for i in order:
-                if targets[i].exists():
-                    continue
-                with self._locked(targets[i], what, wait) as locked:
-                    if locked and not targets[i].exists():
-                        make(i)
+        """Call `make()`, which creates `target` atomically, in one process. Return when `target` exists."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            with self.exclusive(target, what):
+                if not target.exists():
+                    make()
 
     def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
         """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
@@ -77,35 +65,16 @@ class SharedWork:
     @contextmanager
     def exclusive(self, target: Path, what: str) -> Iterator[None]:
         """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
-        with self._locked(target, what):
-            yield
-
-    def locks_work(self) -> bool:
-        """Return False if file locks have no effect on this disk: then two processes may do the same work."""
-        path = self.root / f"locks.{self.host}.{os.getpid()}.tmp"
-        try:
-            with FileLock(path), suppress(Timeout), FileLock(path, timeout=0):
-                return False
-            return True
-        finally:
-            path.unlink(missing_ok=True)
-
-    @contextmanager
-    def _locked(self, target: Path, what: str, wait: bool = True) -> Iterator[bool]:
-        """Hold the lock of `target`. Yield False instead if another process holds it and `wait` is False."""
         lock = FileLock(f"{target}.lock")
         while True:
             try:
-                lock.acquire(timeout=NOTICE_EVERY if wait else 0)
+                lock.acquire(timeout=NOTICE_EVERY)
                 break
             except Timeout:
-                if not wait:
-                    yield False
-                    return
                 if os.environ.get("LOCAL_RANK", "0") == "0":
                     print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
         try:
-            yield True
+            yield
         finally:
             lock.release()
 

@@ -4,6 +4,7 @@ A task defines its rows and the sums that its loss returns. It knows nothing of 
 Tests: tests/conformance/; run them on your own task.
 """
 
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,6 +39,10 @@ class Task:
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
     # Attributes that `build` sets from the weights. Rank 0 sends them to ranks that build without weights.
     attributes_from_weights: tuple[str, ...] = ()
+
+    # Modules that `encode` uses, besides the file or folder of the task and src/text: if they change, rows are prepared
+    # again.
+    encode_helpers: tuple[ModuleType, ...] = ()
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options

@@ -11,7 +11,7 @@ import torch
 from src.config.addons import follows_evaluations, schedule_addon
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.step_sizes import sizes_of_run
+from src.data.batch_plan import sizes_of_run
 
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:

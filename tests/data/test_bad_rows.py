@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -14,10 +13,9 @@ import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
 from src.config.errors import UsageError
-from src.data import arrow_cache as raw
-from src.data import dataset_folder, file_errors, prepared_pieces, row_errors
-from src.data.arrow_cache import RawRows
-from src.data.data_stats import data_notes, repeated
+from src.data import local_files, prepare, readers, row_errors
+from src.data.prepared_split import data_notes, repeated
+from src.data.raw_rows import RawRows
 from src.data.sources import Source
 from src.tasks import causal_lm
 from tests.helpers import kit
@@ -52,9 +50,6 @@ CASES = {
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')},
         "b.jsonl, line {line}: JSON parse error: Missing a comma",
     ),
-    "malformed line of a .json with a row per line": Case(
-        {"a.json": among(GOOD, f'{{"text": "{ODD}"')}, "a.json, row 5: JSON parse error: Missing a comma"
-    ),
     "invalid UTF-8 in jsonl": Case(
         {
             "a.jsonl": lines(*GOOD),
@@ -74,20 +69,9 @@ CASES = {
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, json.dumps({"text": ODD}), blank="")},
         "b.jsonl, line {line}: |(/text) changed from string to number",
     ),
-    "another type in a late row, of a column not needed": Case(
-        {
-            "a.jsonl": lines(*[row | {"n": 1} for row in GOOD]),
-            "b.jsonl": among([r | {"n": 1} for r in GOOD], f'{{"text": "x", "n": "{ODD}"}}', blank=""),
-        },
-        "b.jsonl, line {line}: |(/n) changed from number to string",
-    ),
     "another type in the second file": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": ODD}, {"text": 4})},
         "b.jsonl|text: int64|a.jsonl|text: string",
-    ),
-    "ids in words in a late row": Case(
-        {"a.jsonl": lines(*IDS), "b.jsonl": among(IDS, f'{{"input_ids": ["{ODD}"]}}', blank="")},
-        "b.jsonl, line {line}: ",
     ),
     "numbers for words in csv": Case({"a.csv": "text,n\nx def,1\n", "b.csv": f"text,n\nx,{ODD}a\n"}, "b.csv|n: |a.csv"),
     "another type in the second parquet": Case(
@@ -95,29 +79,18 @@ CASES = {
     ),
     # ---- columns
     "a column more, jsonl": Case({"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": "x", "n": ODD})}, None),
-    "a column more, csv": Case({"a.csv": "text\nx def\n", "b.csv": "text,n\nx,1\n"}, None),
     "a column fewer, parquet": Case({"a.parquet": EXTRA, "b.parquet": PLAIN}, None),
     "no text, csv": Case(
         {"a.csv": "text,n\nx def,1\n", "b.csv": f"n\n{ODD}\n2\n"},
         "b.csv, line {line}: train data: `text` holds nothing",
     ),
-    "no text, parquet": Case(
-        {"a.parquet": EXTRA, "b.parquet": {"n": [1] * 3}}, "b.parquet, row 0: train data: `text` holds nothing"
-    ),
     # ---- nothing where something was expected
     "an empty file among several": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": "", "c.jsonl": lines(*GOOD)}, "b.jsonl is empty and skipped", code=0
     ),
-    "an empty parquet among several": Case(
-        {"a.parquet": PLAIN, "b.parquet": b"", "c.parquet": PLAIN}, "b.parquet is empty and skipped", code=0
-    ),
     "a parquet without rows first": Case({"a.parquet": NONE, "b.parquet": PLAIN}, "a.parquet |skipped", code=0),
-    "no rows but in parquet": Case({"a.parquet": NONE}, "a.parquet |at least one row"),
     "a blank jsonl among several": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": "\n\n", "c.jsonl": lines(*GOOD)}, "b.jsonl |skipped", code=0
-    ),
-    "a csv of a header among several": Case(
-        {"a.csv": "text\nx def\n", "b.csv": "text\n", "c.csv": "text\nx def\n"}, "b.csv |skipped", code=0
     ),
     "null text": Case(
         {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')},
@@ -130,25 +103,9 @@ CASES = {
     "null text in csv": Case(
         {"a.csv": f'text,n\n"x\ndef",1\n,{ODD}\n'}, "a.csv, line {line}: train data: `text` holds nothing"
     ),
-    "null throughout": Case(
-        {"a.jsonl": lines({"text": None, "n": ODD}, {"text": None, "n": 1})},
-        "a.jsonl, line {line}: train data: `text` holds nothing",
-    ),
     "null throughout the first file, not needed": Case(
         {"a.jsonl": lines(*[row | {"n": None} for row in GOOD]), "b.jsonl": lines({"text": "x", "n": f"{ODD}!"})}, None
     ),
-}
-STREAMED = {  # what only a stream says: the file where a column is missing, and the row without its line
-    "no text": Case(
-        {"a.jsonl": lines(*[r | {"n": 1} for r in GOOD]), "b.jsonl": lines({"n": ODD})},
-        "b.jsonl: there is no column `text` among n",
-    ),
-    "null text": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, '{"text": null}')},
-        "b.jsonl, row 5: train data: `text` holds nothing",
-    ),
-    "malformed line": CASES["malformed line of the second file"],
-    "another type in a late row": CASES["another type in a late row"],
 }
 
 
@@ -188,22 +145,12 @@ def fields_of(tools, **fields) -> dict:
 
 
 def outcome(tools, folder: Path, capfd, **fields) -> tuple[int, str]:
-    """Return what the command does with these files: (exit code, last message or all warnings and notes).
-
-    Exit code 2 before training, 1 for rows of a stream that are met in the middle of a run."""
+    """Return what the command does with these files: (exit code, last message or all warnings and notes)."""
     capfd.readouterr()
     try:
         _, splits = kit.open_data(**fields_of(tools, **fields), cache_dir=folder / "cache")
     except UsageError as error:
         return 2, str(error).replace(f"{folder}/", "")
-    if fields.get("streaming"):
-        shards = splits["train"].shards
-        try:
-            for shard in range(len(shards)):
-                for block, table in enumerate(shards.blocks(shard)):
-                    shards.prepare(table, shard, block, 0)
-        except UsageError as error:
-            return 1, str(error).replace(f"{folder}/", "")
     text = "\n".join([capfd.readouterr().err, *data_notes(splits)])
     return 0, text.replace(f"{folder}/", "")
 
@@ -226,16 +173,6 @@ def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name):
     files = write(tmp_path, case.files)
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     check(text, code, case.message, case.code if case.message else 0, odd_line(files))
-
-
-@pytest.mark.parametrize("name", STREAMED)
-def test_bad_data_of_a_stream_is_named(tools, tmp_path, capfd, name):
-    kit.need_addon("streaming")
-    case = STREAMED[name]
-    files = write(tmp_path, case.files)
-    fields = {"streaming": True, "max_steps": 4, "global_batch_size": 8}
-    code, text = outcome(tools, tmp_path, capfd, train_file=files, **fields)
-    check(text, code, case.message, 1, odd_line(files))
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
@@ -300,25 +237,20 @@ def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
         check(text, code, message, 2, odd_line(files))
     case = CASES["malformed line of the second file"]
     files = write(tmp_path, case.files)
-    for module in ("arrow_cache", "file_errors"):
+    for module in ("raw_rows", "readers"):
         monkeypatch.setattr(f"src.data.{module}.describe_file_error", lambda *_: None)
     code, text = outcome(tools, tmp_path, capfd, train_file=files)
     with pytest.raises(AssertionError):
         check(text, code, case.message, 2, odd_line(files))
 
 
-@pytest.mark.parametrize("where", ["another file", "another chunk"])
-def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch, where):
+def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch):
     """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent error.
 
-    It does so chunk by chunk (of 10 MiB), and files are converted together where they are very many."""
+    It does so chunk by chunk (of 10 MiB)."""
     good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
-    if where == "another file":
-        monkeypatch.setattr(raw, "MANY", 1)
-        files = write(tmp_path, {"a.jsonl": good, "b.jsonl": bad})
-    else:
-        monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
-        files = write(tmp_path, {"a.jsonl": good + bad})
+    monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
+    files = write(tmp_path, {"a.jsonl": good + bad})
     fields = fields_of(tools, train_file=files)
     with pytest.raises(
         UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: .*/text.* changed from string to number"
@@ -356,11 +288,11 @@ def test_lines_are_counted_through_blocks(tmp_path, monkeypatch):
     """A long file is parsed in blocks of lines; the mutant counts from the start of the block."""
     (file,) = write(tmp_path, {"a.jsonl": "\n" + among(GOOD * 9, f'{{"text": "{ODD}"', 70)})
     where = f"{file}, line {odd_line([file])}: JSON parse error"
-    assert file_errors.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(file_errors, "BLOCK", 200)
-    assert file_errors.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(file_errors, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
-    assert not file_errors.describe_file_error(str(file)).startswith(where)
+    assert readers.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(readers, "BLOCK", 200)
+    assert readers.describe_file_error(str(file)).startswith(where)
+    monkeypatch.setattr(readers, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
+    assert not readers.describe_file_error(str(file)).startswith(where)
 
 
 def test_errors_in_json_over_several_lines(tmp_path):
@@ -371,13 +303,13 @@ def test_errors_in_json_over_several_lines(tmp_path):
         ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member"),
     ):
         file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
-        assert file_errors.describe_file_error(str(file)) == f"{file}, {message}"
+        assert readers.describe_file_error(str(file)) == f"{file}, {message}"
     file.write_text("[" + ",\n".join([*rows[:5], '{"text": 3}']) + "]")
-    assert file_errors.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
+    assert readers.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
     file.write_text("[" + ",\n".join([*rows[:5], '{"text" 3}']) + "]")
-    assert file_errors.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
+    assert readers.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
     file.write_text("\n".join(rows))
-    assert file_errors.describe_file_error(str(file)) is None
+    assert readers.describe_file_error(str(file)) is None
 
 
 # ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
@@ -418,15 +350,6 @@ def test_long_rows_are_truncated_and_counted(tools, tmp_path):
     assert data_notes(splits) == [expected]
 
 
-def test_mutant_that_does_not_count_truncated_rows(tools, tmp_path, monkeypatch):
-    from src.text import encode_rows as rows
-
-    original = rows.Encoder._rows
-    monkeypatch.setattr(rows.Encoder, "_rows", lambda *args: [row | {"cut": 0} for row in original(*args)])
-    task, splits = opened(tools, tmp_path, LONG)
-    assert (splits["train"].stats["rows_cut"], splits["train"].stats["tokens_cut"]) != counted(None, task)
-
-
 def nothing_lost(task, split) -> bool:
     whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
     parts = sorted(ids[i : i + MAX_LENGTH] for ids in whole for i in range(0, len(ids), MAX_LENGTH))
@@ -448,16 +371,6 @@ def test_packing_splits_long_rows_and_loses_nothing(tools, tmp_path, monkeypatch
     (other := tmp_path / "other").mkdir()
     task, splits = opened(tools, other, LONG, packing=True)
     assert not nothing_lost(task, splits["train"])
-
-
-def test_stream_truncates_like_prepared_data(tools, tmp_path):
-    kit.need_addon("streaming")
-    _, splits = opened(tools, tmp_path, LONG, streaming=True, max_steps=4)
-    _, kept = opened(tools, tmp_path, LONG)
-    table = pa.Table.from_pylist(LONG)
-    rows = splits["train"].shards.prepare(table, 0, 0, 0)
-    got = {number & 0xFFFFF: row["input_ids"].tolist() for number, row, _ in rows}
-    assert [got[i] for i in range(len(LONG))] == documents(None, kept["train"])
 
 
 @pytest.mark.parametrize("packing", [False, True])
@@ -487,61 +400,22 @@ def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypat
     note = "validation data: 3 of 8 examples checked are also in the training data"
     assert data_notes(splits) == [note]
     if packing:  # the mutant: whole rows are compared, which never are the same
-        monkeypatch.setattr(prepared_pieces, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
+        monkeypatch.setattr(prepare, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
         (tmp_path / "mutant").mkdir()
         _, splits = opened(tools, tmp_path / "mutant", GOOD, validation_file=other, packing=True)
         assert repeated(splits)[0] != 3
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("packing", [False, True])
-def test_warning_for_a_file_trained_and_evaluated_on(tools, tmp_path, capfd, packing, streaming):
-    if streaming:
-        kit.need_addon("streaming")
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", GOOD)
-    os.symlink(file, tmp_path / "link.jsonl")
-    fields = {"packing": packing, "max_steps": 4, "global_batch_size": 8}
-    fields |= {"streaming": True} if streaming else {}
-    code, text = outcome(tools, tmp_path, capfd, train_file=file, validation_file=tmp_path / "link.jsonl", **fields)
-    assert code == 0, text
-    assert text.count("warning: validation_file: rows.jsonl is also training data") == 1
-    note = f"validation data: {len(GOOD)} of {len(GOOD)} examples checked are also in the training data"
-    assert (note in text) == (not streaming)  # what a stream will bring is not known
-
-
-def test_row_numbers_in_later_blocks_of_a_stream(tools, tmp_path, capfd, monkeypatch):
-    """Also in a later block; the mutant counts within the block."""
-    kit.need_addon("streaming")
-    from addons.streaming import shards
-
-    rows = [{"text": f"def f{i}"} for i in range(20)]
-    file = write(tmp_path, {"a.jsonl": among(rows, f'{{"text": null, "n": {ODD}}}', 11)})
-    monkeypatch.setattr(shards, "BLOCK", 4)
-    message = "a.jsonl, row 11: train data: `text` holds nothing"
-    fields = {"train_file": file, "streaming": True, "max_steps": 4, "global_batch_size": 8}
-    code, text = outcome(tools, tmp_path, capfd, **fields)
-    check(text, code, message, 1, None)
-    original = shards.RowLocations
-    monkeypatch.setattr(shards, "RowLocations", lambda split, rows, where: original(split, range(len(rows)), where))
-    code, text = outcome(tools, tmp_path, capfd, **fields)
-    with pytest.raises(AssertionError):
-        check(text, code, message, 1, None)
-
-
-@pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
-def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypatch, name, streaming):
-    if streaming:
-        kit.need_addon("streaming")
+def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypatch, name):
     folder = tmp_path / "data"
     (folder / name).parent.mkdir(parents=True)
     for file in ("train.jsonl", "test.jsonl", name):
         (folder / file).write_text(lines(*GOOD) if file.endswith("l") else "text\nx\n")
-    more = {"streaming": True, "max_steps": 1, "global_batch_size": 8} if streaming else {}
     given = fields_of(tools, dataset_name=folder)
     for _ in range(2):  # the second time, all is prepared
-        monkeypatch.setattr(dataset_folder, "_warned", set())
-        kit.open_data(**given, cache_dir=tmp_path / "cache", **more)
+        monkeypatch.setattr(local_files, "_warned", set())
+        kit.open_data(**given, cache_dir=tmp_path / "cache")
         message = capsys.readouterr().err
         assert message.count("not read") == 1
         assert f"{folder / name} not read" in message

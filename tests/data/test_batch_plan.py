@@ -9,14 +9,15 @@ import pytest
 
 from src.data.batch_plan import (
     PlanConfig,
+    StepSizes,
     assign_to_ranks,
     evaluation_order,
     plan,
     split_into_micro_batches,
+    steps_per_epoch,
     training_order,
 )
 from src.data.row_order import BLOCK, epoch_order, permute
-from src.data.step_sizes import StepSizes, steps_per_epoch
 
 LENGTHS = 3 + (94 * np.random.default_rng(0).random(1003) ** 2.5).astype(int)
 

@@ -1,14 +1,11 @@
 """Files become rows that are read by id: in order, prepared once, the same with or without loader workers."""
 
 import functools
-import importlib
 import json
-import linecache
 import os
 import random
-import shutil
-import sys
 import time
+import types
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -19,15 +16,13 @@ import torch
 from transformers import AutoTokenizer
 
 from src.checkpointing import run_identity
-from src.config import paths
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data import data_loader, local_files, preprocessing
+from src.data import data_loader, local_files
 from src.data.batch_plan import PlanConfig, training_order
-from src.data.encode_fingerprint import encode_fingerprint
+from src.data.prepare import encode_files
 from src.storage import shared_work
-from src.tasks import MODULES, OPTIONS, Batch, base, causal_lm
-from src.text.encode_rows import Encoder
+from src.tasks import Batch, causal_lm
 from tests.helpers import kit
 
 TEXTS = ["def f", "return self", "x", "für 漢字", "import if", "else def"]
@@ -109,13 +104,6 @@ def test_glob_is_sorted_and_recursive(tools, tmp_path, monkeypatch):
     assert texts(task, splits["train"]) == ["deep/c.jsonl", "a.jsonl", "b.jsonl"]
 
 
-def test_glob_relative_to_the_repository(tools, tmp_path, monkeypatch):
-    write(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(paths, "REPOSITORY", tmp_path)
-    task, splits = open_data(tools, tmp_path, train_file="*.jsonl")
-    assert texts(task, splits["train"]) == TEXTS
-
-
 def test_mixed_file_formats_are_refused(tools, tmp_path):
     files = [write(tmp_path / name, TEXTS) for name in ("a.jsonl", "b.csv")]
     with pytest.raises(UsageError, match=r"train_file: .*a.jsonl, .*b.csv: "):
@@ -145,40 +133,11 @@ def test_dataset_from_save_to_disk(tools, tmp_path, names, validation):
         assert not validation or texts(task, splits["validation"]) == TEXTS[:2]
 
 
-def test_split_from_save_to_disk(tools, tmp_path):
-    datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "set")
-    validation = write(tmp_path / "validation.jsonl", TEXTS[:3])
-    task, splits = open_data(tools, tmp_path, dataset_name=tmp_path / "set", validation_file=validation)
-    assert texts(task, splits["train"]) == TEXTS
-    assert texts(task, splits["validation"]) == TEXTS[:3]
-
-
 def test_folder_without_training_data_is_refused(tools, tmp_path):
     saved = datasets.DatasetDict({"test": datasets.Dataset.from_dict({"text": TEXTS})})
     saved.save_to_disk(tmp_path / "set")
     with pytest.raises(UsageError, match="no train data: give --train_file, or a dataset with a train split"):
         open_data(tools, tmp_path, dataset_name=tmp_path / "set")
-
-
-@pytest.mark.parametrize("damage", [Path.unlink, lambda file: os.truncate(file, 100)], ids=["lost", "truncated"])
-@pytest.mark.parametrize("where", ["train_file", "dataset_name"])
-def test_damaged_arrow_cache_is_made_again(tools, tmp_path, monkeypatch, damage, where):
-    (tmp_path / "set").mkdir()
-    file = write(tmp_path / "set" / "train.jsonl", TEXTS)
-    fields = {where: file if where == "train_file" else tmp_path / "set"}
-    open_data(tools, tmp_path, **fields)
-    records = map(Path.read_text, (tmp_path / "cache" / "raw").glob("*.json"))
-    (raw,) = [Path(file) for record in records for file in json.loads(record)["files"] or []]
-    damage(raw)
-    for _ in range(2):
-        shutil.rmtree(tmp_path / "cache" / "prepared")
-        task, splits = open_data(tools, tmp_path, **fields)
-        assert texts(task, splits["train"]) == TEXTS
-    monkeypatch.setattr("src.data.arrow_cache._is_intact", lambda path: True)  # the mutant trusts its record
-    shutil.rmtree(tmp_path / "cache" / "prepared")
-    damage(raw)
-    with pytest.raises(Exception, match=r"No such file|metadata"):
-        open_data(tools, tmp_path, **fields)
 
 
 def test_files_with_conflicting_columns_are_named(tools, tmp_path):
@@ -336,108 +295,30 @@ def test_changes_of_data_or_options_prepare_again(tools, tmp_path, name):
     assert after["train"].stats["rows"] == fresh.stats["rows"]
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_another_end_of_text_is_a_change_on_resume(tools, tmp_path, streaming):
-    if streaming:
-        kit.need_addon("streaming")
-    file, found = write(tmp_path / "rows.jsonl", TEXTS), []
+def test_another_end_of_text_is_a_change_on_resume(tools, tmp_path):
+    file, identities = write(tmp_path / "rows.jsonl", TEXTS), []
     for name in ("tokenizer", "other_eos"):
-        fields = {"tokenizer_name": tools / name, "train_file": file, "max_steps": 1}
-        fields |= {"streaming": True} if streaming else {}
-        stats = open_data(tools, tmp_path, **fields)[1]["train"].stats
-        found.append(run_identity.data_identity(stats))
-    assert (found[0]["rows"] != found[1]["rows"]) == (not streaming)
-    assert found[0]["tokenizer_files"] != found[1]["tokenizer_files"]  # refused for a stream
+        _, splits = open_data(tools, tmp_path, tokenizer_name=tools / name, train_file=file)
+        identities.append(run_identity.data_identity(splits["train"].stats))
+    assert all(identities[0][key] != identities[1][key] for key in ("rows", "tokenizer_files"))
 
 
-EDITS = {  # file, old text, new text -> does it make other rows?
-    "encode": ("src/tasks/causal_lm.py", "rows = self.encoder.encode_batch(batch, locations)", "rows = dict(self.encoder.encode_batch(batch, locations))", True),
-    "a helper of encode": ("src/text/packing.py", "length > 1", "length > 2", True),
-    "a method of a helper": ("src/text/encode_rows.py", "eos = self.tokenizer.eos_token_id", "eos = 0", True),
-    "a constant of a helper": ("src/text/tokenization.py", "IGNORED = -100", "IGNORED = -101", True),
-    "a loss": ("src/models/chunked_cross_entropy.py", '"use_cache": False', '"use_cache": None', False),
-    "a comment and a docstring": ("src/text/packing.py", '    """Return rows', '    # faster\n    """RETURN rows', False),
-}  # fmt: skip
+class Child(causal_lm.Task):
+    """A task of a fork."""
 
 
-def fingerprints(folder: Path, module: str, edits: dict) -> dict[str, bool]:
-    """Return which of `edits` change the fingerprint of the task in `module` of a copy of the code."""
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True
-
-    def fingerprint() -> str:
-        for name in [name for name in sys.modules if name.split(".")[0] in ("src", "addons")]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-        linecache.clearcache()
-        task = importlib.import_module(module).Task(None, None)
-        return importlib.import_module("src.data.encode_fingerprint").encode_fingerprint(task)
-
-    first, found = fingerprint(), {}
-    for name, (path, old, new, _) in edits.items():
-        text = Path(path).read_text()
-        assert old in text, name
-        Path(path).write_text(text.replace(old, new))
-        found[name] = fingerprint() != first
-        Path(path).write_text(text)
-    assert fingerprint() == first
-    return found
+def test_code_behind_encode():
+    names = {str(path.relative_to(kit.REPOSITORY)) for path in encode_files(Child(None, None))}
+    assert names > {"tests/data/test_dataset.py", "src/tasks/causal_lm.py", "src/text/packing.py"}
+    assert not any("base" in name or "models" in name for name in names)
 
 
-def test_only_edits_of_encode_code_prepare_again(tmp_path):
-    shutil.copytree(kit.REPOSITORY / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    [found] = kit.spawn(1, fingerprints, tmp_path, "src.tasks.causal_lm", EDITS, out=tmp_path / "out")
-    assert found == {name: other_rows for name, (*_, other_rows) in EDITS.items()}
-
-
-WORDS = ["one", "two"]
-
-
-class Parent(base.Task):
-    def encode(self, batch, locations):
-        return locations.load(self.helper, self.made_by_property)
-
-
-class Child(Parent):
-    def load(self):
-        return shared_work.STARTED
-
-    @property
-    def made_by_property(self):
-        return WORDS
-
-    def inspect_columns(self, examples, split):
-        return super().inspect_columns(examples, split)
-
-    def encode(self, batch, locations):
-        return super().encode(batch, locations)
-
-
-def test_fingerprint_finds_what_a_task_of_ones_own_uses(monkeypatch):
-    task = Child(None, None)
-    task.helper = object.__new__(Encoder)
-    first = encode_fingerprint(task)
-    assert "Parent.encode " in first
-    assert "src.text.encode_rows.Encoder " in first  # an object that `load` made
-    monkeypatch.setattr(shared_work, "STARTED", 1.0)
-    assert encode_fingerprint(task) == first  # `image.load()` is not the task's `load`
-    monkeypatch.setitem(globals(), "WORDS", ["one", "three"])
-    assert encode_fingerprint(task) != first
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_fingerprint_of_a_task_is_the_same_in_every_process(name, monkeypatch):
-    task = importlib.import_module(MODULES[name]).Task(None, None)
-    first = encode_fingerprint(task)
-    monkeypatch.setattr(shared_work, "STARTED", 1.0)  # the time at which this process started
-    assert encode_fingerprint(task) == first
-
-
-def test_new_fingerprint_prepares_again(tools, tmp_path, monkeypatch):
-    file = write(tmp_path / "rows.jsonl", TEXTS)
-    for count in (1, 1, 2):
-        monkeypatch.setattr(preprocessing, "encode_fingerprint", lambda task, count=count: f"code {count}")
+def test_changed_code_of_encode_prepares_again(tools, tmp_path, monkeypatch):
+    file, helper = write(tmp_path / "rows.jsonl", TEXTS), types.ModuleType("helper")
+    helper.__file__ = str(tmp_path / "helper.py")
+    monkeypatch.setattr(causal_lm.Task, "encode_helpers", (helper,))
+    for code, count in (("a", 1), ("a", 1), ("b", 2)):
+        (tmp_path / "helper.py").write_text(code)
         open_data(tools, tmp_path, train_file=file)
         assert len(prepared(tmp_path)) == count
 
@@ -467,7 +348,7 @@ def test_processes_started_together_prepare_once(tools, tmp_path):
 
 def test_mutant_without_a_lock(tools, tmp_path, monkeypatch):
     write(tmp_path / "rows.jsonl", TEXTS)
-    monkeypatch.setattr(shared_work.SharedWork, "_locked", lambda *_: nullcontext(True))
+    monkeypatch.setattr(shared_work.SharedWork, "exclusive", lambda *_: nullcontext())
     with suppress(kit.RankFailed):  # they may write over each other
         kit.spawn(3, _start_together, tools, tmp_path, 2, out=tmp_path / "out")
     assert len((tmp_path / "calls").read_text().splitlines()) > 1

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from src.data import preprocessing
+from src.data import prepare
 from tests.helpers import kit, plain_task
 
 
@@ -44,7 +44,7 @@ GOOD = [{"x": " ".join(["0.5"] * 8), "y": [0, 1, 0, 1], "z": i} for i in range(6
 def test_row_that_encode_cannot_read_is_named(tmp_path, monkeypatch, bad, value, streaming):
     if streaming:
         kit.need_addon("streaming")
-    monkeypatch.setattr(preprocessing, "BLOCK", 1000)
+    monkeypatch.setattr(prepare, "BLOCK", 1000)
     rows = [*GOOD[:41], GOOD[0] | bad, *GOOD[41:]]
     more = {"world": 1, "streaming": True} if streaming else {"world": 2}
     codes, text = outcome(tmp_path, rows, **more)

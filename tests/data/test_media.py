@@ -9,9 +9,9 @@ import pytest
 
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.data import arrow_columns, prepared_pieces, preprocessing
-from src.data.data_stats import repeated
+from src.data import arrow_columns, prepare
 from src.data.dataset import prepare_datasets
+from src.data.prepared_split import repeated
 from src.tasks import base
 from tests.helpers import images
 
@@ -104,7 +104,7 @@ def test_arrays_with_equal_corners_are_not_duplicates(folder, monkeypatch):
     files = {"validation_file": [str(folder / "validation.parquet")]}
     _, splits = opened(Pictures, folder, **files)
     assert repeated(splits) == (1, 3)
-    monkeypatch.setattr(prepared_pieces, "_value_bytes", lambda value: repr(value).encode())
+    monkeypatch.setattr(prepare, "_value_bytes", lambda value: repr(value).encode())
     _, splits = opened(Pictures, folder, **files, cache_dir=str(folder / "other"))
     assert repeated(splits) == (3, 3)
 
@@ -117,5 +117,5 @@ def test_size_of_image_files_counts(folder):
         (target / f"{i}.png").write_bytes(images_bytes(i))
     rows = datasets.load_dataset(str(folder / "pictures"), split="train", cache_dir=str(folder / "cache"))
     total = sum(path.stat().st_size for path in target.parent.rglob("*.png"))
-    assert preprocessing.bytes_in_files(rows) == total
-    assert preprocessing.bytes_in_files(rows.select_columns(["label"])) == 0
+    assert prepare.bytes_in_files(rows) == total
+    assert prepare.bytes_in_files(rows.select_columns(["label"])) == 0

@@ -147,14 +147,10 @@ ONCE_SHARDED = ["torch.distributed.fsdp", "torch.distributed.checkpoint.state_di
 
 @functools.cache
 def _compute_once() -> None:
-    """Fill the caches that every child would fill again: patterns that a save needs, the code behind `encode`."""
+    """Fill a cache that every child would fill again: patterns that a save needs."""
     from transformers import conversion_mapping
 
-    from src.data.encode_fingerprint import encode_fingerprint
-    from src.tasks import causal_lm
-
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
-    encode_fingerprint(causal_lm.Task(None, None))
 
 
 @functools.cache

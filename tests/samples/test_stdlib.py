@@ -12,8 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from samples import _stdlib, stdlib_code, stdlib_tokens
-from src.data.dataset_spec import DatasetSpec
-from src.data.sources import resolve_source
+from src.data.sources import find_source
 from src.storage import cache_folder as samples
 from tests.helpers import kit
 
@@ -139,8 +138,7 @@ def test_sample_as_dataset_and_tokenizer_name(root):
 
 def test_other_names_are_no_samples(root):
     assert samples.sample_folder("stdlib", root) is samples.sample_tokenizer("gpt2", root) is None
-    spec = DatasetSpec("dataset_name", "train", (), "someone/something")
-    assert resolve_source(spec, root).name == "someone/something"
+    assert find_source({"dataset_name": "someone/something"}, "train", "", root).name == "someone/something"
     assert not (root / "samples").exists()
 
 

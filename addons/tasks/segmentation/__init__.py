@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from addons.tasks.image_classification import decoding
 from addons.tasks.image_classification.decoding import open_image, read_image
 from addons.tasks.image_classification.image_processor import normalize, read_image_processor
 from addons.tasks.segmentation import segments
@@ -62,6 +63,7 @@ class Task(base.Task):
     new_head = NEW_HEAD
 
     decode_media = False
+    encode_helpers = (decoding,)
     unit = "pixels"
 
     def load(self) -> None:

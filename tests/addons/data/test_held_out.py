@@ -10,8 +10,8 @@ import pytest
 from addons.data import held_out
 from addons.data._row_numbers import Column
 from src.config.errors import UsageError
-from src.data import preprocessing
-from src.data.data_stats import repeated
+from src.data import prepare
+from src.data.prepared_split import repeated
 from tests.data.test_dataset_split import write_splits
 from tests.data.test_media import Pictures, opened
 from tests.helpers import images, kit
@@ -31,8 +31,8 @@ def fields(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Many pieces of several blocks each."""
-    monkeypatch.setattr(preprocessing, "PIECE", 1000)
-    monkeypatch.setattr(preprocessing, "BLOCK", 300)
+    monkeypatch.setattr(prepare, "PART", 1000)
+    monkeypatch.setattr(prepare, "BLOCK", 300)
 
 
 def write(folder, rows, files=1, suffix="jsonl"):

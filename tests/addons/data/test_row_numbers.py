@@ -17,9 +17,8 @@ from addons.data.size_warmups import Ramp, WarmupSizes
 from addons.tools import ledger
 from src.config.errors import UsageError
 from src.data import data_loader
-from src.data.batch_plan import PlanConfig, plan
+from src.data.batch_plan import PlanConfig, StepSizes, plan
 from src.data.row_order import permute
-from src.data.step_sizes import StepSizes
 from src.text import encode_rows
 from tests.helpers import kit, technique_runs
 

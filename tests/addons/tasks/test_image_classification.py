@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from src.config.errors import UsageError
-from src.data.data_stats import repeated
+from src.data.prepared_split import repeated
 from tests.addons.tasks import images
 from tests.helpers import kit
 

@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import resource
 import shutil
@@ -16,8 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from src.config.errors import UsageError
-from src.data import preprocessing
+from src.config.errors import Failure, UsageError
+from src.data import prepare
 from src.tasks import causal_lm, text_classification
 from tests.helpers import kit
 
@@ -54,9 +55,9 @@ def fields_of(tools, kind: str) -> dict:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Many pieces of several blocks each; children inherit it."""
-    monkeypatch.setattr(preprocessing, "PIECE", 4000)
-    monkeypatch.setattr(preprocessing, "BLOCK", 1500)
+    """Many parts of several blocks each; children inherit it."""
+    monkeypatch.setattr(prepare, "PART", 4000)
+    monkeypatch.setattr(prepare, "BLOCK", 1500)
 
 
 def opened(fields: dict, cache: Path) -> int:
@@ -66,27 +67,18 @@ def opened(fields: dict, cache: Path) -> int:
 
 def digest(cache: Path) -> dict[str, str]:
     """Return hashes of the files of complete preparations, by name."""
-    found = {}
-    for stats in cache.glob("prepared/*/facts.json"):
-        files = sorted(path for path in stats.parent.iterdir() if path.suffix in (".arrow", ".npy") or path == stats)
-        for path in files:
-            found[f"{stats.parent.name}/{path.name}"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found
+    files = [file for stats in cache.glob("prepared/[!.]*/facts.json") for file in stats.parent.iterdir()]
+    return {f"{file.parent.name}/{file.name}": hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def count_blocks(monkeypatch, folder: Path, seconds: float = 0.0, action=lambda count: None) -> None:
-    """Write a line for each block that is encoded, and call `action(number of blocks)` before."""
+def count_blocks(monkeypatch, folder: Path) -> None:
+    """Write a line for each block that is encoded."""
 
     def counted(original):
-        count = [0]
-
         @functools.wraps(original)
         def encode(self, batch, places):
-            count[0] += 1
-            action(count[0])
             with open(folder / "calls", "a") as file:
                 file.write(f"{places.rows[0]}\n")
-            time.sleep(seconds)
             return original(self, batch, places)
 
         return encode
@@ -105,115 +97,110 @@ def encoded(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_bytes_do_not_depend_on_processes(tools, tmp_path, small, monkeypatch, kind):
-    count_blocks(monkeypatch, tmp_path, 0.005)
-    fields, found = fields_of(tools, kind), {}
-    for world, helpers in ((1, 1), (2, 1), (3, 1), (1, 3), (2, 3)):
-        cache = tmp_path / f"{world}{helpers}"
-        kit.spawn(world, opened, fields | {"preprocessing_num_workers": helpers}, cache, out=tmp_path / "out")
-        found[world, helpers] = digest(cache)
-        shutil.move(tmp_path / "calls", cache / "calls")
-        assert encoded(cache) == encoded(tmp_path / "11")  # each block once
-    one = found[1, 1]
+    count_blocks(monkeypatch, tmp_path)
+    fields, caches = fields_of(tools, kind), []
+    for world, processes in ((1, 1), (2, 1), (1, 3)):  # processes per rank
+        caches.append(tmp_path / f"{world}{processes}")
+        fields["preprocessing_num_workers"] = processes
+        kit.spawn(world, opened, fields, caches[-1], out=tmp_path / "out")
+        shutil.move(tmp_path / "calls", caches[-1] / "calls")
+        assert encoded(caches[-1]) == encoded(caches[0])  # each block once
+    one = digest(caches[0])
     assert sum(name.endswith(".arrow") for name in one) >= 8
-    assert {Path(name).name for name in one} > {"lengths.npy", "hashes.npy", "facts.json"}
-    assert len(encoded(tmp_path / "11")) > 2 * sum(name.endswith(".arrow") for name in one)
-    assert [other == one for other in found.values()] == [True] * 5
+    assert {Path(name).name for name in one} > {"lengths", "hashes", "kept", "facts.json"}
+    assert len(encoded(caches[0])) > 2 * sum(name.endswith(".arrow") for name in one)
+    assert [digest(cache) == one for cache in caches] == [True] * 3
 
 
-def test_mutant_with_pieces_by_rank(tools, tmp_path, small, monkeypatch):
-    def by_rank(rows, size):
-        pieces = 4 * int(os.environ["WORLD_SIZE"])
-        return [rows * i // pieces for i in range(pieces + 1)]
-
-    monkeypatch.setattr(preprocessing, "piece_bounds", by_rank)
-    found = []
-    for world in (1, 2):
-        kit.spawn(world, opened, fields_of(tools, "packed"), tmp_path / f"{world}", out=tmp_path / "out")
-        found.append(digest(tmp_path / f"{world}"))
-    assert found[0] != found[1]
+def test_mutant_with_parts_by_process(tools, tmp_path, small, monkeypatch):
+    caches = []
+    for processes in (1, 2):
+        bounds = lambda rows, size, n=4 * processes: [rows * i // n for i in range(n + 1)]  # noqa: E731
+        monkeypatch.setattr(prepare, "part_bounds", bounds)
+        caches.append(tmp_path / f"{processes}")
+        opened(fields_of(tools, "packed"), caches[-1])
+    assert digest(caches[0]) != digest(caches[1])
 
 
-def test_piece_bounds_depend_on_the_data_alone():
-    for rows, size in ((1, 1), (7, 10**9), (10**9, 10**14), (5000, 3 * preprocessing.PIECE), (3, 0)):
-        bounds = preprocessing.piece_bounds(rows, size)
+def test_part_bounds_depend_on_the_data_alone():
+    for rows, size in ((1, 1), (7, 10**9), (10**9, 10**14), (5000, 3 * prepare.PART), (3, 0)):
+        bounds = prepare.part_bounds(rows, size)
         assert bounds[0] == 0
         assert bounds[-1] == rows
         assert all(a < b for a, b in pairwise(bounds))
-        assert len(bounds) - 1 <= preprocessing.PIECES
+        assert len(bounds) - 1 <= prepare.PARTS
 
 
 # ---- prepared once -----------------------------------------------------------------------------------------------------
 
 
-def test_two_jobs_started_together_prepare_once(tools, tmp_path, small, monkeypatch):
-    fields = fields_of(tools, "packed")
-    count_blocks(monkeypatch, tmp_path, 0.02)
-    opened(fields, tmp_path / "alone")
-    shutil.move(tmp_path / "calls", tmp_path / "alone" / "calls")
-    jobs = [kit.fork(1, opened, fields, tmp_path / "cache", out=tmp_path / name)[0] for name in ("a", "b")]
-    for job in jobs:
-        job.join(120)
-    assert [job.exitcode for job in jobs] == [0, 0]
-    assert encoded(tmp_path) == encoded(tmp_path / "alone")
-    assert digest(tmp_path / "cache") == digest(tmp_path / "alone") != {}
-
-
-def killed(fields: dict, cache: Path, out: Path, world: int = 1) -> None:
+def killed(fields: dict, cache: Path, out: Path) -> None:
     with pytest.raises(kit.RankFailed) as failed:
-        kit.spawn(world, opened, fields, cache, out=out)
-    assert -9 in failed.value.codes
-    assert None not in failed.value.codes
+        kit.spawn(1, opened, fields, cache, out=out)
+    assert failed.value.codes == [-signal.SIGKILL]
 
 
-def last_rank_dies(marker: Path, last: str, count: int) -> None:
-    """Kill the last rank at its 13th block; another rank waits for that at its third, so that blocks are left for it."""
-    if os.environ["RANK"] != last and count > 2:
-        kit.until(marker.exists)
-    elif os.environ["RANK"] == last and count > 12:
-        marker.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_killed_preparation_continues(tools, tmp_path, small, monkeypatch, world):
-    fields = fields_of(tools, "packed")
-    with pytest.MonkeyPatch.context() as patch:
-        count_blocks(patch, tmp_path)
-        opened(fields, tmp_path / "straight")
-        whole = encoded(tmp_path)
-        (tmp_path / "calls").unlink()
-    with pytest.MonkeyPatch.context() as patch:
-        count_blocks(patch, tmp_path, 0, functools.partial(last_rank_dies, tmp_path / "dying", str(world - 1)))
-        killed(fields, tmp_path / "cache", tmp_path / "out", world)
-        (tmp_path / "calls").unlink()
-    if world == 1:  # another rank does the work of one that died, until the launcher ends it
-        assert digest(tmp_path / "cache") == {}  # nothing that counts as complete
-    assert (ready := list((tmp_path / "cache").glob("prepared/*/piece_*.json")))
-    count_blocks(monkeypatch, tmp_path)
-    opened(fields, tmp_path / "cache")
-    assert len(encoded(tmp_path)) <= len(whole) - len(ready)  # pieces that were ready are used
-    assert digest(tmp_path / "cache") == digest(tmp_path / "straight") != {}
-
-
-def test_mutant_that_writes_the_marker_first(tools, tmp_path, small, monkeypatch):
-    """Such a cache seems complete before it is: half of it is opened, or it is found damaged."""
-    fields = fields_of(tools, "rows")
+@pytest.mark.parametrize("processes", [1, 3])
+def test_killed_preparation_leaves_nothing_that_counts(tools, tmp_path, small, monkeypatch, processes):
+    """The next start prepares all; children of a killed process end, or they would hold its lock."""
+    fields = fields_of(tools, "packed") | {"preprocessing_num_workers": processes}
     opened(fields, tmp_path / "straight")
-    (stats,) = (tmp_path / "straight").glob("prepared/*/facts.json")
-    original = preprocessing._run_with_helpers
-
-    def marked(run, work, targets, *rest):
-        targets[0].parent.mkdir(parents=True)
-        shutil.copy(stats, targets[0].parent)
-        original(run, work, targets, *rest)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocessing, "_run_with_helpers", marked)
-        count_blocks(patch, tmp_path, 0, lambda n: n > 12 and os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(causal_lm.Task, "encode", killing(os.getpid()))
         killed(fields, tmp_path / "cache", tmp_path / "out")
-    assert digest(tmp_path / "cache").keys() < digest(tmp_path / "straight").keys()  # what the test above would see
-    with pytest.raises(UsageError, match=r"bytes instead of \d+: remove the folder"):
+    assert digest(tmp_path / "cache") == {}
+    opened(fields, tmp_path / "cache")
+    assert digest(tmp_path / "cache") == digest(tmp_path / "straight") != {}
+    assert [path.name for path in (tmp_path / "cache" / "prepared").iterdir() if path.name.startswith(".")] == []
+
+
+def killing(test: int):
+    """Return an `encode` that kills the process that prepares the data: the child of this test."""
+
+    def encode(self, batch, locations):
+        if locations.rows[0] < 100:
+            return original(self, batch, locations)
+        parent = multiprocessing.parent_process().pid
+        os.kill(os.getpid() if parent == test else parent, signal.SIGKILL)
+        time.sleep(600)
+
+    original = causal_lm.Task.encode
+    return functools.wraps(original)(encode)
+
+
+def test_mutant_that_writes_in_place(tools, tmp_path, small, monkeypatch):
+    """Such a cache seems complete before it is."""
+    fields = fields_of(tools, "rows")
+
+    def in_place(folder, write):
+        final = folder.parent / folder.name.split(".")[0]
+        final.mkdir()
+        write(final)
+
+    monkeypatch.setattr(prepare.atomic_folder, "publish", in_place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(causal_lm.Task, "encode", killing(os.getpid()))
+        killed(fields, tmp_path / "cache", tmp_path / "out")
+    with pytest.raises(FileNotFoundError):
         opened(fields, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("how", ["killed", "error"])
+def test_failing_process_ends_the_preparation(tools, tmp_path, small, monkeypatch, how):
+    test, original = os.getpid(), causal_lm.Task.encode
+
+    def encode(self, batch, locations):
+        if os.getpid() != test and locations.rows[0] > 100:
+            if how == "error":
+                raise UsageError("a cosmic ray")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, batch, locations)
+
+    monkeypatch.setattr(causal_lm.Task, "encode", functools.wraps(original)(encode))
+    fields = fields_of(tools, "rows") | {"preprocessing_num_workers": 3}
+    with pytest.raises((UsageError, Failure), match="a cosmic ray" if how == "error" else "host memory was full"):
+        opened(fields, tmp_path / "cache")
+    assert digest(tmp_path / "cache") == {}
 
 
 # ---- the process group does not wait -------------------------------------------------------------------------------------
@@ -245,20 +232,12 @@ def fill(split, max_length: int) -> float:
 def test_packed_rows_are_full(tools, tmp_path):
     generator = np.random.default_rng(1)
     lengths = 3 + (94 * generator.random(8000) ** 2.5).astype(int)
-    rows = [{"input_ids": generator.integers(0, 400, n).tolist()} for n in lengths]
-    file = kit.write_jsonl(tmp_path / "ids.jsonl", rows)
+    file = kit.write_jsonl(
+        tmp_path / "ids.jsonl", [{"input_ids": generator.integers(0, 400, n).tolist()} for n in lengths]
+    )
     fields = {"model_config": tools / "gpt2.yaml", "packing": True, "max_length": 128, "cache_dir": tmp_path / "cache"}
     _, splits = kit.open_data(**fields, train_file=file)
-    ids = fill(splits["train"], 128)
-    texts = json.loads("[" + ",".join((tools / "texts.jsonl").read_text().splitlines()) + "]")
-    generator.shuffle(texts)
-    file = kit.write_jsonl(
-        tmp_path / "texts.jsonl", [{"text": row["text"][: 4 + i % 300]} for i, row in enumerate(texts * 8)]
-    )
-    _, splits = kit.open_data(**fields, train_file=file, tokenizer_name=tools / "tokenizer")
-    of_texts = fill(splits["train"], 128)
-    print(f"ids {ids:.4f}, texts {of_texts:.4f}")
-    assert min(ids, of_texts) >= 0.98
+    assert fill(splits["train"], 128) >= 0.98
 
 
 def test_mutant_that_packs_in_file_order(tools, tmp_path, monkeypatch):
