@@ -161,8 +161,6 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
     _check_names(model, cfg.peft or {})
     vars(model)["base_names"] = _base_names(model, names, tied)
-    if not empty:
-        _check_mergeable(model, kind)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if getattr(task, "plain_head", False) and head is not None and type(head).__module__.startswith("peft."):
         task.plain_head = False  # the loss would read the weight of the head without its adapter
@@ -220,23 +218,6 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
                 "(or modules_to_save) without these layers"
             )
     return found
-
-
-def _check_mergeable(model: torch.nn.Module, kind: type) -> None:
-    """Merge a copy of one layer of each kind; raise UsageError if it fails: a run would notice it in its last minute."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    tried = set()
-    for name, layer in model.named_modules():
-        key = (type(layer), *(part for part, _ in layer.named_parameters()))
-        if not isinstance(layer, BaseTunerLayer) or key in tried:
-            continue
-        tried.add(key)
-        try:
-            copy.deepcopy(layer).merge()
-        except Exception as error:
-            text = f"peft: {name}: {kind.__name__} cannot merge this layer, which final/ needs: {one_line(error)}"
-            raise UsageError(f"{text}: give another type or target") from error
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Runs that every technique must pass: the same weights however a step is split, and those of a plain loop.
 
-`check_splits` trains on 1, 2 and 4 processes with accumulation 1 and 4, `Plain` is the independent loop, `check_resume`
-resumes from the middle, `check_fsdp2` shards the model.
+`check_splits` trains on 1, 2 and 4 processes with accumulation 1 and 4 and resumes one of these runs, `Plain` is the
+independent loop, `check_resume` resumes from the middle, `check_fsdp2` shards the model.
 """
 
 import shutil
@@ -58,12 +58,15 @@ def check_splits(
 ) -> kit.Run:
     """Assert that the weights agree for all splits, with `reference` if given; with `dropout`, for its own splits, too.
 
+    The run on two processes is also resumed from step 2, and must end bitwise as before.
+
     `dropout`: fields of a run with dropout; its runs are compared for each size of a micro-batch. Return the first run."""
     runs = {split: train(Path(folder, f"{split[0]}x{split[1]}"), fields, *split) for split in SPLITS}
     first = runs[1, 16]
     expected = first.weights if reference is None else {name: reference[name] for name in first.weights}
     for split, run in runs.items():
         assert kit.distance(run.weights, expected) <= bar, f"(processes, micro-batch) = {split}"
+    _check_resumed(runs[2, 2], Path(folder, "resumed"), fields, 2, 2)
     if dropout:
         by_world = [train(Path(folder, f"dropout{world}"), dropout, world, 2) for world in (1, 4)]
         assert kit.distance(by_world[1].weights, by_world[0].weights) <= bar
@@ -76,18 +79,24 @@ def check_resume(
 ) -> kit.Run:
     """Assert that a run resumed from step 2 ends as the straight one; bitwise with `bar` 0. Return the straight run."""
     straight = train(Path(folder, "straight"), fields, world, micro, env=env, units=units)
-    resumed = Path(folder, "resumed")
+    _check_resumed(straight, Path(folder, "resumed"), fields, world, micro, bar, env=env, units=units)
+    return straight
+
+
+def _check_resumed(
+    straight: kit.Run, resumed: Path, fields: dict, world: int, micro: int, bar: float = 0.0, **launch
+) -> None:
+    """Resume a copy of `straight` from its first checkpoint; assert that it ends the same, bitwise with `bar` 0."""
     shutil.copytree(straight.folder, resumed)
     for path in [resumed / "final", *sorted((resumed / "checkpoints").iterdir())[1:]]:
         shutil.rmtree(path)
-    again = train(resumed, fields, world, micro, env=env, units=units)
+    again = train(resumed, fields, world, micro, **launch)
     assert kit.distance(again.weights, straight.weights) <= bar
     if not bar:
         assert kit.timeless(again.folder) == kit.timeless(straight.folder)
         last = [sorted((run.folder / "checkpoints").iterdir())[-1] for run in (straight, again)]
         for part in sorted(last[0].glob("*.safetensors")):  # also what the technique saves beside the model
             assert part.read_bytes() == (last[1] / part.name).read_bytes(), part.name
-    return straight
 
 
 def check_fsdp2(folder, fields: dict, bar: float = 1e-10) -> None:

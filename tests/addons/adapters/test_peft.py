@@ -210,12 +210,6 @@ def check_files(task, model, first: torch.Tensor, folder) -> None:
     assert torch.allclose(adapted, logits, rtol=0, atol=1e-10)
 
 
-def test_layer_that_cannot_be_merged_is_an_error(llama):
-    task, _ = kit.open_data(**llama, peft=json.dumps({"type": "beft", "target": ["q_proj"]}))
-    with pytest.raises(UsageError, match=r"q_proj.*merge"):
-        task.build_model()
-
-
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj"]], ids=str)
 def test_loss_uses_an_adapter_of_the_head(llama, target):
     """The chunked cross-entropy reads the weight of a plain head, which would leave its adapter without a gradient."""

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from src.config import addons
 from src.config.errors import UsageError
@@ -13,7 +12,7 @@ from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 
 
-def muon_fields(folder) -> dict:
+def fields(folder) -> dict:
     return technique_runs.files(folder) | {"optim": "muon", "optim_args": json.dumps({"momentum": 0.9})}
 
 
@@ -37,16 +36,12 @@ def plain_muon(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor
 
 
 def test_muon_is_exact_for_every_split(tmp_path):
-    values = muon_fields(tmp_path)
+    values = fields(tmp_path)
     first = technique_runs.check_splits(tmp_path, values, plain_muon(values))
+    moments = kit.load_weights(first.folder / "checkpoints" / "step_00000002", "optimizer")
+    assert {name.split("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
     mutant = plain_muon(values, embeddings=True)
     assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
-
-
-def test_muon_resumes_with_the_moments_of_both(tmp_path):
-    run = technique_runs.check_resume(tmp_path, muon_fields(tmp_path))
-    moments = load_file(next(iter(sorted((run.folder / "checkpoints").iterdir()))) / "optimizer.safetensors")
-    assert {name.split("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
 
 
 def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypatch):
@@ -55,16 +50,7 @@ def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypat
     nested = optimizer_state._nested
     monkeypatch.setattr(optimizer_state, "_nested", lambda flat: {} if "momentum_buffer" in flat else nested(flat))
     with pytest.raises(AssertionError):
-        technique_runs.check_resume(tmp_path, muon_fields(tmp_path), world=1, micro=16)
-
-
-@pytest.mark.cluster
-def test_muon_under_fsdp2(tmp_path):
-    """In float64: Muon multiplies in bfloat16, and another last bit of a float32 gradient may be rounded the other way."""
-    values, env = muon_fields(tmp_path), kit.where("fsdp2", 2, mixed_precision="no")
-    one = technique_runs.train(tmp_path / "one", values, 1, 4)
-    sharded = technique_runs.check_resume(tmp_path, values, 2, 4, env, bar=1e-10, units=1)
-    assert kit.distance(sharded.weights, one.weights) <= 1e-10
+        technique_runs.check_resume(tmp_path, fields(tmp_path), world=1, micro=16)
 
 
 def test_muon_without_the_add_on_is_refused(tmp_path, monkeypatch):

@@ -52,15 +52,6 @@ def test_adaptive_clipping_is_exact_for_every_split(tmp_path, monkeypatch):
     assert kit.distance(mutant.weights, {n: reference[n] for n in mutant.weights}) > 1e-6
 
 
-def test_adaptive_clipping_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
-
-
-@pytest.mark.cluster
-def test_adaptive_clipping_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "sgd"})
-
-
 @pytest.mark.parametrize("value", [1e30, float("inf"), float("nan")])
 def test_norm_that_is_not_finite_skips_the_update(value):
     """Also if every element is finite, and only its square is not."""

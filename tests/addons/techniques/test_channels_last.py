@@ -67,11 +67,6 @@ def test_channels_last_has_the_same_numbers_and_resumes(tmp_path):
     assert all(pixels for pixels, _ in found[-4:])
 
 
-@pytest.mark.cluster
-def test_channels_last_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path, **CHANNELS_LAST))
-
-
 @pytest.mark.parametrize("name", ["channels_last", "progressive_resizing"])
 def test_a_model_without_images_is_refused(tmp_path, name):
     argv = kit.flags(**technique_runs.files(tmp_path), techniques=json.dumps({name: None}))

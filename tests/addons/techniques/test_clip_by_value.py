@@ -1,6 +1,5 @@
 import json
 
-import pytest
 import torch
 
 from tests.helpers import technique_runs
@@ -29,12 +28,3 @@ def plain_weights(values: dict, clip_each: bool = False) -> dict[str, torch.Tens
 def test_clip_by_value_is_exact_for_every_split(tmp_path):
     values = fields(tmp_path)
     technique_runs.check_splits(tmp_path, values, plain_weights(values))
-
-
-def test_clip_by_value_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
-
-
-@pytest.mark.cluster
-def test_clip_by_value_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))

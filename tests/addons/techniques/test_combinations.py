@@ -11,6 +11,23 @@ from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 pytestmark = pytest.mark.cluster
+FSDP2 = [  # (module of its test, options of its `fields`, further fields)
+    ("optimizers.test_muon", {}, {"adam_epsilon": 1e-8}),
+    ("techniques.test_adaptive_clipping", {}, {"optim": "sgd"}),
+    ("techniques.test_channels_last", {"techniques": '{"channels_last": null}'}, {}),
+    ("techniques.test_clip_by_value", {}, {}),
+    ("techniques.test_cycle_momentum", {}, {"optim": "adamw", "learning_rate": 1e-2}),
+    ("techniques.test_gradient_noise", {}, {}),
+    ("techniques.test_hard_examples", {}, {}),
+    ("techniques.test_neftune", {}, {}),
+    ("techniques.test_progressive_resizing", {}, {}),
+    ("techniques.test_sam", {"name": "sam"}, {}),
+    ("techniques.test_sam", {"name": "asam"}, {}),
+    ("techniques.test_sam", {"name": "gradient_norm_penalty"}, {}),
+    # An evaluation after each step gathers other weights than those of the next forward pass.
+    ("techniques.test_schedule_free", {}, {"eval_steps": 1}),
+    ("techniques.test_unfreeze", {}, {}),
+]
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
 MIXTRAL = kit.LLAMA | EXPERTS | {"model_type": "mixtral", "num_local_experts": 4}
 DROPOUT = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
@@ -75,6 +92,13 @@ def check(
     [line] = [line for line in other.kind("eval") if line["step"] == found["step"]]
     assert found["loss"] == line[metric]
     return other
+
+
+@pytest.mark.parametrize(("test", "options", "more"), FSDP2)
+def test_technique_under_fsdp2(tmp_path, test, options, more):
+    """The weights of one process, and resumed."""
+    module = pytest.importorskip(f"tests.addons.{test}")  # a fork may have removed it
+    technique_runs.check_fsdp2(tmp_path, module.fields(tmp_path, **options) | more)
 
 
 @pytest.mark.parametrize(

@@ -73,11 +73,6 @@ def test_first_update_may_be_skipped_without_momentum_in_the_run_file(tmp_path, 
     assert load_file(run.folder / "checkpoints" / "step_00000001" / "optimizer.safetensors") == {}
 
 
-@pytest.mark.cluster
-def test_cycle_momentum_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path) | {"optim": "adamw", "learning_rate": 1e-2})
-
-
 def test_cycle_momentum_needs_one_cycle_and_an_order_of_its_bounds():
     with pytest.raises(UsageError, match="lr_scheduler_type"):
         CycleMomentum().change_model(torch.nn.Linear(1, 1), RunConfig())

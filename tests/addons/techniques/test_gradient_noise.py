@@ -49,12 +49,3 @@ def test_gradient_noise_is_exact_for_every_split(tmp_path, monkeypatch):
     monkeypatch.setattr(techniques, "derive_seed", seed_by_rank)
     with pytest.raises(kit.RankFailed, match="replica"):  # the weights differ at the first save
         technique_runs.train(tmp_path / "mutant", values, 2, 8)
-
-
-def test_gradient_noise_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
-
-
-@pytest.mark.cluster
-def test_gradient_noise_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))

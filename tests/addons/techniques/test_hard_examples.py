@@ -83,11 +83,6 @@ def test_resumed_at_start_step_before_which_all_rows_count(tmp_path):
     assert run.losses()[2] > plain.losses()[2]
 
 
-@pytest.mark.cluster
-def test_hard_examples_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
-
-
 # ---- losses of rows ----------------------------------------------------------------------------------------------------
 
 

@@ -71,11 +71,6 @@ def test_neftune_resumes_and_evaluates_without_noise(tmp_path, monkeypatch):
     assert mutant.kind("eval")[-1]["loss"] != pytest.approx(reported["loss"], rel=1e-6)
 
 
-@pytest.mark.cluster
-def test_neftune_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
-
-
 # ---- which embeddings, how much noise ----------------------------------------------------------------------------------
 
 

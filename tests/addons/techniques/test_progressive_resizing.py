@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from addons.techniques.progressive_resizing import ProgressiveResizing
 from tests.addons.tasks import images
-from tests.addons.techniques.test_channels_last import fields
+from tests.addons.techniques.test_channels_last import fields as image_fields
 from tests.helpers import kit, technique_runs
 
 OPTIONS = {"initial_scale": 0.5, "delay_fraction": 0.2, "finetune_fraction": 0.2, "multiple": 4}
@@ -15,8 +15,8 @@ SIZES = [12, 12, 16, 20, 24]  # scale 1/2, then 1/2 + k/6 for k = 0, 1, 2, then 
 VIT = images.VIT | {"image_size": 24, "patch_size": 4, "num_hidden_layers": 1}
 
 
-def values_of(folder, **more) -> dict:
-    values = fields(folder, techniques=json.dumps({"progressive_resizing": OPTIONS}), **more)
+def fields(folder, **more) -> dict:
+    values = image_fields(folder, techniques=json.dumps({"progressive_resizing": OPTIONS}), **more)
     return values | {"model_config": kit.write_yaml(folder / "vit.yaml", VIT)}
 
 
@@ -47,24 +47,15 @@ def plain_weights(values: dict, sizes: list[int]) -> dict[str, torch.Tensor]:
 
 
 def test_progressive_resizing_is_exact_for_every_split(tmp_path):
-    values = values_of(tmp_path, weight_decay=0.1, max_grad_norm=0, adam_epsilon=1e-4)
+    values = fields(tmp_path, weight_decay=0.1, max_grad_norm=0, adam_epsilon=1e-4)
     first = technique_runs.check_splits(tmp_path, values, plain_weights(values, SIZES))
     # The mutant trains on full images.
     mutant = plain_weights(values, [24] * len(SIZES))
     assert kit.distance(first.weights, {n: mutant[n] for n in first.weights}) > 1e-4
 
 
-def test_progressive_resizing_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, values_of(tmp_path))
-
-
-@pytest.mark.cluster
-def test_progressive_resizing_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, values_of(tmp_path))
-
-
 def test_evaluation_sees_full_images(tmp_path):
-    values = values_of(tmp_path, validation_file=images.write_pictures(tmp_path / "validation.parquet", 9, 1))
+    values = fields(tmp_path, validation_file=images.write_pictures(tmp_path / "validation.parquet", 9, 1))
     run = technique_runs.train(tmp_path / "run", values | {"max_steps": 1, "learning_rate": 0})
     argv = kit.flags(checkpoint=tmp_path / "run" / "final")
     found = kit.spawn(1, kit.evaluate_here, [*argv, "--output_dir", tmp_path / "eval"], out=tmp_path / "out")[0]

@@ -84,17 +84,6 @@ def test_mutants_are_caught(tmp_path, monkeypatch, mutant):
     assert kit.distance(technique_runs.train(tmp_path / "mutant", values, 1, 2).weights, right.weights) > 1e-4
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_passes_resume(tmp_path, name):
-    technique_runs.check_resume(tmp_path, fields(tmp_path, name))
-
-
-@pytest.mark.cluster
-@pytest.mark.parametrize("name", OPTIONS)
-def test_two_passes_under_fsdp2(tmp_path, name):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path, name))
-
-
 # ---- what else may be in a step ----------------------------------------------------------------------------------------
 
 

@@ -67,16 +67,6 @@ def test_schedule_free_is_that_of_pytorch_optimizer(tmp_path):
     assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
 
 
-def test_schedule_free_resumes(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
-
-
-@pytest.mark.cluster
-def test_schedule_free_under_fsdp2(tmp_path):
-    """An evaluation after each step gathers other weights than those of the next forward pass."""
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path, eval_steps=1))
-
-
 @pytest.mark.parametrize(
     "given, text",
     [

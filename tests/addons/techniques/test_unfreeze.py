@@ -60,15 +60,6 @@ def test_momentum_of_sgd_begins_later_than_that_of_others(tmp_path, monkeypatch)
     assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
 
 
-def test_unfreeze_resumes_before_the_first_moments_exist(tmp_path):
-    technique_runs.check_resume(tmp_path, fields(tmp_path))
-
-
-@pytest.mark.cluster
-def test_unfreeze_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
-
-
 def _drop_after_all_passes(self):
     parameters = dict(self.run.model.named_parameters())
     for name, first in self.first_step.items():
