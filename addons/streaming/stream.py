@@ -21,7 +21,7 @@ from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError, warn
 from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
-from src.data.data_loader import Item, Window, changed_plan, collate, explain_worker_failures, worker_options
+from src.data.data_loader import Item, Window, changed_plan, collate, worker_options
 from src.data.row_order import derive_seed, permute
 from src.tasks.base import Task
 
@@ -162,7 +162,7 @@ def _read_ahead(windows: torch.utils.data.IterableDataset, cfg: Any, pin_memory:
     loader = torch.utils.data.DataLoader(
         windows, batch_size=None, pin_memory=pin_memory, **worker_options(cfg, workers)
     )
-    return explain_worker_failures(iter(loader), cfg.dataloader_timeout)
+    return iter(loader)
 
 
 class _Pass(torch.utils.data.IterableDataset):

@@ -21,7 +21,6 @@ from src.data.row_errors import describe_failing_row
 from src.data.row_order import derive_seed
 from src.distributed.stop_signals import end_with_parent, ignore_signals
 from src.distributed.strategies import Strategy
-from src.runtime import private_apis
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
@@ -129,7 +128,7 @@ def read_batches(
         return map(reader.__getitem__, order)
     options = worker_options(cfg, workers)
     loader = torch.utils.data.DataLoader(reader, sampler=order, batch_size=None, pin_memory=pin_memory, **options)
-    return explain_worker_failures(iter(loader), cfg.dataloader_timeout)
+    return iter(loader)
 
 
 def worker_options(cfg: RunConfig, workers: int) -> dict:
@@ -156,24 +155,3 @@ def _init_worker(*_) -> None:
     threadpool_limits(1)  # BLAS and OpenMP libraries that are loaded already
     if "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(0)
-
-
-def explain_worker_failures(items: Iterator, timeout: int) -> Iterator:
-    """Yield `items`. If a dataloader worker dies or hangs, raise RuntimeError with its exit code or the time."""
-    while True:
-        try:
-            with private_apis.deaths_of_workers_raised(items):
-                item = next(items, None)
-        except RuntimeError as error:
-            if not str(error).startswith("DataLoader"):
-                raise
-            codes = [
-                str(process.exitcode) for process in private_apis.loader_processes(items) if not process.is_alive()
-            ]
-            what = f"did not answer for {timeout} s (dataloader_timeout)"
-            if codes:  # without the words of `exit_codes.MEMORY_WORDS`, which mean the accelerator's memory
-                what = f"died (exit code {', '.join(codes)}; −9: killed, perhaps because host memory was full)"
-            raise RuntimeError(f"a dataloader worker {what}") from None
-        if item is None:
-            return
-        yield item

@@ -99,9 +99,17 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
 
 
 def run_notes(cfg: RunConfig, splits: dict, techniques: Techniques, start: Path | None, step: int) -> list[str]:
-    """Return messages about this run: the step it resumes from, notes on its data and techniques."""
+    """Return messages about this run: the step it resumes from, notes on its data, techniques and ignored fields."""
     notes = [f"Resuming from step {step:,} ({start})"] if start else []
-    return notes + data_notes(splits) + techniques.notes(cfg)
+    notes += data_notes(splits) + techniques.notes(cfg)
+    total = total_steps(cfg, splits["train"].stats["examples"])
+    if cfg.warmup_steps > total:
+        notes.append(
+            f"warning: warmup_steps is {cfg.warmup_steps:g}, but the run has only {total} steps: all are warmup"
+        )
+    if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
+        notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")
+    return notes
 
 
 def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:

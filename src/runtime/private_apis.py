@@ -5,7 +5,6 @@ checks that no other file of src/ uses private names.
 """
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
+    pass
 
 
 @contextmanager
@@ -75,36 +74,6 @@ def local_slices(sharded: torch.Tensor) -> tuple[slice, ...]:
 
     shape, offset = compute_local_shape_and_global_offset(sharded.shape, sharded.device_mesh, sharded.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-
-
-def loader_processes(batches: Iterator) -> "list[BaseProcess]":
-    """Return the workers of a DataLoader iterator, to report a dead one. Test: tests/data/test_data_loader.py."""
-    return getattr(batches, "_workers", [])
-
-
-_awaited: Iterator | None = None  # the DataLoader iterator whose next batch this process waits for
-
-
-@contextmanager
-def deaths_of_workers_raised(batches: Iterator) -> Iterator[None]:
-    """Within, raise RuntimeError if a worker of this DataLoader iterator dies or has died; outside, no longer.
-
-    torch raises it at SIGCHLD, wherever this process is: in a forward pass, without the rows, in the midst of a save, or
-    while it reads from another DataLoader, such as that of an evaluation. Test: tests/data/test_data_loader.py."""
-    global _awaited
-    if getattr(signal.getsignal(signal.SIGCHLD), "__module__", "") == "torch.utils.data._utils.signal_handling":
-        signal.signal(signal.SIGCHLD, lambda *_: _check_workers(_awaited))
-    _awaited = batches
-    try:
-        _check_workers(batches)
-        yield
-    finally:
-        _awaited = None
-
-
-def _check_workers(batches: Iterator | None) -> None:
-    if batches is not None and any(process.exitcode for process in loader_processes(batches)):
-        raise RuntimeError("DataLoader worker died")
 
 
 def compiled_graphs() -> int:

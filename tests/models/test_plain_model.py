@@ -56,7 +56,6 @@ def test_final_says_what_it_is(one, plain, tmp_path):
     assert (config["task"], config["architectures"], config["net"]["width"]) == ("plain", ["Net"], 16)
     card = (final / "README.md").read_text()
     assert "library_name" not in card
-    assert "`Net`" in card
     data = kit.flags(task="plain", validation_file=plain["validation_file"], dtype="float64")
     line = kit.run_evaluation(1, tmp_path / "eval", "--model_name_or_path", final, *data)
     assert {**line, "step": 24} == one.kind("eval")[-1]

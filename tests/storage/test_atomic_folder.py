@@ -229,6 +229,58 @@ def test_mutant_that_does_not_wait_for_the_disk_is_caught(tmp_path, monkeypatch,
 # ---- every kind of damage ----------------------------------------------------------------------------------------------
 
 
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+def bits(path: Path) -> list[int]:
+    """Return positions of bits: one of each byte of a small file, and some all over a large one, its ends included."""
+    size = path.stat().st_size
+    places = range(size) if size < 2500 else {*range(8), *range(0, size, 1501), *range(size - 8, size)}
+    return [8 * place + place % 8 for place in places]
+
+
+def undetected(folder: Path, name: str, verify=atomic_folder.verify) -> list[int]:
+    """Return the bits of a file that can be flipped without an error that names the file."""
+    path, missed = folder / name, []
+    original = path.read_bytes()
+    for bit in bits(path):
+        flip(path, bit)
+        errors = verify(folder)
+        if len(errors) != 1 or not errors[0].startswith(name):
+            missed.append(bit)
+        path.write_bytes(original)
+    return missed
+
+
+@pytest.mark.parametrize("name", ["small.txt", "inner/large.bin", "manifest.json"])
+def test_flipped_bit_is_found_anywhere(folder, name):
+    assert undetected(folder, name) == []
+    assert atomic_folder.verify(folder) == []
+
+
+def test_mutant_manifest_without_its_own_hash_is_caught(folder):
+    def verify(folder):
+        try:
+            body = json.loads((folder / "manifest.json").read_bytes())
+            errors = [atomic_folder._file_error(folder, name, entry) for name, entry in body["files"].items()]
+            return [error for error in errors if error]
+        except Exception as error:
+            return [f"manifest.json: {error}"]
+
+    assert undetected(folder, "manifest.json", verify) != []
+
+
+def test_mutant_that_compares_sizes_only_is_caught(folder, monkeypatch):
+    def error(folder, name, entry):
+        return None if (folder / name).stat().st_size == entry["size"] else name
+
+    monkeypatch.setattr(atomic_folder, "_file_error", error)
+    assert len(undetected(folder, "small.txt")) == len(SMALL)
+
+
 DAMAGE = {
     "removed": lambda path, data: None,
     "longer": lambda path, data: path.write_bytes(data + b"x"),

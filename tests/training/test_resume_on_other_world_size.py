@@ -66,6 +66,17 @@ def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypa
     assert kit.first_other_step(run.folder, whole.folder) is None  # the examples were right: only the masks differ
 
 
+def test_mutant_batches_replayed_from_the_start_are_caught(tiny, whole, tmp_path, monkeypatch):
+    def replayed(config, rank, world, start, stop, original=data_loader.training_order):
+        return original(config, rank, world, 0, stop - start)
+
+    flags, folder = recipe(tiny, dtype="float64"), tmp_path / "run"
+    train_until_killed(7, 2, folder, *flags)
+    monkeypatch.setattr(data_loader, "training_order", replayed)
+    kit.run_training(1, folder, *flags)
+    assert kit.first_other_step(folder, whole.folder) == 7
+
+
 # ---- collators that draw random numbers --------------------------------------------------------------------------------
 
 
