@@ -31,7 +31,7 @@ from benchmarks.plain import Plain, direct_loss, labels_loss
 from src.config import parsing
 from src.config.paths import REPOSITORY
 from src.data.batch_plan import PlanConfig, training_order
-from src.data.data_loader import BatchReader, group_into_windows
+from src.data.data_loader import BatchReader, group_by_step
 from src.data.dataset import prepare_datasets
 from src.tasks import OPTIONS, make_task
 
@@ -147,10 +147,10 @@ def steps_in_memory(run, task, split, accelerator) -> Iterator[tuple[list[dict],
     ranks = accelerator.num_processes
     config = PlanConfig(len(split), run.global_batch_size, run.per_device_batch_size, run.seed, split.lengths)
     orders = [training_order(config, r, ranks, 0, run.max_steps) for r in range(ranks)]
-    windows = [group_into_windows(map(BatchReader(split, task, training=True).__getitem__, order)) for order in orders]
+    steps = [group_by_step(map(BatchReader(split, task, training=True).__getitem__, order)) for order in orders]
     while True:
-        step = [next(window)[0] for window in windows]
-        weight = sum(batch.weight for window in step for micro, batch in window if not micro.dummy)
+        step = [next(batches)[0] for batches in steps]
+        weight = sum(batch.weight for batches in step for micro, batch in batches if not micro.dummy)
         yield [for_plain(split, *item) for item in step[accelerator.process_index]], weight
 
 

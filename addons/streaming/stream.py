@@ -21,7 +21,7 @@ from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError, warn
 from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
-from src.data.data_loader import Item, Window, changed_plan, collate, worker_options
+from src.data.data_loader import Item, StepBatch, changed_plan, collate, worker_options
 from src.data.row_order import derive_seed, permute
 from src.tasks.base import Task
 
@@ -107,13 +107,13 @@ class Stream:
     def segments(self) -> list:
         return []
 
-    # ---- windows -----------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def windows(self, rank: int, world: int, state, pin_memory: bool) -> Iterator[tuple[Window, float]]:
-        """Yield (this rank's window, seconds waited for it) for each step, from the position in `state`, without end.
+    def step_batches(self, rank: int, world: int, state, pin_memory: bool) -> Iterator[tuple[StepBatch, float]]:
+        """Yield (this rank's micro-batches, seconds waited for them) for each step, from the position in `state`, without end.
 
         A rank gets dummy batches when its groups have ended. If no rank has a row left, the caller must call `next_pass`:
-        that window is not a step, and the next pass begins."""
+        that batch is not a step, and the next pass begins."""
         if rank == 0 and world > self.shard_groups:
             warn(
                 f"{world} processes share {len(self.shards)} shards in {self.shard_groups} groups, so some get only "
@@ -129,16 +129,16 @@ class Stream:
             items = _read_ahead(_Pass(self, positions, self.epoch, step), self.cfg, pin_memory)
             while not self.pass_ended:
                 started = time.perf_counter()
-                window, positions = next(items, ([], positions))
+                batch, positions = next(items, ([], positions))
                 self.positions = {step: self.positions[step], step + 1: (self.epoch, positions)}
-                yield window or [self._dummy_batch(step)], time.perf_counter() - started
+                yield batch or [self._dummy_batch(step)], time.perf_counter() - started
                 step += not self.pass_ended
             self.epoch += 1
             positions = {group: StreamPosition() for group in mine}
             self.positions = {step: (self.epoch, positions)}
 
     def next_pass(self) -> None:
-        """Start the next pass with the next window. Call this when no rank has a row left."""
+        """Start the next pass with the next batch. Call this when no rank has a row left."""
         self.pass_ended = True
 
     def position(self, step: int, host_group: "HostGroup") -> dict:
@@ -154,37 +154,37 @@ class Stream:
         return collate(self.task, MicroBatch(np.array([number]), 0, step, dummy=True), [row])
 
 
-def _read_ahead(windows: torch.utils.data.IterableDataset, cfg: Any, pin_memory: bool) -> Iterator:
-    """Yield the items of `windows`, read ahead by one dataloader worker if dataloader_num_workers is not 0."""
+def _read_ahead(batches: torch.utils.data.IterableDataset, cfg: Any, pin_memory: bool) -> Iterator:
+    """Yield the items of `batches`, read ahead by one dataloader worker if dataloader_num_workers is not 0."""
     workers = min(1, cfg.dataloader_num_workers)
     if not workers and not pin_memory:
-        return iter(windows)
+        return iter(batches)
     loader = torch.utils.data.DataLoader(
-        windows, batch_size=None, pin_memory=pin_memory, **worker_options(cfg, workers)
+        batches, batch_size=None, pin_memory=pin_memory, **worker_options(cfg, workers)
     )
     return iter(loader)
 
 
 class _Pass(torch.utils.data.IterableDataset):
-    """Windows of one rank for the rest of a pass, each with the positions of its shard groups after the window."""
+    """Steps of one rank for the rest of a pass: its micro-batches, and the positions of its shard groups after them."""
 
     def __init__(self, stream: Stream, positions: Positions, epoch: int, step: int):
         self.stream, self.positions, self.epoch, self.step = stream, dict(positions), epoch, step
 
-    def __iter__(self) -> Iterator[tuple[Window, Positions]]:
+    def __iter__(self) -> Iterator[tuple[StepBatch, Positions]]:
         step = self.step
         groups = {group: self._group_rows(group, start) for group, start in self.positions.items()}
         while groups:
-            window = []
+            batch = []
             for group in list(groups):
                 share = self._share(group, step)
                 rows = self._take(groups[group], group, share)
                 if len(rows) < share:
                     del groups[group]
-                window += self._split(rows, group, step)
-            if window:
-                last = len(window) - 1
-                items = [(replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(window)]
+                batch += self._split(rows, group, step)
+            if batch:
+                last = len(batch) - 1
+                items = [(replace(micro, last=i == last), rows) for i, (micro, rows) in enumerate(batch)]
                 yield [collate(self.stream.task, micro, rows) for micro, rows in items], dict(self.positions)
                 step += 1
 

@@ -136,7 +136,8 @@ def _without_replaced_data(values: dict, given: set[str]) -> dict:
         dropped.add("dataset_split")  # it names training data
     if given & {"dataset_name", "train_file", "validation_file"}:
         dropped = {"dataset_name", "dataset_config_name", "dataset_split", "train_file", "validation_file"}
-        dropped.add("validation_split")
+        if "train_file" not in given:  # rows are held out of the given training data as in the run
+            dropped.add("validation_split")
     return {name: value for name, value in values.items() if name not in dropped}
 
 

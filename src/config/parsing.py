@@ -128,6 +128,7 @@ def parse(
     if errors:
         raise UsageError(list_errors(errors))
     values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
+    core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
     cfg, options = (
         kind(**{name: values[name] for name in field_types(kind) if name in values})
         for kind in (core_type, options_type)

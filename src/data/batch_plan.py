@@ -116,7 +116,7 @@ class MicroBatch:
     step: int = 0  # optimizer step since the start of the run
     index: int = 0  # position in the step's plan
     cost: int = 0  # tokens including padding, or rows if lengths are unknown
-    last: bool = True  # last micro-batch of the rank's window: gradients are reduced after it
+    last: bool = True  # last micro-batch of the rank in its step: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
 
 
@@ -179,22 +179,22 @@ def split_by_tokens(lengths: np.ndarray, max_tokens: int) -> list[int]:
 
 
 def assign_to_ranks(micro_batches: list[MicroBatch], world_size: int) -> list[list[MicroBatch]]:
-    """Return each rank's window. Costs are balanced, window lengths differ by at most one, and no window is empty.
+    """Return each rank's micro-batches of a step. Costs are balanced, counts differ by at most one, and none is 0.
 
     Micro-batches, most expensive first, go to the least loaded rank that has room (longest processing time first). A
     rank without a micro-batch gets a dummy batch of weight zero, because every rank must take part in the reduction.
     """
     room = -(-len(micro_batches) // world_size)
-    windows = [[] for _ in range(world_size)]
+    of_rank = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for micro in sorted(micro_batches, key=lambda m: -m.cost):
-        rank = min((r for r in range(world_size) if len(windows[r]) < room), key=lambda r: (loads[r], r))
-        windows[rank].append(replace(micro, last=False))
+        rank = min((r for r in range(world_size) if len(of_rank[r]) < room), key=lambda r: (loads[r], r))
+        of_rank[rank].append(replace(micro, last=False))
         loads[rank] += micro.cost
     dummy = replace(micro_batches[-1], ids=micro_batches[-1].ids[:2], dummy=True)  # two: batch norm refuses one row
-    for window in windows:
-        window[-1:] = [replace(window[-1] if window else dummy, last=True)]
-    return windows
+    for batch in of_rank:
+        batch[-1:] = [replace(batch[-1] if batch else dummy, last=True)]
+    return of_rank
 
 
 def training_order(config: PlanConfig, rank: int, world_size: int, start: int, stop: int) -> Iterator[MicroBatch]:

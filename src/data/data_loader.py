@@ -24,23 +24,23 @@ from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 
 Item = tuple[MicroBatch, Batch]
-Window = list[Item]  # the micro-batches of one optimizer step on one rank
+StepBatch = list[Item]  # the micro-batches of one optimizer step on one rank
 
 
 def train_batches(
     cfg: RunConfig, strategy: Strategy, task: Task, train_set, state, num_steps: int
-) -> Iterator[tuple[Window, float]]:
-    """Yield (this rank's window, seconds waited for it) of each optimizer step from `state.step` to `num_steps`.
+) -> Iterator[tuple[StepBatch, float]]:
+    """Yield (this rank's micro-batches, seconds waited for them) of each optimizer step from `state.step` to `num_steps`.
 
     The examples of a step depend only on seed and step, so starting at any step is O(1). Training data of an add-on with
-    a method `windows` has no plan, and never ends: if a window has no rows on any rank, it is not a step; call
+    a method `step_batches` has no plan, and never ends: if a batch has no rows on any rank, it is not a step; call
     `train_set.next_pass()`."""
     pin_memory = strategy.accelerator.device.type == "cuda"
-    if windows := getattr(train_set, "windows", None):
-        return windows(strategy.data_rank, strategy.data_world_size, state, pin_memory)
+    if step_batches := getattr(train_set, "step_batches", None):
+        return step_batches(strategy.data_rank, strategy.data_world_size, state, pin_memory)
     plan = plan_config(cfg, task, train_set)
     order = training_order(plan, strategy.data_rank, strategy.data_world_size, state.step, num_steps)
-    return group_into_windows(read_batches(train_set, task, order, cfg, pin_memory))
+    return group_by_step(read_batches(train_set, task, order, cfg, pin_memory))
 
 
 def plan_config(cfg: RunConfig, task: Task, train_set) -> PlanConfig:
@@ -65,15 +65,15 @@ def changed_plan(config: PlanConfig, cfg: RunConfig, task: Task, train_set) -> P
     return config
 
 
-def group_into_windows(batches: Iterator[Item]) -> Iterator[tuple[Window, float]]:
-    """Yield (this rank's batches of one optimizer step, seconds waited for them)."""
-    window = []
+def group_by_step(items: Iterator[Item]) -> Iterator[tuple[StepBatch, float]]:
+    """Yield (this rank's micro-batches of one optimizer step, seconds waited for them)."""
+    batch = []
     started = time.perf_counter()
-    for item in batches:
-        window.append(item)
+    for item in items:
+        batch.append(item)
         if item[0].last:
-            yield window, time.perf_counter() - started
-            window = []
+            yield batch, time.perf_counter() - started
+            batch = []
             started = time.perf_counter()
 
 

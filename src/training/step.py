@@ -12,13 +12,12 @@ import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, hash_ids
+from src.data.batch_plan import hash_ids
+from src.data.data_loader import StepBatch
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
 from src.runtime import private_apis
-from src.tasks import Batch, Task
-
-StepBatch = list[tuple[MicroBatch, Batch]]  # this rank's micro-batches of one optimizer step
+from src.tasks import Task
 
 
 class ModelWithLoss(torch.nn.Module):

@@ -173,8 +173,8 @@ def _rows_read(argv, replay: bool = False):
         return rows(self, ids)
 
     def seen(*args):
-        [window] = [arg for arg in args if isinstance(arg, list)]
-        trained.extend(i for micro, _ in window for i in micro.ids.tolist())
+        [batch] = [arg for arg in args if isinstance(arg, list)]
+        trained.extend(i for micro, _ in batch for i in micro.ids.tolist())
         return gradient(*args)
 
     Split.rows, train.compute_gradient = spy, seen
@@ -185,10 +185,10 @@ def _rows_read(argv, replay: bool = False):
             first[0] = start
             return order(config, rank, world, 0, stop)
 
-        def skip(batches, original=data_loader.group_into_windows):
+        def skip(batches, original=data_loader.group_by_step):
             return (item for n, item in enumerate(original(batches)) if n >= first[0])
 
-        data_loader.group_into_windows, data_loader.training_order = skip, from_start
+        data_loader.group_by_step, data_loader.training_order = skip, from_start
     train.main([str(word) for word in argv])
     return read, trained
 

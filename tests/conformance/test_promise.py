@@ -55,13 +55,13 @@ def test_weights_and_losses_do_not_depend_on_the_split(files, whole, tmp_path, w
     assert [line["weight"] for line in run.kind("train")] == [line["weight"] for line in whole.kind("train")]
 
 
-def _naive_gradient(strategy, module, window, total_weight):
+def _naive_gradient(strategy, module, step_batch, total_weight):
     """The mutant: the mean of the micro-batches' means, as most loops have it."""
     total = torch.zeros((), dtype=torch.float64)
-    for micro, batch in window:
+    for micro, batch in step_batch:
         with nullcontext() if micro.last else strategy.accelerator.no_sync(module):
             loss = module(batch.inputs)["loss"]
-            strategy.accelerator.backward(loss / max(batch.weight, 1) / len(window))
+            strategy.accelerator.backward(loss / max(batch.weight, 1) / len(step_batch))
         if not micro.dummy:
             total += loss.detach()
     return StepLosses(total[None], {})

@@ -88,16 +88,16 @@ def test_steps_are_slices_of_an_epoch():
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 64])
 def test_ranks_share_micro_batches_unchanged(world):
     micro_batches = plan(PlanConfig(1003, 32, 4, 0, LENGTHS), 0, 31)  # the tail: 11 examples, 3 micro-batches
-    windows = assign_to_ranks(micro_batches, world)
-    real = [m for window in windows for m in window if not m.dummy]
+    batches = assign_to_ranks(micro_batches, world)
+    real = [m for batch in batches for m in batch if not m.dummy]
     assert sorted(m.index for m in real) == list(range(len(micro_batches)))
     for m in real:
         assert np.array_equal(m.ids, micro_batches[m.index].ids)
         assert m.seed == micro_batches[m.index].seed
-    for window in windows:
-        assert [m.last for m in window] == [False] * (len(window) - 1) + [True]
-        assert len(window) == 1 or not any(m.dummy for m in window)
-    counts = [sum(not m.dummy for m in window) for window in windows]
+    for batch in batches:
+        assert [m.last for m in batch] == [False] * (len(batch) - 1) + [True]
+        assert len(batch) == 1 or not any(m.dummy for m in batch)
+    counts = [sum(not m.dummy for m in batch) for batch in batches]
     assert max(counts) - min(counts) <= 1
 
 

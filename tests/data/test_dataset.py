@@ -206,14 +206,12 @@ class _Spy:
 def test_windows_end_with_the_last_micro_batch_of_a_step(ragged):
     task, split, rows = ragged
     order = list(training_order(PlanConfig(len(rows), 32, 4, 1, split.lengths), 0, 1, 29, 35))
-    windows = list(
-        data_loader.group_into_windows(data_loader.read_batches(split, task, iter(order), RunConfig(), False))
-    )
-    assert [len(window) for window, _ in windows] == [8, 8, 3, 8, 8, 8]  # 1003 = 31 × 32 + 11
-    assert [[micro.step for micro, _ in window] for window, _ in windows] == [
+    batches = list(data_loader.group_by_step(data_loader.read_batches(split, task, iter(order), RunConfig(), False)))
+    assert [len(batch) for batch, _ in batches] == [8, 8, 3, 8, 8, 8]  # 1003 = 31 × 32 + 11
+    assert [[micro.step for micro, _ in batch] for batch, _ in batches] == [
         [s] * n for s, n in zip(range(29, 35), (8, 8, 3, 8, 8, 8), strict=True)
     ]
-    assert all(waited >= 0 for _, waited in windows)
+    assert all(waited >= 0 for _, waited in batches)
 
 
 # ---- randomness ------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ def die_at(step: int, patch: pytest.MonkeyPatch) -> None:
     original = train.compute_gradient
 
     def gradient(*args):
-        [window] = [arg for arg in args if isinstance(arg, list)]
-        if window[0][0].step == step - 1:
+        [batch] = [arg for arg in args if isinstance(arg, list)]
+        if batch[0][0].step == step - 1:
             async_writer.finish_writing()
             os._exit(9)
         return original(*args)

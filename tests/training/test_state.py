@@ -58,15 +58,15 @@ FAULTS = [infinite_with_a_finite_gradient, one_gradient_not_a_number]
 
 
 def poison(monkeypatch, fault, steps, rank=lambda world: world - 1) -> None:
-    """Apply `fault` to the loss of the first micro-batch of one rank's window in these steps; write down its examples."""
+    """Apply `fault` to the loss of the first micro-batch of one rank's batch in these steps; write down its examples."""
     gradient, loss, armed = train.compute_gradient, causal_lm.Task.loss, [False]
 
-    def noting(strategy, module, window, *rest):
-        micro = window[0][0]
+    def noting(strategy, module, batch, *rest):
+        micro = batch[0][0]
         if micro.step + 1 in steps and strategy.accelerator.process_index == rank(strategy.accelerator.num_processes):
             armed[0] = True
             Path(os.environ["NOTES"], f"{micro.step + 1}.json").write_text(json.dumps(micro.ids.tolist()))
-        return gradient(strategy, module, window, *rest)
+        return gradient(strategy, module, batch, *rest)
 
     def poisoned(self, model, inputs):
         sums = loss(self, model, inputs)
@@ -143,7 +143,7 @@ def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
         step,
         "batch_counts",
-        lambda window: [0.0] * 3 + counts(window)[3:] if window[0][0].step in (0, 3) else counts(window),
+        lambda batch: [0.0] * 3 + counts(batch)[3:] if batch[0][0].step in (0, 3) else counts(batch),
     )
     assert kit.same(trained(1, tmp_path / "skipped", recipe(tiny, optim="sgd")).weights, runs[1].weights)
 

@@ -85,8 +85,8 @@ def test_more_ranks_than_micro_batches(files, tmp_path, monkeypatch, mutant):
     one = kit.run_training(1, tmp_path / "one", *flags)
     gradient = train.compute_gradient
 
-    def counting_dummies(strategy, module, window, weight):
-        return gradient(strategy, module, [(replace(micro, dummy=False), batch) for micro, batch in window], weight)
+    def counting_dummies(strategy, module, batch, weight):
+        return gradient(strategy, module, [(replace(micro, dummy=False), rows) for micro, rows in batch], weight)
 
     if mutant:
         monkeypatch.setattr(train, "compute_gradient", counting_dummies)

@@ -31,7 +31,7 @@ def one(files, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sharded(files, tmp_path_factory):
-    """Runs under ZeRO-2 and ZeRO-3; on three ranks windows of eight micro-batches are uneven."""
+    """Runs under ZeRO-2 and ZeRO-3; on three ranks batches of eight micro-batches are uneven."""
     folder, flags = tmp_path_factory.mktemp("zero"), recipe(files, **FIELDS)
     runs = {}
     for name, world in {"zero2": 2, "zero3": 3}.items():
@@ -59,8 +59,8 @@ def test_mutant_that_divides_by_the_world_size_twice_is_caught(files, tmp_path, 
     one = kit.run_training(1, tmp_path / "one", *flags)
     original = train.compute_gradient
 
-    def gradient(strategy, module, window, weight):
-        return original(strategy, module, window, weight * strategy.accelerator.num_processes)
+    def gradient(strategy, module, batch, weight):
+        return original(strategy, module, batch, weight * strategy.accelerator.num_processes)
 
     monkeypatch.setattr(train, "compute_gradient", gradient)
     run = kit.run_training(2, tmp_path / "run", *flags, env=where("zero2", 2))
@@ -84,11 +84,11 @@ def _poisoned(argv):
     """Train with a NaN loss on rank 1, in step 3."""
     original = train.compute_gradient
 
-    def gradient(strategy, module, window, weight):
+    def gradient(strategy, module, batch, weight):
         task, loss = module.module.task, module.module.task.loss
-        if strategy.accelerator.process_index == 1 and window[-1][0].step == 2:
+        if strategy.accelerator.process_index == 1 and batch[-1][0].step == 2:
             task.loss = lambda model, inputs: {"loss": loss(model, inputs)["loss"] * float("nan")}
-        losses = original(strategy, module, window, weight)
+        losses = original(strategy, module, batch, weight)
         task.loss = loss
         return losses
 

@@ -87,7 +87,7 @@ def test_mutants_that_take_a_group_for_several_processes_are_caught(files, one, 
     """Scaled by the number of processes; the weight summed over all; in the norm, parts taken for copies of the whole."""
     if mutant == "gradients of all processes":
         gradient = train.compute_gradient
-        scaled = lambda strategy, module, window, weight: gradient(strategy, module, window, weight / 2)  # noqa: E731
+        scaled = lambda strategy, module, batch, weight: gradient(strategy, module, batch, weight / 2)  # noqa: E731
         monkeypatch.setattr(train, "compute_gradient", scaled)
     elif mutant == "each process counts":
         monkeypatch.setattr(HostGroup, "sum", _sum_of_all_processes)

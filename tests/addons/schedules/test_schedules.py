@@ -1,6 +1,7 @@
 """Schedules of addons/schedules/ as functions of completed updates; one of your own; a missing one."""
 
 import dataclasses
+import math
 import sys
 from types import ModuleType
 
@@ -14,7 +15,11 @@ from src.config.schema import RunConfig
 from src.tasks import OPTIONS
 from src.training.schedules import make_schedule
 from tests.helpers import kit
-from tests.training.test_schedules import half_cosine, rates
+from tests.training.test_schedules import rates
+
+
+def half_cosine(begin: float, end: float, x: float) -> float:
+    return end + (begin - end) * 0.5 * (1 + math.cos(math.pi * x))
 
 
 def test_flat_cos_is_flat_and_then_a_cosine():

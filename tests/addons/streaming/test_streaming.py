@@ -77,14 +77,14 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
     host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
     found, turns = [], []
-    for window, _ in train_batches(run, Strategy(accelerator, run), task, stream, progress, steps):
+    for batch, _ in train_batches(run, Strategy(accelerator, run), task, stream, progress, steps):
         rows = [
             int(a) * 50 + int(b)
-            for micro, batch in window
+            for micro, collated in batch
             if not micro.dummy
-            for a, b in batch.inputs["input_ids"][:, :2].tolist()
+            for a, b in collated.inputs["input_ids"][:, :2].tolist()
         ]
-        assert all(micro.last == (i == len(window) - 1) for i, (micro, _) in enumerate(window))
+        assert all(micro.last == (i == len(batch) - 1) for i, (micro, _) in enumerate(batch))
         if progress.step == steps:
             break
         if not host_group.sum([len(rows)])[0]:
@@ -217,9 +217,11 @@ def test_mutant_without_stream_position(data, tmp_path, monkeypatch):
     shutil.copytree(one.folder, tmp_path / "run")
     for name in ("final", "checkpoints/step_00000018"):
         shutil.rmtree(tmp_path / "run" / name)
-    forget = Stream.windows
+    forget = Stream.step_batches
     monkeypatch.setattr(
-        Stream, "windows", lambda self, rank, world, progress, pin: forget(self, rank, world, _without(progress), pin)
+        Stream,
+        "step_batches",
+        lambda self, rank, world, progress, pin: forget(self, rank, world, _without(progress), pin),
     )
     run = kit.run_training(1, tmp_path / "run", *argv)
     assert kit.distance(one.weights, run.weights) > 1e-6

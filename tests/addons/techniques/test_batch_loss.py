@@ -283,9 +283,9 @@ def _watched(argv):
     """Train on this rank; assert that the host does not wait for the device after the first step."""
     gradient = train.compute_gradient
 
-    def watched(strategy, module, window, weight):
-        with checks.NoWaiting() if window[0][0].step else nullcontext():
-            return gradient(strategy, module, window, weight)
+    def watched(strategy, module, batch, weight):
+        with checks.NoWaiting() if batch[0][0].step else nullcontext():
+            return gradient(strategy, module, batch, weight)
 
     train.compute_gradient = watched
     train.main([str(word) for word in argv])

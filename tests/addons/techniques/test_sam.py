@@ -62,18 +62,18 @@ def test_two_passes_are_exact_for_every_split(tmp_path, name):
 class MovedByOneMicroBatch(sam.SAM):
     """The mutant that makes the first pass over one micro-batch."""
 
-    def compute_gradient(self, compute, window, total_weight):
-        passes = iter([window[-1:], window])
-        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), window, total_weight)
+    def compute_gradient(self, compute, batch, total_weight):
+        passes = iter([batch[-1:], batch])
+        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), batch, total_weight)
 
 
 class OtherMasks(sam.SAM):
     """The mutant that draws other dropout masks in the second pass."""
 
-    def compute_gradient(self, compute, window, total_weight):
-        other = [(replace(micro, seed=micro.seed + 1), batch) for micro, batch in window]
-        passes = iter([window, other])
-        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), window, total_weight)
+    def compute_gradient(self, compute, batch, total_weight):
+        other = [(replace(micro, seed=micro.seed + 1), rows) for micro, rows in batch]
+        passes = iter([batch, other])
+        return super().compute_gradient(lambda _, weight: compute(next(passes), weight), batch, total_weight)
 
 
 @pytest.mark.parametrize("mutant", [MovedByOneMicroBatch, OtherMasks])
@@ -130,7 +130,7 @@ def test_degenerate_gradients(kind, value):
     model = torch.nn.Linear(3, 2)
     before, seen = [p.detach().clone() for p in model.parameters()], []
 
-    def compute(window, total_weight):
+    def compute(batch, total_weight):
         seen.append([p.detach().clone() for p in model.parameters()])
         model.weight.grad = torch.full((2, 3), 1.0 if len(seen) == 2 else 0.0)
         model.bias.grad = torch.tensor([value, 0.0]) if len(seen) == 1 else torch.ones(2)

@@ -36,8 +36,8 @@ class Outer(Technique):
     def errors(self) -> list[str]:
         return [f"low is {self.low}: it must be below high, which is {self.high}"] if self.low >= self.high else []
 
-    def compute_gradient(self, compute, window, total_weight):
-        return ["outer", compute(window, total_weight), compute(window, total_weight)]
+    def compute_gradient(self, compute, batch, total_weight):
+        return ["outer", compute(batch, total_weight), compute(batch, total_weight)]
 
 
 @dataclass(eq=False)
@@ -48,8 +48,8 @@ class Inner(Technique):
     deepspeed = True
     name: str = option("a name", "x", choices=("x", "y"))
 
-    def compute_gradient(self, compute, window, total_weight):
-        return ["inner", compute(window, total_weight)]
+    def compute_gradient(self, compute, batch, total_weight):
+        return ["inner", compute(batch, total_weight)]
 
     def state_dict(self):
         return {"count": 1}
@@ -198,7 +198,7 @@ def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
             run.folder, kit.flags(**fields, **({"techniques": json.dumps(techniques)} if techniques else {}))
         )
 
-    assert found({"gradient_noise": None, "clip_by_value": {"limit": 0.5}}).folder
+    assert found({"gradient_noise": None, "clip_by_value": {"limit": 0.5}})[0]
     clip = {"clip_by_value": {"limit": 0.5}}
     others = [
         (None, r"clip_by_value: {'limit': 0\.5} → None"),
