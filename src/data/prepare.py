@@ -3,15 +3,15 @@
 The rows depend only on the data, so they are the same for any number of processes. Tests: tests/data/test_prepare.py.
 """
 
-import hashlib
-import inspect
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -23,10 +23,10 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from src import text
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
 from src.data.arrow_columns import column_readers, has_media, keep_encoded, refuse_mixed_types
+from src.data.cache_key import cache_key
 from src.data.prepared_split import ARRAYS, STATS
 from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.row_errors import RowLocations, encode_rows, read_rows
@@ -36,67 +36,49 @@ from src.runtime import console
 from src.storage import atomic_folder
 from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
-from src.tasks import Task, base
+from src.tasks import Task
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+WEEK = 7 * 24 * 3600  # seconds
 PART = 4 << 20  # bytes of raw rows in a part; a process works on one part at a time
 PARTS = 4096  # maximum number of parts: with more rows each part is larger
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
 NUMBERS = {"kept": bool, "length": np.int64, "targets": np.int64, "cut": np.int64, "hashes": np.uint64}
 SUMS = ("source_rows", "tokens", "targets", "rows_cut", "tokens_cut", "without_target")
-CODE = ("prepare.py", "raw_rows.py", "readers.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
     """Return the folder of a source's prepared rows. If it is missing, one process prepares them; the others wait."""
-    folder = cache_root(cfg) / "prepared" / _key(task, source)
+    folder = cache_root(cfg) / "prepared" / cache_key(task, source)
 
     def prepare() -> None:
         of_host = folder.with_name(f"{folder.name}.{work.host}")  # where locks reach no other host, each prepares
-        atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
-        with suppress(OSError):  # another host was faster
+        if not of_host.exists():  # else an earlier start was killed before the rename
+            atomic_folder.publish(of_host, partial(_write_split, cfg, task, source))
+        try:
             of_host.rename(folder)
-        shutil.rmtree(of_host, ignore_errors=True)
+        except OSError:
+            if not folder.exists():
+                raise
+            shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
+        _remove_abandoned(folder.parent)
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
+    for name, entry in atomic_folder.read_json(folder / atomic_folder.MANIFEST)["files"].items():
+        if (folder / name).stat().st_size != entry["size"]:
+            raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
     return folder
 
 
-# ---- cache key -------------------------------------------------------------------------------------------------------
-
-
-def _key(task: Task, source: Source) -> str:
-    """Return the cache key of prepared rows: a hash of the data, task, code and version of `datasets`."""
-    import datasets
-
-    code = [path.read_text() for path in (*encode_files(task), *(Path(__file__).with_name(name) for name in CODE))]
-    parts = (source.key(), source.split, task.fingerprint(), task.decode_media, code, datasets.__version__)
-    parts += (_tokenizer_settings(task),)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-
-
-def encode_files(task: Task) -> list[Path]:
-    """Return the files of the code behind a task's `encode`: src/text, those of its classes, and `encode_helpers`.
-
-    Of a task that is a folder, all its files."""
-    files = [Path(module.__file__ or "") for module in (text, *task.encode_helpers)]
-    files += [Path(inspect.getfile(c)) for c in type(task).__mro__ if c not in (base.Task, object)]
-    every = [file.parent.glob("*.py") if file.stem == "__init__" else [file] for file in files]
-    return sorted({path for files in every for path in files})
-
-
-def _tokenizer_settings(task: Task) -> list[tuple[str, str]]:
-    """Return the settings of a task's tokenizer that tokenizer.json lacks, such as the end-of-text token.
-
-    A base model and its instruct variant may differ in nothing else."""
-    tokenizer = getattr(task, "tokenizer", None)
-    settings = {name: getattr(tokenizer, name, "") for name in ("truncation_side", "split_special_tokens")}
-    return sorted(
-        (name, str(value)) for name, value in (getattr(tokenizer, "special_tokens_map", {}) | settings).items()
-    )
+def _remove_abandoned(parent: Path) -> None:
+    """Remove unfinished folders of killed preparations that are older than a week."""
+    for unfinished in parent.glob(".*.tmp"):
+        with suppress(OSError):
+            if time.time() - unfinished.stat().st_mtime > WEEK:
+                shutil.rmtree(unfinished)
 
 
 # ---- all rows of a split ---------------------------------------------------------------------------------------------
@@ -132,7 +114,8 @@ def _write_parts(task: Task, raw: RawRows, processes: int, folder: Path) -> dict
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         stack.callback(bar.close)
-        for part in in_processes(processes, partial(write_part, task, raw, features.arrow_schema), parts):
+        write = partial(write_part, task, raw, features.arrow_schema)
+        for part in stack.enter_context(closing(in_processes(processes, write, parts))):
             for name in SUMS:
                 stats[name] += part[name]
             for name, file in files.items():
@@ -220,7 +203,7 @@ def _value_bytes(value) -> bytes:
 # ---- processes -------------------------------------------------------------------------------------------------------
 
 
-def in_processes(processes: int, function: Callable[[Any], Any], items: list) -> Iterator:
+def in_processes(processes: int, function: Callable[[Any], Any], items: list) -> Generator:
     """Yield `function(item)` of each item, in order, computed in up to `processes` forked processes."""
     processes = min(processes, len(items))
     if processes < 2:
@@ -244,4 +227,9 @@ def _begin_process(function: Callable[[Any], Any]) -> None:
 
 
 def _call(item: Any) -> Any:
-    return _inherited[-1](item)
+    try:
+        return _inherited[-1](item)
+    except (UsageError, OSError):
+        raise
+    except Exception:  # of any class: only text reaches the parent for sure
+        raise Failure(f"a process that prepares data failed:\n{traceback.format_exc()}") from None

@@ -20,7 +20,7 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data import data_loader, local_files
 from src.data.batch_plan import PlanConfig, training_order
-from src.data.prepare import encode_files
+from src.data.cache_key import encode_files
 from src.storage import shared_work
 from src.tasks import Batch, causal_lm
 from tests.helpers import kit

@@ -206,6 +206,33 @@ def test_failing_process_ends_the_preparation(tools, tmp_path, small, monkeypatc
 # ---- the process group does not wait -------------------------------------------------------------------------------------
 
 
+def test_rename_after_a_kill_and_files_of_another_size(tools, tmp_path, monkeypatch):
+    """A preparation that was killed before its last rename is used; one with a truncated file is refused."""
+    fields = fields_of(tools, "rows") | {"cache_dir": tmp_path}
+    kit.open_data(**fields)
+    [stats] = tmp_path.glob("prepared/[!.]*/facts.json")
+    stats.parent.rename(f"{stats.parent}.{prepare.SharedWork(tmp_path).host}")
+    count_blocks(monkeypatch, tmp_path)
+    kit.open_data(**fields)
+    assert encoded(tmp_path) == []
+    lengths = stats.parent / "lengths"
+    lengths.write_bytes(lengths.read_bytes()[:-4])
+    with pytest.raises(UsageError, match=f"{lengths} is damaged: remove the folder"):
+        kit.open_data(**fields)
+
+
+def test_error_of_any_class_reaches_the_parent():
+    class Unpicklable(Exception):
+        def __init__(self, one, two):
+            super().__init__(one)
+
+    def fail(item):
+        raise Unpicklable("a cosmic ray", item)
+
+    with pytest.raises(Failure, match="a cosmic ray"):
+        list(prepare.in_processes(2, fail, [1, 2, 3]))
+
+
 def test_data_is_prepared_before_the_process_group_exists(tmp_path, monkeypatch):
     """So no collective waits for it, and preparation may take longer than ddp_timeout."""
     original = causal_lm.Task.encode
