@@ -19,7 +19,14 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-TIMES = ("seconds", "tokens_per_second", "data_seconds")  # values of a line that no two runs share
+TIMES = (
+    "seconds",
+    "tokens_per_second",
+    "data_seconds",
+    "tflops",
+    "mfu",
+    "gpu_memory_gib",
+)  # values of a line that no two runs share
 BASE_FLAGS = {
     "dtype": "float64",
     "max_steps": 20,

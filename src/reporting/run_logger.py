@@ -19,6 +19,7 @@ from src.reporting.environment import topology, write_environment
 from src.reporting.ledger import Ledger
 from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
+from src.reporting.utilization import GpuUse
 from src.runtime import console, run_status
 from src.runtime.console import Console, exact, in_unit, table
 from src.runtime.exit_codes import record_exit_in
@@ -40,6 +41,7 @@ class RunLogger:
         self.train_set, self.meter = run.datasets["train"], run.meter
         self.is_main, self.folder = self.strategy.accelerator.is_main_process, Path(run.cfg.output_dir)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
+        self.gpu_use = GpuUse(run)
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
         is_training = not due.complete()
@@ -106,6 +108,7 @@ class RunLogger:
             "grad_norm": state.grad_norm,
             "skipped": state.step - state.updates,
         }
+        values |= self.gpu_use.line(values["tokens_per_second"])
         values |= state.line_values | compiled_graphs(self.cfg)
         state.line_values = {}
         self._line("train", state.step, values)
@@ -143,19 +146,11 @@ class RunLogger:
             if kind in last:
                 chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table(in_unit(chosen, self.task.unit))}")
-        self.say(gpu_memory(self.strategy.accelerator.device))
+        self.say(self.gpu_use.summary())
         step = max((line["step"] for line in last.values()), default=0)
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", step, 0, **outcome)
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
-
-
-def gpu_memory(device: torch.device) -> str:
-    """Return the most memory that tensors have taken on this process's GPU; an empty string on other devices."""
-    if device.type != "cuda":
-        return ""
-    most, total = torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    return f"\ngpu memory  at most {most / 2**30:.1f} of {total / 2**30:.1f} GiB (main process)"
 
 
 def _is_before(line: dict, state: TrainState) -> bool:

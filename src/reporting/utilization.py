@@ -1,10 +1,12 @@
-"""Model FLOPs per token, and the share of a GPU's peak rate that they make (MFU).
+"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory.
 
 Tests: tests/reporting/test_utilization.py.
 """
 
 import torch
 from torch import nn
+
+from src.training.train_state import Run
 
 # Dense TFLOP/s (without sparsity) of NVIDIA's data sheets. A name is part of torch.cuda.get_device_name(); the first
 # match counts. float32 products use TF32 only if PyTorch was told so, so float32 has no peak here.
@@ -24,32 +26,64 @@ PEAK_TFLOPS = {
 }
 
 
-def peak_tflops(device_name: str, dtype: torch.dtype) -> float | None:
+def peak_tflops(device_name: str, dtype: torch.dtype | None) -> float | None:
     """Return the peak rate of a device's products in a 16-bit `dtype`, or None if it is not known."""
     if dtype not in (torch.bfloat16, torch.float16):
         return None
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
-class ModelFlops:
-    """FLOPs of training one token: 6 for each weight and 12 · layers · hidden size · row length for attention.
+def flops_per_token(model: nn.Module, row_length: float) -> float:
+    """Return the FLOPs of training one token: 6 for each weight, and 12 · layers · hidden size · row length for attention.
 
     A weight takes 2 forward, 2 for the gradient of its input and, if it is trained, 2 for its own (LoRA: 4 N for the
     base). Embeddings count only if they are the output head, too. Attention is not halved for the causal mask, as in
     the PaLM paper (arXiv:2204.02311, appendix B); what gradient checkpointing computes again does not count."""
+    config = next((m.config for m in model.modules() if hasattr(m, "config")), None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
+    lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
+    weights = [p for p in model.parameters() if p.dim() > 1 and (id(p) not in lookups or id(p) in products)]
+    # The products of attention have no weights: 4 forward, 8 backward, also under LoRA.
+    return sum((6 if p.requires_grad else 4) * p.numel() for p in weights) + 12 * layers * hidden * row_length
 
-    def __init__(self, model: nn.Module):
-        config = getattr(model, "config", None)
-        config = config.get_text_config() if hasattr(config, "get_text_config") else config
-        layers, hidden = getattr(config, "num_hidden_layers", 0), getattr(config, "hidden_size", 0)
-        lookups = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-        products = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear)}
-        weights = [p for p in model.parameters() if p.dim() > 1 and (id(p) not in lookups or id(p) in products)]
-        frozen = sum(p.numel() for p in weights if not p.requires_grad)
-        trained = sum(p.numel() for p in weights if p.requires_grad)
-        self.weights = 6 * trained + 4 * frozen
-        self.attention = 12 * layers * hidden  # its products have no weights: 4 forward, 8 backward, also under LoRA
 
-    def per_token(self, row_length: float) -> float:
-        """Return the FLOPs of a token in rows of this mean length."""
-        return self.weights + self.attention * row_length
+def speed(flops_per_second: float, peak: float | None) -> dict[str, float]:
+    """Return `tflops` of a device and, if its peak (in TFLOP/s) is known, `mfu`, as a train line has them."""
+    tflops = flops_per_second / 1e12
+    return {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
+
+
+class GpuUse:
+    """What a train line says of this process's GPU: speed, if rows are of tokens, and memory. On a CPU nothing."""
+
+    def __init__(self, run: Run):
+        """Count the FLOPs of a token in a row of mean length."""
+        accelerator, stats = run.strategy.accelerator, run.datasets["train"].stats
+        self.device, self.processes, self.flops, self.most = accelerator.device, accelerator.num_processes, 0.0, 0
+        if self.device.type != "cuda":
+            return
+        if run.task.unit == "tokens" and stats["examples"]:  # of a stream the length is not known
+            self.flops = flops_per_token(run.model, stats["tokens"] / stats["examples"])
+        weights = next(run.model.parameters()).dtype
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "no": weights}.get(accelerator.mixed_precision)
+        self.peak = peak_tflops(torch.cuda.get_device_name(self.device), dtype)
+
+    def line(self, tokens_per_second: float) -> dict[str, float]:
+        """Return `gpu_memory_gib`, the peak since the last call, `tflops` of this device and `mfu`."""
+        if self.device.type != "cuda":
+            return {}
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.most = max(self.most, peak)
+        speeds = speed(self.flops * tokens_per_second / self.processes, self.peak) if self.flops else {}
+        return speeds | {"gpu_memory_gib": peak / 2**30}
+
+    def summary(self) -> str:
+        """Return the most memory that tensors have taken on this process's GPU; an empty string on other devices."""
+        if self.device.type != "cuda":
+            return ""
+        most = max(self.most, torch.cuda.max_memory_allocated(self.device))
+        total = torch.cuda.get_device_properties(self.device).total_memory
+        return f"\ngpu memory  at most {most / 2**30:.1f} of {total / 2**30:.1f} GiB (main process)"

@@ -149,7 +149,8 @@ class Console:
         step = line["step"]
         seconds_per_step = (time.monotonic() - self.start) / max(1, step - self.first_step)
         eta = timedelta(seconds=round(seconds_per_step * (self.total - step)))
-        stamped(f"step {step}/{self.total} loss {loss} lr {rate} {speed} {self.unit}/s ETA {eta}")
+        mfu = f" mfu {line['mfu']:.1%}" if "mfu" in line else ""
+        stamped(f"step {step}/{self.total} loss {loss} lr {rate} {speed} {self.unit}/s{mfu} ETA {eta}")
 
     def end(self) -> None:
         if self.bar is not None:

@@ -14,7 +14,7 @@ from src.distributed.host_group import HostGroup
 from src.training.step import StepLosses, StepTotals
 
 LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
-LINE += ("learning_rate", "grad_norm", "skipped", "graphs")
+LINE += ("learning_rate", "grad_norm", "skipped", "graphs", "tflops", "mfu", "gpu_memory_gib")
 
 
 class Meter:

@@ -78,6 +78,7 @@ def test_low_precision_computes_and_float32_is_kept(recipe, float32, tmp_path, p
     assert {value.dtype for value in run.weights.values()} == {torch.float32}
     assert losses_agree(run, float32, 2e-2)
     assert not losses_agree(run, float32, 1e-9)  # it was not silently float32
+    assert {"tflops", "gpu_memory_gib"} <= run.kind("train")[-1].keys()  # `mfu`, too, if the device is in the table
 
 
 def test_fp8_losses_are_close(recipe, float32, tmp_path):

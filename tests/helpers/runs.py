@@ -57,9 +57,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def timeless(folder) -> list[dict]:
-    """Return the lines of metrics.jsonl without times and rates."""
+    """Return the lines of metrics.jsonl without times, rates and the use of a GPU."""
     lines = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [{name: value for name, value in line.items() if "second" not in name} for line in lines]
+    gpu = ("tflops", "mfu", "gpu_memory_gib")
+    return [{name: value for name, value in line.items() if "second" not in name and name not in gpu} for line in lines]
 
 
 def ledger_text(folder) -> str:

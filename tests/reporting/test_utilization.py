@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.reporting.utilization import ModelFlops, peak_tflops
+from src.reporting.utilization import flops_per_token, peak_tflops, speed
 from tests.helpers import kit
 
 
@@ -27,16 +27,16 @@ def test_flops_are_those_that_pytorch_counts(tied, lora):
         model.requires_grad_(False)
         model.lm_head.weight.requires_grad = True
         model.enable_input_require_grads()
-    assert ModelFlops(model).per_token(24) == pytest.approx(counted(model, 3, 24), rel=0.01)
+    assert flops_per_token(model, 24) == pytest.approx(counted(model, 3, 24), rel=0.01)
 
 
 def test_frozen_weights_cost_four_flops():
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**kit.LLAMA | {"tie_word_embeddings": False}))
-    every = ModelFlops(model).weights
+    every = flops_per_token(model, 0)
     for name, parameter in model.named_parameters():
         parameter.requires_grad = "lm_head" in name
     head = model.lm_head.weight.numel()
-    assert ModelFlops(model).weights == 4 * (every / 6 - head) + 6 * head
+    assert flops_per_token(model, 0) == 4 * (every / 6 - head) + 6 * head
 
 
 def test_peak_of_devices():
@@ -44,3 +44,8 @@ def test_peak_of_devices():
     assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
     assert peak_tflops("NVIDIA H200", torch.float32) is None
     assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
+
+
+def test_speed_of_a_line():
+    assert speed(494.5e12, 989.0) == {"tflops": 494.5, "mfu": 0.5}
+    assert speed(3e12, None) == {"tflops": 3.0}
