@@ -67,7 +67,7 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
         _remove_abandoned(folder.parent)
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
-    for name, entry in atomic_folder.read_json(folder / atomic_folder.MANIFEST)["files"].items():
+    for name, entry in atomic_folder.read_json(folder / atomic_folder.MANIFEST).get("files", {}).items():
         if (folder / name).stat().st_size != entry["size"]:
             raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
     return folder
