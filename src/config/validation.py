@@ -95,6 +95,7 @@ def one_source(cfg: RunConfig) -> Iterator[str]:
 
 
 def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
+    """Yield an error for each rule about the names, weights and data of a mixture's sources that is violated."""
     mixture = cfg.mixture or {}
     if cfg.mixture is not None and len(mixture) < 2:
         yield "mixture: give at least two sources, each as NAME: {train_file: …, weight: …}"
