@@ -27,6 +27,7 @@ from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, training_order
 from src.data.data_loader import read_batches
 from src.data.dataset import prepare_datasets
+from src.data.prepared_split import ROWS
 from src.storage import cache_folder
 from src.tasks import OPTIONS, make_task
 
@@ -62,8 +63,7 @@ def plain_loader(split, micro: int, form: str | None):
     """Return a plain DataLoader over the same rows in a `datasets.Dataset`, with the padding of our loader."""
     import datasets
 
-    parts = [datasets.Dataset.from_file(str(split.folder / file)) for file, _ in split.stats["parts"]]
-    rows = datasets.concatenate_datasets(parts).select_columns(["input_ids"]).with_format(form)
+    rows = datasets.Dataset.from_file(str(split.folder / ROWS)).select_columns(["input_ids"]).with_format(form)
 
     def collate(batch):
         longest = max(len(row["input_ids"]) for row in batch)

@@ -18,7 +18,7 @@ from src.data import sources
 from src.data.arrow_columns import MEDIA, keep_encoded
 from src.data.prepared_split import Split
 from src.data.raw_rows import RawRows
-from src.data.row_errors import RowLocations, read_rows
+from src.data.row_errors import read_rows
 from src.data.sources import Source
 from src.storage.shared_work import SharedWork
 from src.tasks.base import Task
@@ -64,8 +64,9 @@ class HeldOutSource(Source):
 
     def choose_rows(self, raw: RawRows, ids: range) -> np.ndarray:
         rows = keep_encoded(raw.rows)
-        values = read_rows(rows, ids, RowLocations(self.split, ids, raw.describe_row))
-        return are_held_out(values, rows.features, self.share) == (self.split == "validation")
+        return are_held_out(read_rows(rows, ids, raw.describe_row), rows.features, self.share) == (
+            self.split == "validation"
+        )
 
     def explain_no_rows(self, count: int) -> str:
         number, fix = ("none", "raise it") if self.split == "validation" else ("all", "lower it")

@@ -11,12 +11,11 @@ import pyarrow as pa
 from addons.streaming import remote_files
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
-from src.data import readers
-from src.data.arrow_columns import column_readers, keep_encoded, refuse_mixed_types
-from src.data.local_files import named_files, unread_files, warn_of_unread
-from src.data.readers import explain_read_error
-from src.data.row_errors import RowLocations, encode_rows, read_rows
+from src.data.arrow_columns import column_readers, keep_encoded
+from src.data.raw_rows import explain_read_error, replace_readers
+from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.row_order import derive_seed, permute
+from src.data.sources import named_files
 from src.storage import http_files
 from src.tasks.base import Task
 from src.text.encode_rows import OPTIONAL_COLUMNS
@@ -116,12 +115,10 @@ class StreamShards:
         from datasets import Dataset
 
         name, first = self.names[shard], block * BLOCK
-        locations = RowLocations(
-            "train", range(first, first + len(table)), lambda row: f"{name}, row {row}: train data"
-        )
+        ids, describe = range(len(table)), lambda row: f"{name}, row {first + row}: train data"
         rows = Dataset(table)  # decodes values as the rows of prepared data: a table would return images as bytes
         rows = rows if self.task.decode_media else keep_encoded(rows)
-        return encode_rows(self.task, read_rows(rows, range(len(table)), locations), locations, self.schema)
+        return encode_rows(self.task, read_rows(rows, ids, describe), ids, describe, self.schema)
 
     def prepare(self, table: pa.Table, shard: int, block: int, epoch: int) -> list[Row]:
         """Encode a block and return its rows, in an order that depends on seed, shard, block and epoch."""
@@ -144,7 +141,7 @@ def _open_dataset(source: StreamSource, columns: list[str] | None = None):
     try:
         if columns is None:  # the first time
             builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision)
-            warn_of_unread(source.field, unread_files(source, named_files(source, builder.config.data_files)))
+            named_files(source, builder.config.data_files)  # refuses those outside of the folder
             source.choose_split(builder.info.splits or builder.config.data_files or [])  # refuses an unknown split
         rows = datasets.load_dataset(**named, streaming=True)
         if columns and rows.info.builder_name == "parquet":
@@ -171,5 +168,5 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None):
 def _set_up_datasets() -> None:
     import datasets
 
-    readers.install()
+    replace_readers()
     datasets.config.STREAMING_READ_MAX_RETRIES = 3  # default 20; one of those waits as long as three of our retries

@@ -1,16 +1,13 @@
-"""Columns of Arrow tables: raw values, prepared rows, zero-copy row readers, and errors for columns of mixed types.
+"""Columns of Arrow tables: prepared rows, zero-copy row readers, media as stored.
 
-Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
+Tests: tests/data/test_dataset.py and tests/data/test_media.py.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
-
-from src.config.errors import UsageError
-from src.data.readers import describe_file_error
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -77,34 +74,9 @@ def _column(values: list, kind: pa.DataType) -> pa.Array:
     return pa.ExtensionArray.from_storage(kind, numpy_to_pyarrow_listarray(stacked, pa.type_for_alias(kind.value_type)))
 
 
-def has_media(rows: "Dataset") -> bool:
-    """Return True if a column holds images, audio or video."""
-    return any(type(feature).__name__ in MEDIA for feature in rows.features.values())
-
-
 def keep_encoded(rows: "Dataset") -> "Dataset":
     """Return `rows` with images, audio and video as {"bytes": …, "path": …}, as they are stored, not decoded."""
     for name, feature in rows.features.items():
         if type(feature).__name__ in MEDIA:
             rows = rows.cast_column(name, type(feature)(decode=False))
     return rows
-
-
-def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:
-    """Raise UsageError for a column of mixed types: `datasets` stores it as JSON and may read back different values."""
-    for column in columns:
-        # The entries of `messages` may have different keys.
-        if column != "messages" and "arrow.json" in str(schema.field(column).type):
-            found = next(filter(None, map(describe_file_error, files)), None)
-            raise UsageError(found or f"{name}: `{column}` holds values of several types: use one type for all rows")
-
-
-def has_quoted_text(rows) -> bool:
-    """Return True if any text is in quotes: either a quotation, or a column of mixed types.
-
-    `datasets` writes a chunk of mixed types as JSON, which puts its texts in quotes. If an earlier chunk held only
-    text, the type of the column does not show the mix; only the file does."""
-    import pyarrow.compute as pc
-
-    texts = [c for c in rows.data.columns if pa.types.is_string(c.type) or pa.types.is_large_string(c.type)]
-    return any(pc.any(pc.match_substring_regex(column, r'(?s)\A".*"\z')).as_py() for column in texts)

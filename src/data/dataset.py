@@ -6,15 +6,12 @@ Tests: tests/data/test_dataset.py, tests/config/test_bad_input.py and tests/conf
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.data.local_files import warn_of_unread
 from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
 from src.data.prepared_split import STATS, Split, data_notes, format_stats, task_stats
@@ -29,24 +26,28 @@ from src.tasks import OPTIONS, Task, make_task
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Sources = dict[str, Source]  # key: source name in the mixture, or "" without a mixture
-
 
 def prepare_datasets(cfg: RunConfig, task: Task, wanted=("train", "validation")) -> dict:
     """Load the task's tokenizer and configuration, and return the prepared splits that the run file names.
 
     The key "validation" is missing if there is no validation data."""
+    task.load()
+    if "train" in wanted:
+        for check_task in functions_of_addons(cfg, "check_task"):
+            check_task(cfg, task)
     work = SharedWork(cache_root(cfg))
-    with _explain_unwritable_cache(work):
-        task.load()
-        if "train" in wanted:
-            for check_task in functions_of_addons(cfg, "check_task"):
-                check_task(cfg, task)
-        return load_splits(cfg, task, work, wanted)
+    try:
+        return _load_splits(cfg, task, work, wanted)
+    except OSError as error:
+        if not is_unwritable(error, work.root):
+            raise
+        text = (
+            f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
+        )
+        raise UsageError(text) from error
 
 
-def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "validation")) -> dict:
-    """Return the prepared splits that the run file names, by name. The task's tokenizer must be loaded already."""
+def _load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted: tuple[str, ...]) -> dict:
     import datasets
 
     console.reroute()
@@ -56,12 +57,12 @@ def load_splits(cfg: RunConfig, task: Task, work: SharedWork, wanted=("train", "
     find = function_of_addon(cfg, "find_sources", find_sources)
     fetch = function_of_addon(cfg, "fetch_source", fetch_source)
     open_ = function_of_addon(cfg, "open_source", open_source)
-    found: dict[str, Sources] = {split: find(cfg, split) for split in wanted}
-    for split, sources in found.items():
-        found[split] = {name: fetch(source, cfg, work) for name, source in sources.items()}
+    by_split: dict[str, dict[str, Source]] = {split: find(cfg, split) for split in wanted}
+    for split, sources in by_split.items():
+        by_split[split] = {name: fetch(source, cfg, work) for name, source in sources.items()}
 
     splits = {}
-    for split, sources in found.items():
+    for split, sources in by_split.items():
         parts = {name: open_(cfg, task, source, work) for name, source in sources.items()}
         parts = {name: part for name, part in parts.items() if part is not None}
         if parts:
@@ -79,7 +80,6 @@ def open_source(cfg: RunConfig, task: Task, source: Source, work: SharedWork) ->
     stats = json.loads((folder / STATS).read_text())
     if not stats["examples"]:
         return None
-    warn_of_unread(source.field, stats.get("unread", []))
     split = Split(folder, stats)
     for after_preparation in functions_of_addons(cfg, "after_preparation"):
         after_preparation(cfg, task, source, split, work)
@@ -103,19 +103,6 @@ def _join(cfg: RunConfig, split: str, parts: dict[str, Split]) -> Split | Mixtur
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _explain_unwritable_cache(work: SharedWork) -> Iterator[None]:
-    """Raise UsageError instead of an OSError that means that the cache cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        if not is_unwritable(error, work.root):
-            raise
-        raise UsageError(
-            f"cache_dir: {work.root} cannot be written ({error.strerror}): free disk space, or give another --cache_dir"
-        ) from error
-
-
 def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
     """Raise UsageError for missing splits, and for fields of the run file that contradict the data."""
     if wanted[0] not in splits:
@@ -129,15 +116,13 @@ def _check(cfg: RunConfig, splits: dict, wanted: tuple[str, ...]) -> None:
             f"per_device_batch_tokens is {cfg.per_device_batch_tokens:,}, but the longest row has {longest:,} tokens: "
             f"raise it to at least {longest:,}, or lower --max_length"
         )
-    needs_evaluation = {name: getattr(cfg, name) for name in ("metric_for_best_model", "early_stopping_patience")}
-    if follows_evaluations(cfg):
-        needs_evaluation["lr_scheduler_type"] = cfg.lr_scheduler_type
-    for name, value in needs_evaluation.items():
-        if value and "validation" not in splits:
-            raise UsageError(
-                f"{name} is {value}, but there is no evaluation data: give --validation_file or --validation_split (or a "
-                f"dataset with a validation split), or remove {name}"
-            )
+    names = ["metric_for_best_model", "early_stopping_patience", *["lr_scheduler_type"] * follows_evaluations(cfg)]
+    needed = {name: value for name in names if (value := getattr(cfg, name))}
+    if needed and "validation" not in splits:
+        name, value = next(iter(needed.items()))
+        raise UsageError(
+            f"{name} is {value}, but there is no evaluation data: give --validation_file, or remove {name}"
+        )
 
 
 def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
@@ -147,15 +132,12 @@ def check_same_data(accelerator: "Accelerator", splits: dict) -> None:
     from accelerate.utils import gather_object
 
     per_rank = gather_object([{name: (split.stats["examples"], split.stats["rows"]) for name, split in splits.items()}])
-    for rank, held in enumerate(per_rank):
-        for name in sorted(held.keys() | per_rank[0].keys()):
-            expected = per_rank[0].get(name, (0, ""))
-            found = held.get(name, (0, ""))
-            if found != expected:
-                raise UsageError(
-                    f"{name} data: rank {rank} has other rows than rank 0 ({found[0]} rows, rank 0 has {expected[0]}): give all "
-                    "nodes the same files and the same code"
-                )
+    for rank, rows in enumerate(per_rank):
+        for name in sorted(rows.keys() | per_rank[0].keys()):
+            here, there = (of_rank.get(name, (0, "")) for of_rank in (rows, per_rank[0]))
+            if here != there:
+                text = f"{name} data: rank {rank} has other rows than rank 0 ({here[0]} rows, rank 0 has {there[0]})"
+                raise UsageError(f"{text}: give all nodes the same files and the same code")
 
 
 def main(argv: list[str]) -> None:

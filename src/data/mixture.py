@@ -13,9 +13,8 @@ import numpy as np
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
+from src.data.prepared_split import SUMS
 from src.data.row_order import mixture_quotas
-
-SUMS = ("tokens", "targets", "rows_cut", "tokens_cut", "without_target", "source_rows", "examples")
 
 
 class Mixture:
@@ -27,11 +26,9 @@ class Mixture:
         self.starts = np.cumsum([0, *rows])
         self.lengths = NumbersByRow(parts, attrgetter("lengths"), np.int64)
         self.quotas = mixture_quotas(rows, weights) if training else None
-        for name, (_, draws) in zip(parts, self.quotas, strict=True) if self.quotas else ():
+        for name, (_, draws) in zip(parts, self.quotas or [], strict=False):
             if not draws:
-                raise UsageError(
-                    f"mixture: the weight of {name} gives it less than one example per epoch: raise the weight"
-                )
+                raise UsageError(f"mixture: the weight of {name} gives it no example in an epoch: raise the weight")
         self.stats = self._stats()
 
     def _stats(self) -> dict:
@@ -64,12 +61,12 @@ class Mixture:
 
     def rows(self, ids: np.ndarray) -> list[dict]:
         """Return the rows with the given ids, in the order of `ids`."""
-        found: list = [None] * len(ids)
+        rows: list = [None] * len(ids)
         for _, first, part in self.segments():
             mine = np.flatnonzero((ids >= first) & (ids < first + len(part)))
             for i, row in zip(mine.tolist(), part.rows(ids[mine] - first), strict=True):
-                found[i] = row
-        return found
+                rows[i] = row
+        return rows
 
 
 class NumbersByRow:
@@ -79,9 +76,9 @@ class NumbersByRow:
         self.parts, self.array_of, self.dtype = parts, array_of, dtype
 
     def __getitem__(self, ids: np.ndarray) -> np.ndarray:
-        found, first = np.empty(len(ids), self.dtype), 0
+        numbers, first = np.empty(len(ids), self.dtype), 0
         for part in self.parts.values():
             mine = (ids >= first) & (ids < first + len(part))
-            found[mine] = self.array_of(part)[ids[mine] - first]
+            numbers[mine] = self.array_of(part)[ids[mine] - first]
             first += len(part)
-        return found
+        return numbers

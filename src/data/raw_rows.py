@@ -1,30 +1,36 @@
-"""Raw rows of a source: converted to Arrow by `datasets` in its cache, checked, memory-mapped.
+"""Raw rows of a source: read by `datasets`, converted to Arrow in its cache, memory-mapped; no row is misread silently.
 
-Tests: tests/data/test_dataset.py and tests/data/test_bad_rows.py.
+Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV files are read by `pyarrow.csv`, because pandas
+takes an extra field in every row as an index (which shifts the columns), fills short rows, and renames duplicate
+columns. A column of JSON whose type changes after the first chunk of a file is an error: `datasets` would write the
+texts of that chunk in quotes. The byte order mark of a text is removed.
+
+Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config.errors import UsageError
+import pyarrow as pa
+
+from src.config.errors import UsageError, one_line
+from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
-from src.data import readers
-from src.data.arrow_columns import has_quoted_text
-from src.data.local_files import named_files, unread_files
-from src.data.readers import describe_file_error, explain_read_error
-from src.data.row_errors import locate_row
-from src.data.sources import Source
+from src.data.row_errors import json_error, line_of
+from src.data.sources import Source, named_files
+from src.runtime import private_apis
 from src.storage import disk_errors
 from src.storage.cache_folder import cache_root
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+CSV_BLOCK = 16 << 20  # bytes: the first block of a file decides the types of its columns
 
 
 @dataclass(frozen=True)
@@ -33,18 +39,18 @@ class RawRows:
 
     source: Source
     rows: "Dataset"
-    files: tuple[str, ...]
-    unread: tuple[str, ...] = ()  # files of a folder that look like data and are in no split
+    files: tuple[tuple[str, int], ...] = ()  # (file, number of its rows); () if only `datasets` knows
     splits: tuple[str, ...] = ()  # names of all splits of a dataset given by name
 
     def describe_row(self, row: int) -> str:
-        """Return the file and line of a row, else its number in the split."""
-        location, split = locate_row(self.files, row), f"{self.source.split} data"
-        if not location:
-            return f"{split}, row {row}"
-        for file, url in self.source.origins.items():
-            location = location.replace(file, url)
-        return f"{location}: {split}"
+        """Return the file and line of a row (its number in the file, from 0, if lines are not rows)."""
+        name, number = str(self.source.name), row
+        for file, count in self.files:
+            if number < count:
+                name = f"{self.source.display_names([file])}, {line_of(file, number)}"
+                return f"{name}: {self.source.split} data"
+            number -= count
+        return f"{name}, row {row}: {self.source.split} data"
 
 
 def load_raw_rows(source: Source, cfg: RunConfig, apply: Callable[[Callable, list], Iterable] = map) -> RawRows | None:
@@ -53,59 +59,41 @@ def load_raw_rows(source: Source, cfg: RunConfig, apply: Callable[[Callable, lis
     `apply` is `map`, or does the same in several processes: each file is converted alone, so that its types show."""
     import datasets
 
-    readers.install()
-    cache = str(cache_root(cfg)) if cfg.cache_dir else None
+    replace_readers()
+    folder = str(cache_root(cfg)) if cfg.cache_dir else None
     if not source.builder:
-        with _read_errors(source, source.files):
-            return _load_named(source, cache)
-    arrows = apply(partial(_convert_file, source, cache), list(source.files))
-    parts = [datasets.concatenate_datasets([datasets.Dataset.from_file(name) for name in names]) for names in arrows]
-    return RawRows(source, _concatenate(source, parts), source.files)
-
-
-@contextmanager
-def _read_errors(source: Source, files: Sequence[str]) -> Iterator[None]:
-    """Raise UsageError with file and reason instead of an error in reading `files`; that of a full disk as it is."""
+        with _read_errors(source):
+            return _load_named(source, folder)
+    arrow_files = apply(partial(_convert_file, source, folder), list(source.files))
+    parts = [datasets.concatenate_datasets(list(map(datasets.Dataset.from_file, names))) for names in arrow_files]
     try:
-        yield
-    except UsageError:
-        raise
-    except Exception as error:
-        cause = error
-        while cause.__cause__ is not None:
-            cause = cause.__cause__
-        if isinstance(cause, OSError) and cause.errno in disk_errors.FULL:
-            raise cause from error
-        raise UsageError(explain_read_error(source, error, files)) from error
+        rows = datasets.concatenate_datasets(parts)
+    except ValueError as error:
+        raise UsageError(f"{source.field}: {source}: files with other types of columns: {one_line(error)}") from error
+    return RawRows(source, rows, tuple(zip(source.files, map(len, parts), strict=True)))
 
 
-def _options(source: Source, cache: str | None, files: Sequence[str]) -> dict:
+def _options(source: Source, folder: str | None, files: Sequence[str]) -> dict:
     """Return options of `datasets`. Its own cache key ignores how a file is read, so ours is added to it."""
     import datasets
 
     content = (source.builder, source.name, source.hub, source.rows_of, datasets.__version__)
-    key = (source.file_keys(files), *content, Path(readers.__file__).read_text())
+    key = (source.file_keys(files), *content, Path(__file__).read_text())
     added = {"description": hashlib.sha256(repr(key).encode()).hexdigest()[:32]} if files else {}
-    return {"cache_dir": cache} | added
+    return {"cache_dir": folder} | added
 
 
-def _convert_file(source: Source, cache: str | None, file: str) -> list[str]:
+def _convert_file(source: Source, folder: str | None, file: str) -> list[str]:
     """Convert a file to Arrow files in the cache of `datasets`, and return their names."""
     import datasets
 
-    options, split = _options(source, cache, [file]), source.rows_of
+    options, split = _options(source, folder, [file]), source.rows_of
     with _read_errors(source, [file]):
         rows = datasets.load_dataset(source.builder, data_files={split: [file]}, split=split, **options)
-        if source.builder == "json" and has_quoted_text(rows) and (error := describe_file_error(file)):
-            raise UsageError(error)
-    return _arrow_files(rows)
+    return [part["filename"] for part in rows.cache_files]
 
 
-def _arrow_files(rows: "Dataset") -> list[str]:
-    return [file["filename"] for file in rows.cache_files]
-
-
-def _load_named(source: Source, cache: str | None) -> RawRows | None:
+def _load_named(source: Source, folder: str | None) -> RawRows | None:
     """Return the rows of a folder or Hub dataset."""
     import datasets
 
@@ -113,31 +101,121 @@ def _load_named(source: Source, cache: str | None) -> RawRows | None:
         loaded = datasets.load_from_disk(source.name)
         splits = loaded if isinstance(loaded, dict) else {"train": loaded}
         rows = splits.get(source.choose_split(splits))
-        return RawRows(source, rows, tuple(_arrow_files(rows)), (), tuple(splits)) if rows is not None else None
-    options = _options(source, cache, source.files)
+        return RawRows(source, rows, splits=tuple(splits)) if rows is not None else None
+    options = _options(source, folder, source.files)
     builder = datasets.load_dataset_builder(source.name, source.config_name, revision=source.revision, **options)
     data_files = builder.config.data_files or {}
     names = [str(name) for name in builder.info.splits or data_files]
     if not (split := source.choose_split(names)):
         return None
-    named = named_files(source, data_files)
-    rows = source.load_split(builder, split, cache)
+    named_files(source, data_files)
+    rows = source.load_split(builder, split, folder)
     files = [str(file) for file in data_files.get(split, [])] if source.files else []
-    return RawRows(source, rows, tuple(files or source.files), tuple(unread_files(source, named)), tuple(names))
+    return RawRows(source, rows, ((files[0], len(rows)),) if len(files) == 1 else (), tuple(names))
 
 
-def _concatenate(source: Source, parts: list["Dataset"]) -> "Dataset":
-    """Return the rows of all files as one dataset. Raise UsageError with two file names if their columns do not match."""
-    import datasets
+# ---- readers of `datasets` -------------------------------------------------------------------------------------------
 
+
+def replace_readers() -> None:
+    """Replace the readers of `datasets` that would misread a file."""
+    import fsspec
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+    from datasets.packaged_modules.text.text import Text
+
+    # Some versions of fsspec run templates in reference files as code, and a dataset's README.md may name such files.
+    text = "reference:// is refused, because it may run code: give the files themselves"
+    fsspec.register_implementation("reference", "refused.NoSuchClass", clobber=True, errtxt=text)
+    private_apis.replace_table_reader(Csv, _csv_tables)
+    private_apis.replace_table_reader(Json, _json_tables)
+    private_apis.replace_table_reader(Text, _text_tables)
+
+
+def _csv_tables(self, base_files, files_iterables):
+    """Yield the tables of CSV files, read by pyarrow. A dataset with a dialect of its own is left to pandas."""
+    from datasets.builder import Key
+    from datasets.packaged_modules.csv import csv as module
+
+    config, default = self.config, module.CsvConfig()
+    dialect = module.CsvConfig.__annotations__.keys() - {"sep", "delimiter"}
+    if len(config.sep) > 1 or any(getattr(config, name) != getattr(default, name) for name in dialect):
+        yield from self.unchecked_tables(base_files, files_iterables)
+        return
+    open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
+    for shard, files in enumerate(files_iterables):
+        batches = (batch for file in files for batch in _read_csv(partial(open_file, file, "rb"), file, config.sep))
+        for number, batch in enumerate(batches):
+            yield Key(shard, number), pa.Table.from_batches([batch])
+
+
+def _read_csv(open_file: Callable, file: str, delimiter: str) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a CSV file, whose columns are numbers, bools or text. Raise UsageError for a bad row."""
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
+    read = csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK)  # without threads, errors have row numbers
+    convert = csv.ConvertOptions(strings_can_be_null=True)
     try:
-        return datasets.concatenate_datasets(parts)
+        with open_file() as binary, csv.open_csv(binary, read, parse, convert) as reader:
+            names = reader.schema.names
+            if repeated := {name for name in names if names.count(name) > 1}:
+                raise UsageError(f"{file}: the column `{min(repeated)}` is named twice")
+            texts = [
+                f for f in reader.schema if not (pa.types.is_primitive(f.type) and not pa.types.is_temporal(f.type))
+            ]
+        convert.column_types = {field.name: pa.string() for field in texts}
+        with open_file() as binary, csv.open_csv(binary, read, parse, convert) as reader:
+            yield from reader
+    except (pa.ArrowInvalid, UnicodeDecodeError) as error:
+        raise UsageError(f"{file}: {one_line(error)}") from error
+
+
+def _json_tables(self, *files, **options):
+    """Yield what `Json._generate_tables` of datasets 5.2 yields; raise an error if types change after the first chunk."""
+    if self.info.features is not None:  # known from the first chunk
+        self.config.on_mixed_types = None
+    yield from self.unchecked_tables(*files, **options)
+
+
+def _text_tables(self, *files, **options):
+    """Yield what `Text._generate_tables` of datasets 5.2 yields, without the byte order mark at the start of a file."""
+    self.config.encoding = "utf-8-sig" if self.config.encoding == "utf-8" else self.config.encoding
+    yield from self.unchecked_tables(*files, **options)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _read_errors(source: Source, files: Sequence[str] = ()) -> Iterator[None]:
+    """Raise UsageError with file and reason instead of an error in reading `files` (default: all of a folder)."""
+    try:
+        yield
     except Exception as error:
-        for (first, rows), (second, other) in combinations(zip(source.files, parts, strict=True), 2):
-            with suppress(Exception):  # not all differ from the first file
-                datasets.concatenate_datasets([rows, other])
-                continue
-            columns = [", ".join(f"{f.name}: {f.type}" for f in part.data.schema) for part in (other, rows)]
-            message = f"{source.field}: {second} has other columns ({columns[0]}) than {first} ({columns[1]})"
-            raise UsageError(describe_file_error(second) or message) from error
-        raise
+        if isinstance(cause := _root_cause(error), OSError) and cause.errno in disk_errors.FULL:
+            raise cause from error
+        raise UsageError(explain_read_error(source, error, files)) from error
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """Return the error that `datasets` wraps.
+
+    After an error at a URL it opens it again, with an argument that fsspec rejects: that TypeError is not the cause."""
+    while error.__cause__ is not None and not isinstance(error, UsageError | ImportError):
+        hidden = error.__context__ if isinstance(error.__cause__, TypeError) else None
+        error = hidden or error.__cause__
+    return error
+
+
+def explain_read_error(source: Source, error: BaseException, files: Sequence[str] = ()) -> str:
+    """Return the message for `files` (of a folder: all) that `datasets` could not read: file, line if known, reason."""
+    cause, files = _root_cause(error), files or source.files
+    text = next(filter(None, map(json_error, files)), None) or str(cause)
+    for file in files:
+        text = text.replace(file, source.display_names([file]))
+    if isinstance(cause, UsageError) or text != str(cause):
+        return text
+    hint = "" if source.builder else not_found_locally(str(source.name))
+    name = source.display_names(files) or source.name
+    return f"{source.field}: {name} could not be read: {hint}{one_line(cause, 400)}"

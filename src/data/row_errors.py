@@ -1,24 +1,18 @@
-"""Reading and encoding of raw rows, with the file and line of a row that fails.
+"""Reading and encoding of raw rows, with the file and line of a row that fails; columns of mixed types.
 
-Files are read again only to explain an error. Tests: tests/data/test_bad_rows.py and tests/data/test_encode_errors.py.
+Tests: tests/data/test_bad_rows.py.
 """
 
+import os
 import reprlib
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from src.config.errors import Failure, UsageError
-from src.config.paths import REPOSITORY
+from src.config.errors import Failure, UsageError, one_line
 from src.data.arrow_columns import record_batch
-from src.data.local_files import BUILDERS
-from src.data.readers import csv_records
-from src.storage import disk_errors
 from src.tasks import Task
 
 if TYPE_CHECKING:
@@ -27,137 +21,69 @@ if TYPE_CHECKING:
 COLUMNS = 4  # number of columns with values in an error message
 
 
-@dataclass
-class RowLocations:
-    """Locations of rows, given by number, of a split. `describe(row)` finds a location when a message needs it."""
-
-    split: str
-    rows: Sequence[int]
-    describe: Callable[[int], str]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, i: int) -> "RowLocation":
-        return RowLocation(self.describe, self.rows[i])
-
-
 class RowLocation(NamedTuple):
-    """Location of one row. Its file is read only when the location is printed."""
+    """Location of one row, printed as its file and line. The file is read only then."""
 
-    describe: Callable[[int], str]
     row: int
+    describe: Callable[[int], str]
 
     def __str__(self) -> str:
         return self.describe(self.row)
 
 
-def read_rows(rows: "Dataset", ids: Sequence[int], locations: RowLocations) -> dict[str, list]:
-    """Return the columns of the raw rows with these ids, one per location.
+def read_rows(rows: "Dataset", ids: Sequence[int], describe: Callable[[int], str]) -> dict[str, list]:
+    """Return the columns of the raw rows with these ids.
 
     Raise UsageError for the first row that cannot be decoded: text that is not UTF-8 (Arrow accepts any bytes as text),
     or a broken image."""
     try:
         return rows[ids]
     except Exception:
-        for i, row in enumerate(ids):
-            try:
-                rows[row]
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{locations[i]}: not UTF-8 text ({error.reason})") from None
-            except Exception as error:
-                raise UsageError(f"{locations[i]}: this row cannot be decoded ({error})") from error
+        if first := _first_failing(lambda i: rows[ids[i]], len(ids)):
+            raise UsageError(f"{describe(ids[first[0]])}: this row cannot be decoded: {one_line(first[1])}") from first[
+                1
+            ]
         raise
-
-
-def locate_row(files: Iterable[str], row: int) -> str | None:
-    """Return 'FILE, line N' for row number `row` of all files in order, or None if the row is not found.
-
-    Return 'FILE, row N' (counted from 0) for formats without lines."""
-    try:
-        for file in files:
-            count = 0
-            for where in _rows_of_file(file):
-                if count == row:
-                    return f"{file}, {where}"
-                count += 1
-            row -= count
-    except Exception:  # the message with the number of the row is more useful than this error
-        pass
-    return None
-
-
-def _rows_of_file(file: str) -> Iterator[str]:
-    """Yield 'line N' or 'row N' for each row of a file."""
-    kind = Path(file).suffix
-    if kind not in (".csv", ".txt", ".jsonl"):
-        yield from (f"row {number}" for number in range(_count_rows(file, kind)))
-        return
-    with open(file, encoding="utf-8", errors="replace", newline="" if kind == ".csv" else None) as text:
-        if kind == ".csv":
-            yield from (f"line {line}" for line, *_ in islice(csv_records(file, text), 1, None))
-        else:
-            yield from (f"line {number}" for number, line in enumerate(text, 1) if kind == ".txt" or line.strip())
-
-
-def _count_rows(file: str, kind: str) -> int:
-    if kind == ".parquet":
-        from pyarrow import parquet
-
-        return parquet.read_metadata(file).num_rows
-    import datasets
-
-    rows = datasets.load_dataset(BUILDERS[kind], data_files=[file], split="train", streaming=True)
-    return sum(map(len, rows.with_format("arrow").iter(1000)))
-
-
-# ---- encoding ----------------------------------------------------------------------------------------------------------
 
 
 def encode_rows(
-    task: Task, rows: dict[str, list], locations: RowLocations, schema: pa.Schema
+    task: Task, rows: dict[str, list], ids: Sequence[int], describe: Callable[[int], str], schema: pa.Schema
 ) -> tuple[dict[str, list], pa.RecordBatch]:
     """Return what the task's `encode` returns for raw rows, and the same as Arrow columns.
 
-    If that fails, raise UsageError for the first row with which it fails, and print the traceback: the task may be in
-    error as well as the row."""
+    If that fails, print the traceback, because the task may be in error as well as the row, and raise UsageError for the
+    first row that fails alone."""
+    locations = [RowLocation(row, describe) for row in ids]
+
+    def encode(start: int, stop: int) -> tuple[dict[str, list], pa.RecordBatch]:
+        part = {name: column[start:stop] for name, column in rows.items()}
+        encoded = task.encode(part, locations[start:stop])
+        return encoded, record_batch(encoded, schema)
+
     try:
-        return _encode(task, rows, locations, schema, 0, len(locations))
-    except (UsageError, Failure, MemoryError):
+        return encode(0, len(locations))
+    except (UsageError, Failure, MemoryError, OSError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in disk_errors.FULL:
-            raise
-        i, error = _find_failing_row(task, rows, locations, schema, error)
-        traceback.print_exception(error, chain=False)
-        row = {name: column[i] for name, column in rows.items()} if i is not None else {}
-        values = describe_values(row) or f"this and the next {len(locations) - 1} rows together, not one by one"
+        i, reason = _first_failing(lambda i: encode(i, i + 1), len(locations)) or (0, error)
+        if isinstance(reason, UsageError):
+            raise reason from error
+        traceback.print_exception(reason, chain=False)
+        values = describe_values({name: column[i] for name, column in rows.items()})
         raise UsageError(
-            f"{locations[i or 0]}: `encode` of task {task.cfg.task} fails for {values} ({describe_error(error)}): fix the "
-            "row, or the code of the task"
-        ) from error
+            f"{locations[i]}: `encode` of task {task.cfg.task} fails for {values}{', with the rows after it' * (reason is error)} "
+            f"({type(reason).__name__}: {one_line(reason, 200)}): fix the row, or the code of the task"
+        ) from reason
 
 
-def _encode(
-    task: Task, rows: dict[str, list], locations: RowLocations, schema: pa.Schema, start: int, stop: int
-) -> tuple[dict[str, list], pa.RecordBatch]:
-    part = RowLocations(locations.split, locations.rows[start:stop], locations.describe)
-    encoded = task.encode({name: column[start:stop] for name, column in rows.items()}, part)
-    return encoded, record_batch(encoded, schema)
-
-
-def _find_failing_row(
-    task: Task, rows: dict[str, list], locations: RowLocations, schema: pa.Schema, error: Exception
-) -> tuple[int | None, Exception]:
-    """Return (index of the first row that fails alone, its error); (None, `error`) if none does."""
-    for i in range(len(locations)):
+def _first_failing(call: Callable[[int], Any], count: int) -> tuple[int, Exception] | None:
+    """Return (first i in range(count) for which `call(i)` fails, its error), or None if it never does."""
+    for i in range(count):
         try:
-            _encode(task, rows, locations, schema, i, i + 1)
-        except UsageError:
-            raise
-        except Exception as of_row:
-            return i, of_row
-    return None, error
+            call(i)
+        except Exception as error:
+            return i, error
+    return None
 
 
 def describe_values(row: dict[str, Any]) -> str:
@@ -170,18 +96,44 @@ def describe_values(row: dict[str, Any]) -> str:
 
 def describe_failing_row(call: Callable[[list[dict]], Any], ids: Iterable[int], rows: list[dict]) -> str:
     """Return text about the first row for which `call([row])` fails: its id and values. Return "" if it never does."""
-    for number, row in zip(ids, rows, strict=True):
-        try:
-            call([row])
-        except Exception:
-            return f"; row {number} fails alone: {describe_values(row)}"
-    return ""
+    first = _first_failing(lambda i: call([rows[i]]), len(rows))
+    return f"; row {list(ids)[first[0]]} fails alone: {describe_values(rows[first[0]])}" if first else ""
 
 
-def describe_error(error: BaseException) -> str:
-    """Return the type and the text of an error, and its last line of code in this project."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if REPOSITORY in Path(frame.filename).parents and ".venv" not in frame.filename]
-    where = (own or frames)[-1]
-    text = " ".join(str(error).split())[:200]
-    return f"{type(error).__name__}: {text} in {Path(where.filename).name}, line {where.lineno}"
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def line_of(file: str, row: int) -> str:
+    """Return 'line N' for a row of a file in which a row is a line, else 'row N'."""
+    if file.endswith((".jsonl", ".txt")):
+        with open(file, encoding="utf-8", errors="replace") as text:
+            for number, line in enumerate(text, 1):
+                row -= file.endswith(".txt") or bool(line.strip())
+                if row < 0:
+                    return f"line {number}"
+    return f"row {row}"
+
+
+def json_error(file: str) -> str | None:
+    """Return a message with the first line of a .jsonl file that pyarrow refuses, or None.
+
+    pyarrow counts rows from the start of a block, so the file is one block."""
+    from pyarrow.json import ReadOptions, read_json
+
+    if not file.endswith(".jsonl") or not os.path.isfile(file) or os.path.getsize(file) >= 1 << 31:
+        return None
+    try:
+        read_json(file, ReadOptions(use_threads=False, block_size=os.path.getsize(file) + 1))
+    except pa.ArrowInvalid as error:
+        reason, _, row = str(error).rpartition(" in row ")
+        return f"{file}, {line_of(file, int(row))}: {reason.rstrip('.')}" if row.isdigit() else None
+    return None
+
+
+def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:
+    """Raise UsageError for a column of mixed types: `datasets` stores it as JSON and may read back texts in quotes."""
+    for column in columns:
+        # The entries of `messages` may have different keys.
+        if column != "messages" and "arrow.json" in str(schema.field(column).type):
+            error = next(filter(None, map(json_error, files)), None)
+            raise UsageError(error or f"{name}: `{column}` holds values of several types: use one type for all rows")

@@ -1,31 +1,36 @@
-"""Source of a split, resolved once: local files, URLs, a folder, or a Hub dataset at one commit.
+"""Source of a split: local files, URLs, a folder, or a Hub dataset at one commit; unreadable files are refused.
 
-Tests: tests/data/test_dataset.py, tests/data/test_mixture.py, tests/storage/test_http_files.py and tests/config/test_bad_input.py.
+Tests: tests/data/test_dataset.py, tests/data/test_bad_rows.py and tests/storage/test_http_files.py.
 """
 
 import dataclasses
+import glob
 import os
+import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from src.config.errors import UsageError, warn
-from src.config.paths import locate
+from src.config.paths import locate, plain_data
 from src.config.schema import RunConfig
-from src.data.local_files import BUILDERS, expand, is_empty, list_folder
 from src.storage import http_files, hub
 from src.storage.cache_folder import cache_root, sample_folder
 from src.storage.shared_work import SharedWork
 
 if TYPE_CHECKING:
-    import numpy as np
     from datasets import Dataset, DatasetBuilder
 
     from src.data.raw_rows import RawRows
 
-
-NAME_FIELDS = ("dataset_name", "dataset_config_name", "dataset_revision", "dataset_split")
+# File suffix -> the builder of `datasets` that reads such files
+BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet", ".txt": "text", ".arrow": "arrow"}
+DATA = (".jsonl", ".csv", ".parquet", ".arrow")  # suffixes of files that are nothing else
 
 
 @dataclass(frozen=True)
@@ -61,22 +66,32 @@ class Source:
         Raise UsageError if `dataset_split` is no split of the dataset, or the one that is evaluated."""
         names, given, training = [str(name) for name in names], self.dataset_split, self.rows_of == "train"
         wanted = (given or "train",) if training else ("validation", "test")
-        found = next((name for name in wanted if name in names), None)
+        split = next((name for name in wanted if name in names), None)
         what = f"{self.field.removesuffix('dataset_name')}dataset_split is {given}"
-        if given and training and found is None:
+        if given and training and split is None:
             raise UsageError(f"{what}, but the splits of {self.name} are {', '.join(names)}: give one of them")
-        if given and not training and found == given:
-            raise UsageError(
-                f"{what}, which is also the evaluation data: give another split, or a validation_file, or "
-                "validation_split (a share of these rows)"
-            )
-        return found
+        if given and split == given and not training:
+            raise UsageError(f"{what}, which is also the evaluation data: give another split, or a validation_file")
+        return split
 
     @property
     def saved_to_disk(self) -> bool:
         """Whether this is a folder that `save_to_disk` wrote."""
         names = ("dataset_info.json", "dataset_dict.json")
         return not self.builder and any(file.endswith(names) for file in self.files)
+
+    def key(self) -> list:
+        """Return the values that identify this data on this disk, for cache keys."""
+        return [self.file_keys(self.files), self.builder, self.name, self.hub]
+
+    def file_keys(self, files: Iterable[str]) -> list:
+        """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
+        keys = []
+        for file in files:
+            status = None if "://" in file else os.stat(file)
+            local = [file, status.st_size, status.st_mtime_ns, status.st_ctime_ns] if status else [file]
+            keys.append(http_files.server_version(file) or local)
+        return keys
 
     # ---- what a class of an add-on may replace -----------------------------------------------------------------------
 
@@ -85,35 +100,18 @@ class Source:
         """The split that is read."""
         return self.split
 
-    def choose_rows(self, raw: "RawRows", ids: range) -> "np.ndarray | None":
-        """Return for each of these raw rows whether it belongs to this source; None: all do."""
+    def choose_rows(self, raw: "RawRows", ids: range) -> np.ndarray:
+        """Return for each of these raw rows whether it belongs to this source."""
+        return np.ones(len(ids), bool)
 
     def explain_no_rows(self, count: int) -> str:
         """Return the message of an error: `choose_rows` has chosen none of `count` raw rows."""
-        raise NotImplementedError
+        return f"{self.split} data: {self} holds no rows"
 
     def load_split(self, builder: "DatasetBuilder", split: str, cache: str | None) -> "Dataset":
         """Return the rows of a split of a dataset given by name, in the cache of `datasets`."""
         builder.download_and_prepare()
         return builder.as_dataset(split=split)
-
-    # ---- identity of the data ----------------------------------------------------------------------------------------
-
-    def key(self) -> list:
-        """Return the values that identify this data on this disk, for cache keys."""
-        return [self.file_keys(self.files), self.builder, self.name, self.hub]
-
-    def file_keys(self, files: Iterable[str]) -> list:
-        """Return [path, size, timestamps] of local files, the server's version of downloaded ones, [URL] of others."""
-        return [self._file_key(file) for file in files]
-
-    def _file_key(self, file: str) -> list:
-        if version := http_files.server_version(file):
-            return version
-        if "://" in file:
-            return [file]
-        found = os.stat(file)
-        return [file, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
 def find_sources(cfg: RunConfig, split: str) -> dict[str, Source]:
@@ -132,50 +130,117 @@ def find_source(fields: Mapping, split: str, where: str, cache: Path) -> Source 
     `where` stands before a field in messages. Raise UsageError if local files are missing."""
     if patterns := fields.get(f"{split}_file"):
         field = f"{where}{split}_file"
-        files = tuple(file for pattern in patterns for file in expand(pattern, field))
-        source = drop_empty_files(Source(field, split, files))
+        source = _drop_empty_files(Source(field, split, tuple(file for p in patterns for file in _expand(p, field))))
         suffixes = {Path(file.split("?")[0]).suffix for file in source.files}
         if len(suffixes) > 1 or not suffixes <= set(BUILDERS):
             raise UsageError(f"{field}: {source}: give files of one type only ({', '.join(BUILDERS)})")
         return replace(source, builder=BUILDERS[suffixes.pop()])
     if not fields.get("dataset_name") or fields.get("train_file"):
         return None
-    name, config_name, revision, trained = (fields.get(key) for key in NAME_FIELDS)
-    trained = None if trained == "train" else trained  # the default: the same data has one cache key
-    source = Source(f"{where}dataset_name", split, (), None, name, config_name, revision, trained)
-    folder = sample_folder(str(name), cache) or locate(str(name))
-    if not os.path.isdir(folder):
-        return source
-    return replace(source, files=tuple(list_folder(folder, source.field)), name=folder, revision=None)
+    name, trained = str(fields["dataset_name"]), fields.get("dataset_split")
+    source = Source(f"{where}dataset_name", split, (), None, name, fields.get("dataset_config_name"))
+    source = replace(source, dataset_split=None if trained == "train" else trained)  # the default: one cache key
+    folder = sample_folder(name, cache) or locate(name)
+    if os.path.isdir(folder):
+        return replace(source, files=tuple(_list_folder(folder, source.field)), name=folder)
+    return replace(source, revision=fields.get("dataset_revision"))
 
 
 def fetch_source(source: Source, cfg: RunConfig, work: SharedWork) -> Source:
     """Download the URLs of a source, or look up the commit of its Hub repository. Return the updated source."""
     root = cache_root(cfg)
-    if source.builder:
-        urls = [file for file in source.files if "://" in file]
-        local = {url: http_files.fetch_file(url, source.field, root, work) for url in urls}
-        files = tuple(local.get(file, file) for file in source.files)
-        fetched = replace(source, files=files, origins={file: url for url, file in local.items()})
-        return drop_empty_files(fetched) if urls else source
-    if source.files:
-        return source
-    return at_commit(source, root, work)
+    if not source.builder:
+        return source if source.files else at_commit(source, root, work)
+    local = {url: http_files.fetch_file(url, source.field, root, work) for url in source.files if "://" in url}
+    files = tuple(local.get(file, file) for file in source.files)
+    fetched = replace(source, files=files, origins={file: url for url, file in local.items()})
+    return _drop_empty_files(fetched) if local else source
 
 
 def at_commit(source: Source, root: Path, work: SharedWork) -> Source:
     return replace(source, revision=hub.dataset_commit(str(source.name), source.revision, root, work))
 
 
-def drop_empty_files(source: Source) -> Source:
-    """Return the source without files that hold no rows, with a warning for each. Shard writers leave such files."""
-    return drop_files(source, {file for file in source.files if "://" not in file and is_empty(file)})
+# ---- local files -----------------------------------------------------------------------------------------------------
+
+
+def _expand(pattern: str, field: str) -> list[str]:
+    """Return the sorted files of a path or glob, or the URL. Raise UsageError if a file is missing or unreadable."""
+    if "://" in pattern:
+        return [pattern]
+    path = locate(pattern)
+    files = [path] if os.path.lexists(path) else sorted(glob.glob(path, recursive=True))
+    files = [os.path.abspath(file) for file in files if "**" not in pattern or not os.path.isdir(file)]
+    if not files:
+        raise UsageError(f"{field}: {pattern}: no such file")
+    return [_require_readable(file, field) for file in files]
+
+
+def _list_folder(folder: str, field: str) -> list[str]:
+    """Return all files below a folder except hidden ones. Raise UsageError for what `datasets` skips silently."""
+    paths = [path for path in sorted(Path(folder).rglob("*")) if "/." not in str(path)[len(folder) :]]
+    return [_require_readable(str(path), field) for path in paths if path.is_symlink() or not path.is_dir()]
+
+
+def _require_readable(file: str, field: str) -> str:
+    """Return `file`. Raise UsageError for a folder (or a symlink to one), a pipe (it would hang), a broken symlink."""
+    try:
+        mode = os.stat(file).st_mode
+        if stat.S_ISDIR(mode):
+            raise UsageError(f"{field}: {file} is a folder: give it as --dataset_name, or a glob of its files")
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{field}: {file} is not a regular file")
+        open(file, "rb").close()
+    except OSError as error:
+        raise UsageError(f"{field}: {file} cannot be read: {error.strerror}") from error
+    return file
+
+
+def _drop_empty_files(source: Source) -> Source:
+    return drop_files(source, {file for file in source.files if "://" not in file and _is_empty(file)})
 
 
 def drop_files(source: Source, empty: set[str]) -> Source:
-    """Return the source without its `empty` files, with a warning for each; raise UsageError if no file is left."""
+    """Return the source without its `empty` files, with a warning for each; raise UsageError if no file is left.
+
+    Programs that write data in shards leave such files."""
     if empty and len(empty) == len(set(source.files)):
         raise UsageError(f"{source.field}: {source} is empty: give a file with at least one row")
     for file in sorted(empty):
         warn(f"{source.field}: {source.display_names([file])} is empty and skipped")
     return replace(source, files=tuple(file for file in source.files if file not in empty))
+
+
+def _is_empty(file: str) -> bool:
+    """Return whether a file has no rows: blank text, only the header of a CSV file, a Parquet file of zero rows."""
+    if file.endswith(".parquet") and os.path.getsize(file):
+        from pyarrow import ArrowInvalid, parquet
+
+        with suppress(ArrowInvalid, OSError):  # refused when it is read
+            return parquet.read_metadata(file).num_rows == 0
+    with open(file, encoding="latin-1") as text:  # any bytes
+        if file.endswith(".csv"):
+            text.readline()
+        return not any(chunk.strip() for chunk in iter(partial(text.read, 4096), ""))
+
+
+# ---- a folder given as `dataset_name` --------------------------------------------------------------------------------
+
+
+def named_files(source: Source, data_files: Mapping | None) -> list[str]:
+    """Return the files of all splits that `datasets` reads from a local folder, or [] for a Hub dataset.
+
+    Raise UsageError if its README.md names files outside the folder. Symlinks are the user's choice. Warn of files that
+    `datasets` does not read: it reads files of one type, and finds the split in the file name."""
+    files = [str(file) for files in (data_files or {}).values() for file in files] if source.files else []
+    for file in files:
+        inside = Path(os.path.abspath(file)).is_relative_to(os.path.abspath(str(source.name)))
+        if not (plain_data(file) if "://" in file or "::" in file else inside):
+            raise UsageError(f"{source.field}: {source.name}: its README.md names {file}, which is not in this folder")
+    unread = sorted({file for file in source.files if Path(file).suffix in DATA} - {*map(os.path.abspath, files)})
+    if files and unread and source.split == "train":
+        warn(
+            f"{source.field}: {unread[0]} and {len(unread) - 1} more not read: to use all, list them as --train_file",
+            any_rank=True,
+        )
+    return files

@@ -183,6 +183,6 @@ def shard_over_gloo() -> None:
 def replace_table_reader(builder: type, read_tables: Callable) -> None:
     """Make a builder of `datasets` read files with `read_tables`. Keep its own reader as `unchecked_tables`.
 
-    Test: tests/data/test_readers.py."""
+    Test: tests/data/test_bad_rows.py."""
     if not hasattr(builder, "unchecked_tables"):
         builder.unchecked_tables, builder._generate_tables = builder._generate_tables, read_tables

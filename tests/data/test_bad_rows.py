@@ -1,430 +1,330 @@
-"""Bad data, one kind at a time: refused with file and line, or accepted with a warning; never silently."""
+"""Files that are bad, or that `datasets` would misread: refused with file and row, or read correctly; never silently."""
 
-import dataclasses
 import json
-import shutil
+import os
+import types
 from pathlib import Path
 from typing import NamedTuple
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from datasets.packaged_modules.json.json import JsonConfig
 
+from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.data import local_files, prepare, readers, row_errors
-from src.data.prepared_split import data_notes, repeated
-from src.data.raw_rows import RawRows
-from src.data.sources import Source
-from src.tasks import causal_lm
-from tests.helpers import kit
+from src.data.prepared_split import data_notes
+from src.data.raw_rows import RawRows, load_raw_rows, replace_readers
+from src.data.sources import Source, find_sources
+from tests.helpers import kit, plain_task
+from tests.helpers.served_data import open_served
 
-MAX_LENGTH = 64
-GOOD = [{"text": f"def f{i} return self"} for i in range(9)]
-IDS = [{"input_ids": [1, 2, 3, i]} for i in range(9)]
-ODD = 31337  # stands in the row that is bad, so that its line can be looked up
+BOM = b"\xef\xbb\xbf"
+GOOD = {
+    "plain.csv": b"text,n\nab,1\ncd,2\n",
+    "bom.csv": BOM + b"text,n\nab,1\ncd,2\n",
+    "quoted.csv": b'"text",n\r\n"ab",1\r\n\r\ncd,"2"\r\n',
+    "cr.csv": b"text,n\rab,1\rcd,2\r",
+    "index.csv": b",text,when,code\n0,ab,2024-01-01,007\n1,cd,2024-01-02,8\n",
+    "bom.txt": BOM + b"ab\ncd\n",
+    "cr.txt": b"ab\rcd\r",
+    "crlf.txt": b"ab\r\ncd",
+    "bom.jsonl": BOM + b'{"text": "ab"}\n{"text": "cd"}\n',
+    "cr.jsonl": b'{"text": "ab"}\r{"text": "cd"}\r',
+    "bom.json": BOM + b'[{"text": "ab"}, {"text": "cd"}]',
+    "spread.json": b'{\n "text": "ab"\n}\n\n{"text": "cd",\n "n": {\n  "m": 1}\n}\n',
+}
 
 
 class Case(NamedTuple):
-    files: dict  # content by name: text, bytes, or columns of a parquet file
-    message: str | None  # words of the last lines, separated by |; {line} is where ODD stands; None: the run is good
-    code: int = 2
+    files: dict  # content by name: text, bytes, or columns of a Parquet file
+    message: str  # parts of the message, separated by |
 
 
 def lines(*rows) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
-def among(rows: list, odd: str, at: int = 5, blank: str = "\n") -> str:
-    """Return rows as lines with a bad one among them, and a blank one before that."""
-    return lines(*rows[:at]) + blank + odd + "\n" + lines(*rows[at:])
-
-
-EXTRA = {"text": ["def f"] * 9, "n": [ODD] * 9}
-PLAIN = {"text": ["def f"] * 9}
-NONE = {"text": pa.array([], pa.string())}
-CASES = {
-    # ---- lines that are not what their file is to hold
-    "malformed line of the second file": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": "{ODD}"')},
-        "b.jsonl, line {line}: JSON parse error: Missing a comma",
+ROW, PLAIN = {"text": "def f"}, {"text": ["def f"] * 9}
+BEFORE = lines(ROW) * 3 + "\n"  # the next line is the fifth
+BAD = {
+    # ---- CSV that pandas accepts: it shifts or fills columns
+    "trailing comma": Case({"a.csv": "text,n\nab,1,\ncd,2,\n"}, "a.csv: |Row #2: Expected 2 columns, got 3"),
+    "late": Case(
+        {"a.csv": "text,n\n" + "ab,1\n" * 10_100 + "cd,2,\n"}, "a.csv: |Row #10102: Expected 2 columns, got 3"
     ),
+    "too few": Case({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv: |Row #3: Expected 2 columns, got 1"),
+    "open quote": Case({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: Expected 2 columns, got 1"),
+    "column twice": Case({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
+    "type of a late cell": Case({"a.csv": "text,n\n" + "ab,1\n" * 4_000_000 + "cd,x\n"}, "a.csv: |Row #4000002|'x'"),
+    "not UTF-8": Case({"a.csv": b"text\nx def\n\xe9t\xe9 def\n"}, "a.csv: |UTF8"),
+    "UTF-16 csv": Case({"a.csv": "text\nab\n".encode("utf-16")}, "a.csv: |'utf-8' codec"),
+    "no header": Case({"a.csv": "ab,1\ncd,2\n"}, "no usable column among ab, 1"),
+    "null in csv": Case({"a.csv": 'text,n\n"x\ndef",1\n,2\n'}, "a.csv, row 1: train data: `text` holds nothing"),
+    # ---- other formats
+    "malformed line": Case(
+        {"a.jsonl": lines(ROW), "b.jsonl": BEFORE + '{"text": "x"\n' + lines(ROW)},
+        "b.jsonl, line 5: JSON parse error: Missing a comma",
+    ),
+    "malformed list": Case({"a.json": '[{"text": "x"},\n{"text" 3}]'}, "a.json could not be read: "),
+    "UTF-16 jsonl": Case({"a.jsonl": lines(ROW).encode("utf-16")}, "a.jsonl, line 1: JSON parse error"),
+    "UTF-16 txt": Case({"a.txt": "ab\n".encode("utf-16")}, "a.txt could not be read: 'utf-8' codec"),
     "invalid UTF-8 in jsonl": Case(
-        {
-            "a.jsonl": lines(*GOOD),
-            "b.jsonl": among(GOOD, f'{{"text": "{ODD} \udcff y"}}').encode("utf-8", "surrogateescape"),
-        },
-        "b.jsonl, line {line}: train data: not UTF-8 text",
+        {"a.jsonl": lines(ROW), "b.jsonl": BEFORE.encode() + b'{"text": "\xff y"}\n'},
+        "b.jsonl, line 5: train data: this row cannot be decoded: 'utf-8' codec",
     ),
-    "invalid UTF-8 in csv": Case(
-        {"a.csv": "text\nx def\n", "b.csv": b"text\nx def\ny\n31337 \xe9t\xe9 def\n"},
-        "b.csv, line {line}, byte 6: not UTF-8 text",
-    ),
-    "csv with a field too many": Case(
-        {"a.csv": "text,n\nx def,1\n", "b.csv": f"text,n\nx def,1\ny,{ODD},3\n"}, "b.csv, line {line}: 3 fields"
-    ),
-    # ---- types
     "another type in a late row": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, json.dumps({"text": ODD}), blank="")},
-        "b.jsonl, line {line}: |(/text) changed from string to number",
+        {"a.jsonl": BEFORE + lines({"text": 3})}, "a.jsonl, line 5: |(/text) changed from string to number"
     ),
+    "types in a list": Case({"a.json": '[{"text": "x"}, {"text": 3}]'}, "a.json: `text` holds values of several types"),
     "another type in the second file": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": ODD}, {"text": 4})},
-        "b.jsonl|text: int64|a.jsonl|text: string",
+        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": 3})}, "a.jsonl, |b.jsonl: |text|int64"
     ),
-    "numbers for words in csv": Case({"a.csv": "text,n\nx def,1\n", "b.csv": f"text,n\nx,{ODD}a\n"}, "b.csv|n: |a.csv"),
     "another type in the second parquet": Case(
-        {"a.parquet": PLAIN, "b.parquet": {"text": [ODD] * 3}}, "b.parquet|text: int64|a.parquet|text: string"
+        {"a.parquet": PLAIN, "b.parquet": {"text": [1] * 3}}, "a.parquet, |b.parquet: |text|int64"
     ),
-    # ---- columns
-    "a column more, jsonl": Case({"a.jsonl": lines(*GOOD), "b.jsonl": lines({"text": "x", "n": ODD})}, None),
-    "a column fewer, parquet": Case({"a.parquet": EXTRA, "b.parquet": PLAIN}, None),
-    "no text, csv": Case(
-        {"a.csv": "text,n\nx def,1\n", "b.csv": f"n\n{ODD}\n2\n"},
-        "b.csv, line {line}: train data: `text` holds nothing",
-    ),
-    # ---- nothing where something was expected
-    "an empty file among several": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": "", "c.jsonl": lines(*GOOD)}, "b.jsonl is empty and skipped", code=0
-    ),
-    "a parquet without rows first": Case({"a.parquet": NONE, "b.parquet": PLAIN}, "a.parquet |skipped", code=0),
-    "a blank jsonl among several": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": "\n\n", "c.jsonl": lines(*GOOD)}, "b.jsonl |skipped", code=0
-    ),
-    "null text": Case(
-        {"a.jsonl": lines(*GOOD), "b.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')},
-        "b.jsonl, line {line}: train data: `text` holds nothing",
-    ),
-    "null text in parquet": Case(
-        {"a.parquet": PLAIN, "b.parquet": {"text": ["x", "y", None, "z"]}},
+    "null text": Case({"a.jsonl": BEFORE + lines({"text": None})}, "a.jsonl, line 5: train data: `text` holds nothing"),
+    "null in parquet": Case(
+        {"a.parquet": PLAIN, "b.parquet": {"text": ["x", "y", None]}},
         "b.parquet, row 2: train data: `text` holds nothing",
     ),
-    "null text in csv": Case(
-        {"a.csv": f'text,n\n"x\ndef",1\n,{ODD}\n'}, "a.csv, line {line}: train data: `text` holds nothing"
-    ),
-    "null throughout the first file, not needed": Case(
-        {"a.jsonl": lines(*[row | {"n": None} for row in GOOD]), "b.jsonl": lines({"text": "x", "n": f"{ODD}!"})}, None
+    "two formats": Case({"a.jsonl": lines(ROW), "b.csv": "text\nx\n"}, "train_file: |a.jsonl, |b.csv: "),
+    "nothing": Case({"a.jsonl": "\n\n"}, "a.jsonl is empty"),
+    "only a header": Case({"a.csv": "text\n"}, "a.csv is empty"),
+    "rows too short": Case(
+        {"a.jsonl": lines({"text": ""}) * 2}, "none of the 2 rows of |a.jsonl has anything to train on"
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def tools(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tools")
-    kit.tiny_tokenizer(folder / "tokenizer", ["def f return self"] * 2)
-    kit.write_yaml(folder / "llama.yaml", kit.TINY | {"vocab_size": 400, "n_positions": MAX_LENGTH})
-    return folder
+FOLDER = ("trailing comma", "late", "column twice", "malformed line", "another type in a late row")
 
 
 def write(folder: Path, files: dict) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
-        path = folder / name
         if isinstance(content, dict):
-            pyarrow.parquet.write_table(pa.table(content), path)
+            pyarrow.parquet.write_table(pa.table(content), folder / name)
         else:
-            path.write_bytes(content if isinstance(content, bytes) else content.encode())
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     return [folder / name for name in files]
 
 
-def odd_line(files: list[Path]) -> int | None:
-    """Return the number of the line where ODD stands, as an editor shows it."""
-    for file in files:
-        for i, text in enumerate(file.read_bytes().split(b"\n"), 1):
-            if str(ODD).encode() in text:
-                return i
-    return None
+def texts(task, splits) -> list[str]:
+    rows = splits["train"].rows(np.arange(len(splits["train"])))
+    return [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
 
 
-def fields_of(tools, **fields) -> dict:
-    return {
-        "model_config": tools / "llama.yaml",
-        "tokenizer_name": tools / "tokenizer",
-        "max_length": MAX_LENGTH,
-    } | fields
+def both_modes(folder: Path, files: dict) -> list[dict]:
+    """Return the fields that name these files, and those that name their folder."""
+    paths = write(folder, files)
+    return [{"train_file": paths}, {"dataset_name": folder}]
 
 
-def outcome(tools, folder: Path, capfd, **fields) -> tuple[int, str]:
-    """Return what the command does with these files: (exit code, last message or all warnings and notes)."""
-    capfd.readouterr()
+@pytest.mark.parametrize("name", GOOD)
+def test_good_files_are_read_correctly(open_data, tmp_path, name):
+    for fields in both_modes(tmp_path / "data", {name: GOOD[name]}):
+        assert texts(*open_data(**fields)) == ["ab", "cd"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files_are_refused_with_file_and_row(open_data, tmp_path, name):
+    for fields in both_modes(tmp_path / "data", BAD[name].files)[: 2 if name in FOLDER else 1]:
+        with pytest.raises(UsageError) as caught:
+            open_data(**fields)
+        message = str(caught.value)
+        assert all(part in message for part in BAD[name].message.split("|")), message
+        # The message names the user's files, not those in the cache.
+        assert not any(name in message for name in ("cache/", "prepared"))
+
+
+def test_types_and_empty_files_that_are_accepted(open_data, tmp_path, capfd):
+    cases = [
+        {"a.jsonl": lines(ROW), "b.jsonl": lines({"text": "def f", "n": 3})},
+        {"a.parquet": PLAIN | {"n": [1] * 9}, "b.parquet": PLAIN},
+        {"a.jsonl": lines(ROW | {"n": None}), "b.jsonl": lines(ROW | {"n": "x"})},
+        {"a.jsonl": lines(ROW), "b.jsonl": "\n\n", "c.jsonl": lines(ROW)},
+        {"a.parquet": {"text": pa.array([], pa.string())}, "b.parquet": PLAIN},
+    ]
+    for i, files in enumerate(cases):
+        assert {*texts(*open_data(train_file=write(tmp_path / str(i), files)))} == {"def f"}
+        warning = capfd.readouterr().err
+        assert warning.count(" is empty and skipped") == (i > 2), warning
+
+
+@pytest.mark.parametrize("name", ["trailing comma", "too few", "column twice"])
+def test_mutant_readers_of_datasets_accept_broken_files(tmp_path, name):
+    """The reason for the replaced reader; this fails if `datasets` changes."""
+    replace_readers()
+    from datasets.packaged_modules.csv.csv import Csv
+
+    (file,), checked = write(tmp_path, BAD[name].files), Csv._generate_tables
     try:
-        _, splits = kit.open_data(**fields_of(tools, **fields), cache_dir=folder / "cache")
-    except UsageError as error:
-        return 2, str(error).replace(f"{folder}/", "")
-    text = "\n".join([capfd.readouterr().err, *data_notes(splits)])
-    return 0, text.replace(f"{folder}/", "")
+        Csv._generate_tables = Csv.unchecked_tables
+        rows = list(datasets.load_dataset("csv", data_files=[str(file)], split="train", streaming=True))
+    finally:
+        Csv._generate_tables = checked
+    assert len(rows) in (1, 2)
 
 
-def check(text: str, code: int, words: str | None, expected: int, line: int | None) -> None:
-    assert code == expected, text
-    if words is None:
-        assert "warning" not in text
-        assert "rain data:" not in text
-        return
-    for word in words.replace("{line}", str(line)).split("|"):
-        assert word in text
-    if code:  # the message names the user's files, not those in the cache
-        assert not any(name in text for name in (".arrow", "cache/", "prepared", "__fragment"))
+def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
+    """`datasets` would write the texts of the second chunk in quotes: to train on those would be a silent error."""
+    card = "---\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n  chunksize: 40\n---\n"
+    write(tmp_path / "data", {"README.md": card, "a.jsonl": lines(ROW) * 9 + lines({"text": 3}) + lines(ROW)})
+    with pytest.raises(UsageError, match=r"a.jsonl, line 10: .*\(/text\) changed from string to number"):
+        open_data(dataset_name=tmp_path / "data")
+    from datasets.packaged_modules.json.json import Json
+
+    checked = Json._generate_tables
+    try:
+        Json._generate_tables = Json.unchecked_tables
+        rows = datasets.load_dataset(str(tmp_path / "data"), split="train", cache_dir=str(tmp_path / "mutant"))
+    finally:
+        Json._generate_tables = checked
+    assert '"def f"' in rows["text"]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_bad_data_is_named_by_file_and_row(tools, tmp_path, capfd, name):
-    case = CASES[name]
-    files = write(tmp_path, case.files)
-    code, text = outcome(tools, tmp_path, capfd, train_file=files)
-    check(text, code, case.message, case.code if case.message else 0, odd_line(files))
+def test_csv_dialect_of_a_dataset_card(open_data, tmp_path):
+    card = "---\nconfigs:\n- config_name: default\n  data_files: a.csv\n  sep: ';'\n  skiprows: 1\n---\n"
+    write(tmp_path / "data", {"README.md": card, "a.csv": "written by hand\ntext;n\nab;1\ncd;2\n"})
+    assert texts(*open_data(dataset_name=tmp_path / "data")) == ["ab", "cd"]
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "txt", "json", "spread", "parquet", "arrow"])
-def test_location_of_every_row(tools, tmp_path, kind):
-    """Rows 0 … n−1 of several files, with blank lines, quoted line ends and carriage returns among them."""
-    files = {
-        "jsonl": {
-            "a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n',
-            "b.jsonl": '\n\n{"text": "r2"}\n  \n{"text": "r3"}',
-        },
-        "csv": {"a.csv": 'text,n\n"r0\n\nx",1\n  \n \t\nr1,2\n', "b.csv": 'n,text\r\n\r\n1,"r2\r\n"\r\n2,r3'},
-        "txt": {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
-        "json": {"a.json": '[{"text": "r0"},\n\n{"text": "r1"}]', "b.json": '[{"text": "r2"}, {"text": "r3"}]'},
-        "spread": {  # as a formatter leaves them
-            "a.json": '{\n  "text": "r0"\n}\n\n{\n  "text": "r1",\n  "n": {\n    "m": 1}\n}\n',
-            "b.json": '{\n"text": "r2"\n} {"text": "r3"}\n',
-        },
-        "parquet": {"a.parquet": {"text": ["r0", "r1"]}, "b.parquet": {"text": ["r2", "r3"]}},
-        "arrow": {},
-    }[kind]
-    paths = write(tmp_path, files)
-    if kind == "arrow":  # the two formats that there are
-        for name, writer, values in (
-            ("a.arrow", pa.ipc.new_stream, ["r0", "r1"]),
-            ("b.arrow", pa.ipc.new_file, ["r2", "r3"]),
-        ):
-            table = pa.table({"text": values})
-            with writer(tmp_path / name, table.schema) as out:
-                out.write_table(table)
-            paths.append(tmp_path / name)
-    seen = {}
-
-    def note(self, batch, places):
-        for i, value in enumerate(batch["text"]):
-            seen[value[:2]] = str(places[i])
-        return original(self, batch, places)
-
-    original = causal_lm.Task.encode
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(causal_lm.Task, "encode", note)
-        kit.open_data(**fields_of(tools, train_file=paths), cache_dir=tmp_path / "cache")
-    assert sorted(seen) == ["r0", "r1", "r2", "r3"]
-    for i in range(4):
-        file = paths[i // 2]
-        expected = f"row {i % 2}"
-        if kind in ("jsonl", "csv", "txt"):
-            raw = file.read_bytes()
-            before = raw[: raw.index(f"r{i}".encode())].count(b"\n") + 1
-            expected = f"line {before}"  # where the row begins
-        assert seen[f"r{i}"] == f"{file}, {expected}: train data"
+def test_broken_csv_behind_http_is_refused(hub, tools, tmp_path):
+    for name, content, expected in (("bom.csv", GOOD["bom.csv"], 2), ("late.csv", BAD["late"].files["a.csv"], None)):
+        write(hub.folder / "files", {name: content})
+        fields = {"tokenizer_name": tools / "tokenizer", "model_config": tools / "gpt2.yaml"}
+        outcome = open_served(hub, tmp_path, f"{hub.files_url}/{name}", len, streaming=False, **fields)
+        assert (
+            outcome == expected if expected else outcome.startswith(f"{hub.files_url}/{name}: CSV parse error: Row #")
+        )
 
 
-def test_mutant_that_names_another_line(tools, tmp_path, capfd, monkeypatch):
-    """The number of the row for that of the line; and no file at all."""
-    message = "a.jsonl, line {line}: train data: `text` holds nothing"
-    files = write(tmp_path, {"a.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
-    code, text = outcome(tools, tmp_path, capfd, train_file=files)
-    check(text, code, message, 2, odd_line(files))
-    monkeypatch.setattr(row_errors, "_rows_of_file", lambda file: (f"line {i + 1}" for i in range(99)))
-    code, text = outcome(tools, tmp_path, capfd, train_file=files)
-    with pytest.raises(AssertionError):
-        check(text, code, message, 2, odd_line(files))
-    case = CASES["malformed line of the second file"]
-    files = write(tmp_path, case.files)
-    for module in ("raw_rows", "readers"):
-        monkeypatch.setattr(f"src.data.{module}.describe_file_error", lambda *_: None)
-    code, text = outcome(tools, tmp_path, capfd, train_file=files)
-    with pytest.raises(AssertionError):
-        check(text, code, case.message, 2, odd_line(files))
+# ---- locations -------------------------------------------------------------------------------------------------------
 
 
-def test_mixed_types_never_quote_the_good_texts(tools, tmp_path, monkeypatch):
-    """`datasets` writes a column of several types as JSON, in quotes: to train on those would be a silent error.
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        (
+            {
+                "a.jsonl": '{"text": "r0"}\r\n\n{"text": "r1"}\n',
+                "b.jsonl": '\n\n{"text": "r2"}\n  \n{"text": "r3"}',
+            },
+            ["a.jsonl, line 1", "a.jsonl, line 3", "b.jsonl, line 3", "b.jsonl, line 5"],
+        ),
+        (
+            {"a.txt": "r0\nr1\u2028x\x0b\n", "b.txt": "r2\r\nr3"},
+            ["a.txt, line 1", "a.txt, line 2", "b.txt, line 1", "b.txt, line 2"],
+        ),
+        (
+            {"a.parquet": {"text": ["r0", "r1"]}, "b.parquet": {"text": ["r2"]}},
+            ["a.parquet, row 0", "a.parquet, row 1", "b.parquet, row 0"],
+        ),
+    ],
+)
+def test_location_of_every_row(tmp_path, files, expected):
+    """Rows of several files, with blank lines and carriage returns among them."""
+    cfg = run_config(train_file=[str(path) for path in write(tmp_path, files)], cache_dir=str(tmp_path / "cache"))
+    raw = load_raw_rows(find_sources(cfg, "train")[""], cfg)
+    assert [text[:2] for text in raw.rows["text"]] == [f"r{i}" for i in range(len(expected))]
+    assert [raw.describe_row(i) for i in range(len(raw.rows))] == [
+        f"{tmp_path}/{where}: train data" for where in expected
+    ]
 
-    It does so chunk by chunk (of 10 MiB)."""
-    good, bad = lines(*GOOD), among(GOOD, json.dumps({"text": ODD}), blank="")
-    monkeypatch.setattr(JsonConfig.__init__, "__defaults__", _with(JsonConfig, "chunksize", len(good)))
-    files = write(tmp_path, {"a.jsonl": good + bad})
-    fields = fields_of(tools, train_file=files)
-    with pytest.raises(
-        UsageError, match=rf"{files[-1].name}, line {odd_line(files)}: .*/text.* changed from string to number"
-    ):
-        task, splits = kit.open_data(**fields, cache_dir=tmp_path / "cache")
-        rows = splits["train"].rows(np.arange(len(splits["train"])))
-        texts = [task.tokenizer.decode(row["input_ids"], skip_special_tokens=True) for row in rows]
-        assert texts[9:14] == [row["text"] for row in GOOD[:5]]
 
-
-def _with(kind, name: str, value) -> tuple:
-    """Return the defaults of a dataclass with one of them changed."""
-    names = [f.name for f in dataclasses.fields(kind)]
-    defaults = list(kind.__init__.__defaults__)
-    defaults[names.index(name) - len(names)] = value
-    return tuple(defaults)
-
-
-def test_location_ignores_files_of_other_splits(tools, tmp_path):
-    """Rows count from the first file of their own split; the mutant counts through the folder."""
-    (tmp_path / "set").mkdir()
-    write(tmp_path / "set", {"test.jsonl": lines(*GOOD), "train.jsonl": among(GOOD, f'{{"text": null, "n": {ODD}}}')})
-    fields = fields_of(tools, dataset_name=tmp_path / "set")
-    with pytest.raises(UsageError, match=r"set/train.jsonl, line 7: train data: `text` holds nothing"):
-        kit.open_data(**fields, cache_dir=tmp_path / "cache")
+def test_location_ignores_files_of_other_splits(open_data, tmp_path):
+    write(tmp_path / "set", {"test.jsonl": lines(ROW) * 9, "train.jsonl": BEFORE + lines({"text": None})})
+    with pytest.raises(UsageError, match=r"set/train.jsonl, line 5: train data: `text` holds nothing"):
+        open_data(dataset_name=tmp_path / "set")
 
 
 def test_location_in_a_downloaded_file_is_its_url(tmp_path):
-    [file] = map(str, write(tmp_path, {"a.jsonl": lines(*GOOD)}))
+    file = str(write(tmp_path, {"a.jsonl": lines(ROW) * 9})[0])
     source = Source("train_file", "train", (file,), "json", origins={file: "https://host/a.jsonl"})
-    assert RawRows(source, None, (file,)).describe_row(3) == "https://host/a.jsonl, line 4: train data"
+    assert RawRows(source, None, ((file, 9),)).describe_row(3) == "https://host/a.jsonl, line 4: train data"
 
 
-def test_lines_are_counted_through_blocks(tmp_path, monkeypatch):
-    """A long file is parsed in blocks of lines; the mutant counts from the start of the block."""
-    (file,) = write(tmp_path, {"a.jsonl": "\n" + among(GOOD * 9, f'{{"text": "{ODD}"', 70)})
-    where = f"{file}, line {odd_line([file])}: JSON parse error"
-    assert readers.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(readers, "BLOCK", 200)
-    assert readers.describe_file_error(str(file)).startswith(where)
-    monkeypatch.setattr(readers, "enumerate", lambda lines, first=0: enumerate(lines, 1), raising=False)
-    assert not readers.describe_file_error(str(file)).startswith(where)
+# ---- a row on which the `encode` or `collate` of a fork fails ----------------------------------------------------------
 
 
-def test_errors_in_json_over_several_lines(tmp_path):
-    rows = [json.dumps(row, indent=1) for row in GOOD]
-    file, wrong_type = tmp_path / "a.json", "JSON parse error: Column(/text) changed from string to number"
-    for odd, message in (
-        ('{\n "text": 3\n}', f"row 5: {wrong_type}"),
-        ('{\n "text": "x"\n', "row 5: JSON parse error: Missing a comma or '}' after an object member"),
-    ):
-        file.write_text("\n".join([*rows[:5], odd, *rows[5:]]))
-        assert readers.describe_file_error(str(file)) == f"{file}, {message}"
-    file.write_text("[" + ",\n".join([*rows[:5], '{"text": 3}']) + "]")
-    assert readers.describe_file_error(str(file)) == f"{file}, row 5: {wrong_type}"
-    file.write_text("[" + ",\n".join([*rows[:5], '{"text" 3}']) + "]")
-    assert readers.describe_file_error(str(file)).startswith(f"{file}, line 16: not valid JSON")
-    file.write_text("\n".join(rows))
-    assert readers.describe_file_error(str(file)) is None
+class Task(plain_task.Task):
+    """A task of a fork, which expects text in `x` and does not check its rows."""
+
+    def encode(self, batch, locations):
+        numbers = []
+        for text in batch["x"]:
+            numbers.append([word if word == "a" else float(word) for word in text.split()])
+        return super().encode({"x": numbers, "y": batch["y"]}, locations)
+
+    def collate(self, rows, training):
+        if any(row["y"][0] == 2 for row in rows):
+            raise KeyError("two")
+        return super().collate(rows, training)
 
 
-# ---- rows that are too long, or of nothing -----------------------------------------------------------------------------
+FORK_ROW = {"x": " ".join(["0.5"] * 8), "y": [0, 1, 0, 1]}
 
 
-def documents(task, split) -> list[list[int]]:
-    """Return the token ids of every document of prepared rows, in their order."""
-    found = []
-    for row in split.rows(np.arange(len(split))):
-        ends = np.cumsum(row.get("documents", [len(row["input_ids"])]))
-        found += [part.tolist() for part in np.split(row["input_ids"], ends[:-1])]
-    return found
+def outcome_of_fork(tmp_path, bad: dict, world=1, **more) -> tuple[list[int], str]:
+    """Return the exit codes and output of a run in which row 41 is bad."""
+    module = types.ModuleType("fork")
+    module.Task, module.Options = Task, plain_task.Options
+    data = {
+        "train_file": kit.write_jsonl(tmp_path / "rows.jsonl", [FORK_ROW | (bad if i == 41 else {}) for i in range(60)])
+    }
+    fields = {"cache_dir": tmp_path / "cache", "output_dir": tmp_path / "run", "max_steps": 2} | more
+    with plain_task.registered(module, "fork"):
+        flags = plain_task.flags(data, task="fork", **fields)
+        codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=world)
+    return codes, "\n".join(outputs)
 
 
-def opened(tools, folder, rows, **fields):
-    file = kit.write_jsonl(folder / "rows.jsonl", rows)
-    return kit.open_data(**fields_of(tools, train_file=file, **fields), cache_dir=folder / "cache")
+@pytest.mark.parametrize(
+    "bad, value, cause", [({"x": None}, "`x` = null", "AttributeError"), ({"x": "a " * 900}, "`x` = 'a a a", "no list")]
+)
+def test_row_that_encode_cannot_read_is_named(tmp_path, bad, value, cause):
+    codes, output = outcome_of_fork(tmp_path, bad, world=2)
+    assert set(codes) == {2}
+    (sentence,) = {line for line in output.splitlines() if line.startswith("error: ")}  # of each rank
+    assert f"rows.jsonl, line 42: train data: `encode` of task fork fails for {value}" in sentence
+    assert cause in sentence
+    assert len(sentence) < 500
+    assert cause == "no list" or "text.split()" in output  # the traceback
 
 
-LONG = [*GOOD, {"text": "def f return self " * 40}, {"text": "return " * 90}]
+def test_row_that_collate_cannot_read_is_named(tmp_path):
+    codes, output = outcome_of_fork(tmp_path, {"y": [2, 1, 0, 1]}, global_batch_size=60, per_device_batch_size=60)
+    assert set(codes) == {1}
+    assert "row 41 fails alone: `x` = array(" in output
+    assert "KeyError: 'two'" in output
 
 
-def counted(stats, task) -> tuple[int, int]:
-    """Return how many rows and tokens are to be cut, found by encoding texts one by one."""
-    lengths = [len(task.tokenizer(row["text"])["input_ids"]) + 1 for row in LONG]
-    return sum(n > MAX_LENGTH for n in lengths), sum(max(0, n - MAX_LENGTH) for n in lengths)
+# ---- what is named and cannot be read --------------------------------------------------------------------------------
 
 
-def test_long_rows_are_truncated_and_counted(tools, tmp_path):
-    task, splits = opened(tools, tmp_path, LONG)
-    whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
-    stats = splits["train"].stats
-    assert counted(stats, task)[0] == 2
-    assert (stats["rows_cut"], stats["tokens_cut"]) == counted(stats, task)
-    assert documents(task, splits["train"]) == [ids[:MAX_LENGTH] for ids in whole]
-    share = stats["tokens_cut"] / sum(map(len, whole))
-    expected = f"train data: 2 rows were longer than max_length: truncation removed {share:.1%} of all tokens"
-    assert data_notes(splits) == [expected]
+def test_unreadable_files_are_named(open_data, tmp_path):
+    for name in ("dangling", "pipe", "folder"):
+        write(tmp_path / name, {"good.jsonl": lines(ROW)})
+    (tmp_path / "dangling/a.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    os.mkfifo(tmp_path / "pipe/a.jsonl")
+    (tmp_path / "folder/a.jsonl").symlink_to(tmp_path / "pipe")  # `datasets` would not read its files
+    for name, message in (("dangling", "No such file"), ("pipe", "not a regular file"), ("folder", "is a folder")):
+        for fields in ({"train_file": tmp_path / name / "*.jsonl"}, {"dataset_name": tmp_path / name}):
+            with pytest.raises(UsageError, match=f"{tmp_path / name}/a.jsonl .*{message}"):
+                open_data(**fields)
 
 
-def nothing_lost(task, split) -> bool:
-    whole = [[*task.tokenizer(row["text"])["input_ids"], task.tokenizer.eos_token_id] for row in LONG]
-    parts = sorted(ids[i : i + MAX_LENGTH] for ids in whole for i in range(0, len(ids), MAX_LENGTH))
-    return sorted(documents(task, split)) == [part for part in parts if len(part) > 1]
+def test_new_file_with_an_old_time_is_read_again(open_data, tmp_path):
+    """As `cp -p` and `tar` write it: the cache of `datasets` looks at the time alone."""
+    for rows in (["ab"], ["cd"], ["cd", "ef"]):
+        for fields in both_modes(tmp_path / "data", {"a.jsonl": lines(*({"text": text} for text in rows))}):
+            os.utime(tmp_path / "data/a.jsonl", ns=(10**18, 10**18))
+            assert texts(*open_data(**fields)) == rows
 
 
-def test_packing_splits_long_rows_and_loses_nothing(tools, tmp_path, monkeypatch):
-    task, splits = opened(tools, tmp_path, LONG, packing=True)
-    assert nothing_lost(task, splits["train"])
-    assert splits["train"].stats["rows_cut"] == splits["train"].stats["tokens_cut"] == 0
-    assert data_notes(splits) == []
-    original = causal_lm.pack  # the mutant: what packers do that keep the first part of a document only
-
-    def first_parts(max_length, batch):
-        keep = [i for i, n in enumerate(batch["length"]) if i == 0 or batch["length"][i - 1] < max_length]
-        return original(max_length, {name: [values[i] for i in keep] for name, values in batch.items()})
-
-    monkeypatch.setattr(causal_lm, "pack", first_parts)
-    (other := tmp_path / "other").mkdir()
-    task, splits = opened(tools, other, LONG, packing=True)
-    assert not nothing_lost(task, splits["train"])
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_empty_rows_are_counted_without_target(tools, tmp_path, packing):
-    task, splits = opened(tools, tmp_path, [*GOOD, {"text": ""}, *GOOD, {"text": ""}], packing=packing)
-    stats, split = splits["train"].stats, splits["train"]
-    assert stats["source_rows"] == 20
-    if packing:  # they would fill a place and teach nothing
-        assert sum(len(ids) > 1 for ids in documents(task, split)) == len(documents(task, split)) == 18
-        return
-    assert (len(split), stats["without_target"]) == (20, 2)
-    expected = "train data: 2 of 20 rows have no target and are not trained on"
-    assert data_notes(splits) == [expected]
-    batch = task.collate(split.rows(np.array([8, 9])), True)
-    assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
-
-
-# ---- evaluation on what is trained on -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_validation_rows_in_training_data_are_counted(tools, tmp_path, monkeypatch, packing):
-    new = [{"text": f"return x{i} self"} for i in range(4)]
-    other = kit.write_jsonl(tmp_path / "other.jsonl", [*new, *GOOD[3:6], {"text": " " + GOOD[0]["text"]}])
-    _, splits = opened(tools, tmp_path, GOOD, validation_file=other, packing=packing)
-    assert repeated(splits) == (3, 8)
-    note = "validation data: 3 of 8 examples checked are also in the training data"
-    assert data_notes(splits) == [note]
-    if packing:  # the mutant: whole rows are compared, which never are the same
-        monkeypatch.setattr(prepare, "_contents", lambda rows: [repr(r).encode() for r in rows["input_ids"]])
-        (tmp_path / "mutant").mkdir()
-        _, splits = opened(tools, tmp_path / "mutant", GOOD, validation_file=other, packing=True)
-        assert repeated(splits)[0] != 3
-
-
-@pytest.mark.parametrize("name", ["more.csv", "__other/train.jsonl", "extra.jsonl"])
-def test_warning_for_unread_files_of_a_folder(tools, tmp_path, capsys, monkeypatch, name):
-    folder = tmp_path / "data"
-    (folder / name).parent.mkdir(parents=True)
-    for file in ("train.jsonl", "test.jsonl", name):
-        (folder / file).write_text(lines(*GOOD) if file.endswith("l") else "text\nx\n")
-    given = fields_of(tools, dataset_name=folder)
-    for _ in range(2):  # the second time, all is prepared
-        monkeypatch.setattr(local_files, "_warned", set())
-        kit.open_data(**given, cache_dir=tmp_path / "cache")
-        message = capsys.readouterr().err
-        assert message.count("not read") == 1
-        assert f"{folder / name} not read" in message
-
-
-def test_tokenizer_beside_the_data_is_not_reported_as_unread(tools, tmp_path, capsys):
-    folder = tmp_path / "data"
-    shutil.copytree(tools / "tokenizer", folder / "tokenizer")
-    for file in ("train.jsonl", "test.jsonl"):
-        (folder / file).write_text(lines(*GOOD))
-    kit.open_data(**fields_of(tools, dataset_name=folder), cache_dir=tmp_path / "cache")
-    assert "not read" not in capsys.readouterr().err
+def test_warning_for_unread_files_of_a_folder(open_data, tmp_path, capfd):
+    files = {"train.jsonl": lines(ROW), "test.jsonl": lines(ROW), "more.csv": "text\nx\n", "extra.jsonl": lines(ROW)}
+    write(tmp_path / "data", files | {"tokenizer.json": "{}"})
+    _, splits = open_data(dataset_name=tmp_path / "data")
+    assert f"{tmp_path}/data/extra.jsonl and 1 more not read" in capfd.readouterr().err
+    assert data_notes(splits) == ["validation data: 1 of 1 examples checked are also in the training data"]

@@ -129,15 +129,6 @@ def test_loss_of_each_source_equals_its_data_alone(sources, one, tmp_path):
     assert line["examples"] == 22
 
 
-def test_single_evaluated_source_is_named(sources, tmp_path):
-    _, fields, mixture = sources
-    other = {"low": mixture["low"], "high": {k: v for k, v in mixture["high"].items() if k != "validation_file"}}
-    given = [*fields, *mixed(other), "--max_steps", "1", "--eval_steps", "1"]
-    run = kit.run_training(1, tmp_path / "run", *given, "--metric_for_best_model", "low/loss", "--save_steps", "1")
-    line = run.kind("eval")[-1]
-    assert (line["low/loss"], line["low/examples"]) == (line["loss"], 13)
-
-
 def test_metric_missing_in_one_source_is_not_totaled(sources, tmp_path):
     """Rows of ids have no bytes: over those of the others the bits would be too many."""
     _, _, mixture = sources
@@ -214,34 +205,6 @@ def test_mixture_with_train_file_is_refused(sources):
 
 
 # ---- the token budget --------------------------------------------------------------------------------------------------
-
-LENGTHS = 3 + (94 * np.random.default_rng(1).random(6400) ** 2.5).astype(int)
-
-
-def waste(batch: int, micro: int, tokens: int | None = None) -> tuple[float, float]:
-    """Return (share of padding, micro-batches per step)."""
-    positions = count = 0
-    for step in range(len(LENGTHS) // batch):
-        parts = batch_plan.split_into_micro_batches(
-            np.arange(step * batch, step * batch + batch), micro, LENGTHS, tokens
-        )
-        assert sorted(i for ids, _ in parts for i in ids) == list(range(step * batch, step * batch + batch))
-        assert all(cost == len(ids) * LENGTHS[ids].max() for ids, cost in parts)
-        assert not tokens or all(cost <= tokens for _, cost in parts)
-        positions, count = positions + sum(cost for _, cost in parts), count + len(parts)
-    return 1 - LENGTHS[: len(LENGTHS) // batch * batch].sum() / positions, count / (len(LENGTHS) // batch)
-
-
-@pytest.mark.parametrize("batch, micro, bar, random_cut", [(64, 4, 0.075, 0.51), (256, 8, 0.045, 0.60)])
-def test_token_budget_pads_less_in_fewer_forwards(batch, micro, bar, random_cut):
-    padding, passes = waste(batch, micro)
-    less, fewer = waste(batch, micro, micro * 97)
-    assert padding <= bar
-    assert less < padding
-    assert fewer < passes
-    unsorted = LENGTHS[: len(LENGTHS) // micro * micro].reshape(-1, micro)
-    mutant = 1 - unsorted.sum() / (unsorted.max(1) * micro).sum()
-    assert mutant == pytest.approx(random_cut, abs=0.03)
 
 
 def test_split_by_tokens_is_optimal():

@@ -12,7 +12,7 @@ from addons.data._row_numbers import Column
 from src.config.errors import UsageError
 from src.data import prepare
 from src.data.prepared_split import repeated
-from tests.data.test_dataset_split import write_splits
+from tests.data.test_dataset import write_splits
 from tests.data.test_media import Pictures, opened
 from tests.helpers import images, kit
 
@@ -31,7 +31,6 @@ def fields(tmp_path_factory):
 @pytest.fixture
 def small(monkeypatch):
     """Many pieces of several blocks each."""
-    monkeypatch.setattr(prepare, "PART", 1000)
     monkeypatch.setattr(prepare, "BLOCK", 300)
 
 

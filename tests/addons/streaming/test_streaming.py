@@ -16,7 +16,7 @@ from src.config.errors import UsageError
 from src.data.data_loader import train_batches
 from src.tasks import OPTIONS
 from src.training.train_state import TrainState
-from tests.data.test_dataset_split import write_splits
+from tests.data.test_dataset import write_splits
 from tests.helpers import kit, technique_runs
 
 

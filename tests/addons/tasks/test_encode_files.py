@@ -1,7 +1,7 @@
 """The cache key of prepared rows follows the code of a task in addons/, also that of another add-on."""
 
 from addons.tasks import masked_lm, segmentation
-from src.data.cache_key import encode_files
+from src.data.prepare import encode_files
 from tests.helpers import kit
 
 

@@ -74,7 +74,7 @@ def test_folder_of_images_gives_the_same_batches(folder, tmp_path):
 
     broken = tmp_path / "pictures" / "train" / "rows" / "broken.png"
     broken.write_bytes(b"\x89PNG nothing")
-    with pytest.raises(UsageError, match=rf"train data, row \d+: {broken}: the image cannot be read"):
+    with pytest.raises(UsageError, match=rf"row \d+: train data: {broken}: the image cannot be read"):
         kit.open_data(**named)
 
 
