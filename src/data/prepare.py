@@ -9,8 +9,9 @@ import json
 import os
 import pickle
 import shutil
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -187,8 +188,14 @@ def in_processes(processes: int, function: Callable[[Any], Any], items: list) ->
         yield from map(function, items)
         return
     with ProcessPoolExecutor(processes, get_context("fork"), _begin_process, (function,)) as pool:
+        waiting: deque[Future] = deque()  # few: results hold rows, and may come faster than they are written
         try:
-            yield from pool.map(_call, items)
+            for item in items:
+                waiting.append(pool.submit(_call, item))
+                if len(waiting) > 2 * processes:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
         except BrokenProcessPool:
             raise Failure("a process that prepares data died, perhaps because host memory was full") from None
 
