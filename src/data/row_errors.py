@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from src.config.errors import Failure, UsageError, one_line
 from src.data.arrow_columns import record_batch
+from src.storage import disk_errors
 from src.tasks import Task
 
 if TYPE_CHECKING:
@@ -40,9 +41,8 @@ def read_rows(rows: "Dataset", ids: Sequence[int], describe: Callable[[int], str
         return rows[ids]
     except Exception:
         if first := _first_failing(lambda i: rows[ids[i]], len(ids)):
-            raise UsageError(f"{describe(ids[first[0]])}: this row cannot be decoded: {one_line(first[1])}") from first[
-                1
-            ]
+            where, error = describe(ids[first[0]]), first[1]
+            raise UsageError(f"{where}: this row cannot be decoded: {one_line(error)}") from error
         raise
 
 
@@ -62,17 +62,20 @@ def encode_rows(
 
     try:
         return encode(0, len(locations))
-    except (UsageError, Failure, MemoryError, OSError):
+    except (UsageError, Failure, MemoryError):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in disk_errors.FULL:
+            raise
         i, reason = _first_failing(lambda i: encode(i, i + 1), len(locations)) or (0, error)
         if isinstance(reason, UsageError):
             raise reason from error
         traceback.print_exception(reason, chain=False)
         values = describe_values({name: column[i] for name, column in rows.items()})
+        values += ", together with the rows after it" if reason is error else ""
         raise UsageError(
-            f"{locations[i]}: `encode` of task {task.cfg.task} fails for {values}{', with the rows after it' * (reason is error)} "
-            f"({type(reason).__name__}: {one_line(reason, 200)}): fix the row, or the code of the task"
+            f"{locations[i]}: `encode` of task {task.cfg.task} fails for {values} ({type(reason).__name__}: "
+            f"{one_line(reason, 200)}): fix the row, or the code of the task"
         ) from reason
 
 

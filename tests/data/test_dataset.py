@@ -139,27 +139,6 @@ def test_rows_come_in_the_order_of_ids(ragged, ids):
     assert [len(rows[i]) for i in ids] == split.lengths[ids].tolist()
 
 
-class _Spy:
-    def __init__(self, split, seen):
-        self.split, self.seen = split, seen
-
-    def rows(self, ids):
-        self.seen += ids.tolist()
-        return self.split.rows(ids)
-
-
-def test_rank_reads_only_rows_of_its_micro_batches(ragged):
-    task, split, rows = ragged
-    trained = []
-    for rank in range(2):
-        seen, order = [], list(training_order(PlanConfig(len(rows), 32, 4, 1, split.lengths), rank, 2, 0, 32))
-        for micro, batch in data_loader.read_batches(_Spy(split, seen), task, iter(order), RunConfig(), False):
-            assert batch.tokens == sum(len(rows[i]) for i in micro.ids)
-        assert seen == [i for micro in order for i in micro.ids]
-        trained += [i for micro in order if not micro.dummy for i in micro.ids]
-    assert sorted(trained) == list(range(1003))  # 32 steps are an epoch: every row once, by one rank
-
-
 class Drawing(causal_lm.Task):
     """A task with a collator that draws from every random generator."""
 
