@@ -43,7 +43,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -131,6 +131,10 @@ fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDO
 schema: .venv/done ## write configs/schema.json, which editors and --help read, after you changed a field
 	$(VENV)/python train.py --schema >configs/schema.json.tmp
 	mv configs/schema.json.tmp configs/schema.json
+
+lock: .venv/done ## take the newest versions that pyproject.toml allows into uv.lock and requirements*.txt (needs uv)
+	@$(call need,lock)
+	$(VENV)/python -m addons.tools.lock
 
 clean: ## remove caches of tools; keeps .venv, data/, runs/ and prepared data
 	rm -rf .pytest_cache .ruff_cache

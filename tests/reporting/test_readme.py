@@ -95,7 +95,19 @@ def test_readme_is_two_screens_with_eight_guarantees():
     assert len(re.findall(r"^\| .* \| `tests/[\w/]+\.py` \|$", README, re.M)) == 8
 
 
+def test_agents_md_is_short_and_names_what_exists():
+    text = (kit.REPOSITORY / "AGENTS.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert (kit.REPOSITORY / "CLAUDE.md").read_text() == text
+    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= set(re.findall(r"^  ([a-z-]+)", shell("make"), re.M))
+    has_addons = (kit.REPOSITORY / "addons").exists()
+    paths = re.findall(r"`((?:src|addons|tests|accelerate_configs|configs|benchmarks)/[\w/.]*)`", text)
+    assert paths
+    paths = [path for path in paths if "NAME" not in path and (has_addons or "addons" not in path)]
+    assert [path for path in paths if not (kit.REPOSITORY / path).exists()] == []
+
+
 def test_links_between_documents():
-    for page in [kit.REPOSITORY / "README.md", *(kit.REPOSITORY / "docs").glob("*.md")]:
+    for page in [*kit.REPOSITORY.glob("*.md"), *(kit.REPOSITORY / "docs").glob("*.md")]:
         for link in re.findall(r"\]\((?!http)([^)#]+)(?:#[\w-]+)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

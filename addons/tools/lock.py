@@ -1,0 +1,37 @@
+"""Write the pins of requirements.txt and requirements-extra.txt from uv.lock: `make lock`. Needs uv.
+
+Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/test_requirements.py.
+"""
+
+import re
+import subprocess
+import tomllib
+
+from src.config.paths import REPOSITORY
+
+FILES = ("requirements.txt", "requirements-extra.txt")
+PIN = re.compile(r"^([\w.-]+)==([\w.]+)", re.M)
+
+
+def normalized(name: str) -> str:
+    """Return the name of a package as uv.lock writes it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked_versions() -> dict[str, str]:
+    """Return {normalized name: version} of all packages in uv.lock."""
+    packages = tomllib.loads((REPOSITORY / "uv.lock").read_text(encoding="utf-8"))["package"]
+    return {package["name"]: package["version"] for package in packages if "version" in package}
+
+
+def main() -> None:
+    subprocess.run(["uv", "lock", "--upgrade"], cwd=REPOSITORY, check=True)
+    versions = locked_versions()
+    for file in FILES:
+        text = (REPOSITORY / file).read_text(encoding="utf-8")
+        pinned = PIN.sub(lambda pin: f"{pin[1]}=={versions[normalized(pin[1])]}", text)
+        (REPOSITORY / file).write_text(pinned, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

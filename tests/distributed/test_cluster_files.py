@@ -1,0 +1,71 @@
+"""cluster/: the script of a node stops, saves, resumes; the files of schedulers start it and know its exit codes."""
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from src.runtime import run_status
+from src.runtime.run_status import EXIT_STOPPED
+from tests.helpers import kit
+
+CLUSTER = kit.REPOSITORY / "cluster"
+PLAIN_ENVIRONMENT = {k: v for k, v in os.environ.items() if not k.startswith("ACCELERATE_")} | {"OMP_NUM_THREADS": "1"}
+
+
+def start_node(folder: Path, *flags: str) -> subprocess.Popen:
+    fields = {name: str(value) for name, value in kit.tiny_files(folder).items()}
+    fields |= {"global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 10**6, "logging_steps": 1}
+    run_file = kit.write_yaml(folder / "run.yaml", fields | {"lr_scheduler_type": "constant"})
+    environment = PLAIN_ENVIRONMENT | {"OUT": str(folder / "run"), "NPROC_PER_NODE": "2"}
+    command = [str(CLUSTER / "node.sh"), str(run_file), *flags]
+    with open(folder / "output.txt", "a") as output:
+        return subprocess.Popen(command, cwd=kit.REPOSITORY, env=environment, stdout=output, stderr=output)
+
+
+@pytest.mark.cluster
+def test_node_that_is_taken_away_saves_and_the_same_command_resumes(tmp_path):
+    run = tmp_path / "run"
+    node = start_node(tmp_path)
+    try:
+        kit.until(lambda: kit.last_step(run) > 3)
+        node.send_signal(signal.SIGTERM)  # as a scheduler does: to this process only
+        assert node.wait(300) == EXIT_STOPPED, (tmp_path / "output.txt").read_text()[-3000:]
+        saved = run_status.read_status(run)["step"]
+        assert saved > 3
+        node = start_node(tmp_path, "--max_steps", str(saved + 5))
+        assert node.wait(300) == 0, (tmp_path / "output.txt").read_text()[-3000:]
+    finally:
+        (run / "stop").touch()
+        node.wait(300)
+    steps = [line["step"] for line in kit.Run(run).kind("train")]
+    assert steps == list(range(1, saved + 6))  # nothing trained twice, nothing lost
+    assert '"world_size": 2' in (run / "environment.json").read_text()
+
+
+def test_node_refuses_what_would_train_elsewhere_than_meant(tmp_path):
+    for environment, sentence in (({}, "set OUT"), ({"OUT": "x", "NODES": "2"}, "set MAIN_ADDRESS")):
+        done = subprocess.run(
+            [CLUSTER / "node.sh", "configs/stdlib_lm.yaml"],
+            cwd=kit.REPOSITORY,
+            env=PLAIN_ENVIRONMENT | environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 2
+        assert sentence in done.stderr
+
+
+@pytest.mark.parametrize("name", ["skypilot.yaml", "dstack.yml", "kubernetes.yaml", "kubeflow.yaml"])
+def test_files_of_schedulers_start_the_script_with_its_variables(name):
+    text = (CLUSTER / name).read_text()
+    assert list(yaml.safe_load_all(text))
+    assert "cluster/node.sh" in text
+    for variable in ("OUT", "NODES", "NODE_RANK", "MAIN_ADDRESS"):
+        assert variable in text
+    if name != "dstack.yml":  # it knows no exit codes
+        assert f"[{EXIT_STOPPED}]" in text
