@@ -35,11 +35,12 @@ MODEL = {
     "max_position_embeddings": 64,
     "tie_word_embeddings": True,
 }
-SAVED = re.compile(r"training paused ([\d.]+) s, ([\d.]+) s of it to copy ([\d.,]+) MB.* in ([\d.]+) s")
+SAVED = re.compile(r"training paused ([\d.]+) s for it \(([\d.]+) s to copy")
 RESUME = """
 import sys
+from types import SimpleNamespace
 sys.path.insert(0, {repository!r})
-from src.checkpointing import checkpoint_list, checkpoint_format
+from src.checkpointing import checkpoint_folder
 from src.config import parsing
 from src.data.dataset import prepare_datasets
 from src.distributed.init_accelerator import init_accelerator
@@ -58,10 +59,11 @@ prepare_datasets(cfg, task)
 strategy = make_strategy(init_accelerator(cfg), cfg)
 import transformers.models.llama.modeling_llama
 before = memory("VmRSS")
-start = checkpoint_list.newest_intact(cfg.output_dir)
+start = checkpoint_folder.newest_intact(cfg.output_dir)
 model = ModelWithLoss(task.build(start), task)
 optimizer = make_optimizer(cfg, model)
-checkpoint_format.load_checkpoint(start, strategy, model, {{"optimizer": optimizer}}, Meter())
+run = SimpleNamespace(strategy=strategy, model=model, meter=Meter())
+checkpoint_folder.load_checkpoint(start, run, {{"optimizer": optimizer}})
 print(memory("VmHWM") - before, memory("VmRSS") - before)
 """
 
@@ -104,9 +106,7 @@ def main() -> None:
         environment = os.environ | {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
         subprocess.run(command, check=True, capture_output=True, env=environment)
         saved = SAVED.findall((folder / "run/logs/rank_0.log").read_text())
-        stalls, copies, sizes, writes = (
-            [float(x.replace(",", "")) for x in column] for column in zip(*saved, strict=True)
-        )
+        stalls, copies = ([float(x) for x in column] for column in zip(*saved, strict=True))
         newest = sorted((folder / "run/checkpoints").iterdir())[-1]
         size = sum(path.stat().st_size for path in newest.iterdir()) / 1e9
         print(f"checkpoint of {size:.2f} GB, {len(saved)} saves")
@@ -114,7 +114,6 @@ def main() -> None:
         print(f"training paused, s:        {', '.join(f'{x:.3f}' for x in stalls)}")
         print(f"copy to the host, s:       {', '.join(f'{x:.3f}' for x in copies)}  (the first allocates memory)")
         print(f"ratio, median:             {statistics.median(ratios):.3f}  (bar: 1.2)")
-        print(f"background write, s:       {', '.join(f'{x:.2f}' for x in writes)}")
         for state in ("from memory", "from disk"):
             if state == "from disk":
                 evicted(newest)
@@ -130,7 +129,7 @@ def main() -> None:
             [sys.executable, "-c", code, *argv], check=True, capture_output=True, text=True, env=environment
         )
         peak, after = map(float, done.stdout.split()[-2:])
-        state = sizes[-1] * 1e6 / 2**20
+        state = size * 1e9 / 2**20
         print(
             f"memory of resuming, MiB:   peak {peak:.0f}, then {after:.0f}; model and optimizer: {state:.0f}; ratio {peak / state:.3f}  (bar: 1.2)"
         )

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from src.checkpointing.model_folder import write_model, write_tensors
-from src.checkpointing.sharded_checkpoint import file_name
+from src.checkpointing.model_folder import write_model
+from src.checkpointing.tensor_files import file_name, write_tensors
 from src.config.errors import UsageError, did_you_mean, one_line
 from src.config.fields import option
 from src.config.paths import locate
@@ -224,13 +224,12 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
 
 
 def write_own_tensors(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor] | None, folder: Path, rank: int, world: int
-) -> dict[str, torch.Tensor] | None:
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+) -> dict[str, torch.Tensor]:
     """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
     if "base_names" not in vars(model):
         return tensors  # the adapter is merged
     base: dict[str, str] = vars(model)["base_names"]
-    tensors = tensors or ({} if world > 1 else model.state_dict())
     adapter = {name: value for name, value in tensors.items() if name not in base}
     if adapter or world == 1:
         write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
@@ -267,7 +266,7 @@ def change_final_model(folder: Path, task: Any) -> None:
     whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
     for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
         path.unlink()
-    write_model(ModelWithLoss(whole, task), folder)
+    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
     write_tensors(lost, folder / f"{ADAPTER}.safetensors")
 
 

@@ -1,37 +1,40 @@
 """Checkpointer, the training loop's interface to checkpoints: save, stop, write the final model.
 
-All ranks make the same decisions here: whether a save is skipped and how a run ends.
-Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
+A save copies the training state to host memory; then the background thread writes it to a temporary folder, renames
+that to checkpoints/step_N, and deletes old checkpoints. All ranks make the same decisions here: whether a save is
+skipped and how a run ends. Tests: tests/checkpointing/test_async_writer.py, tests/checkpointing/test_best_model.py.
 """
 
-import hashlib
 import json
+import logging
 import time
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-import torch
 import yaml
 
-from src.checkpointing import checkpoint_format, checkpoint_list, final_model, model_folder, resume
-from src.checkpointing.async_writer import CheckpointWriter
+from src.checkpointing import checkpoint_folder, model_folder, resume
+from src.checkpointing.async_writer import BackgroundWriter, check_shared_folder
 from src.checkpointing.resume import Start
-from src.checkpointing.sharded_checkpoint import check_shared_folder
+from src.checkpointing.tensor_files import HostCopy, Tensors, digest
 from src.config.addons import functions_of_addons
 from src.config.errors import Failure, Stopped, UsageError, call_or_warn, warn
 from src.config.parsing import to_yaml
 from src.distributed import replica_check
-from src.distributed.init_accelerator import num_nodes
+from src.distributed.host_group import run_on_main
 from src.distributed.stop_signals import StopSignals
-from src.runtime import run_status
-from src.storage.jsonl import strict_json
+from src.runtime import console, run_status
+from src.runtime.exit_codes import is_exiting
+from src.storage import atomic_folder
 from src.training.evaluation import check_finite
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run
 
+log = logging.getLogger("run")
 SLOW_DISK = 60.0  # seconds that a save waits for the previous write; other ranks wait in their next all-reduce
 
 
@@ -40,26 +43,33 @@ class Checkpointer:
 
     def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, signals: StopSignals):
         """Rename old outputs in the run folder that do not fit this run, unless nothing is left to train."""
-        self.run, self.state, self.due, self.techniques, self.parts = run, run.state, due, techniques, start.parts
-        self.cfg, self.hosts, self.folder = run.cfg, run.hosts, Path(run.cfg.output_dir)
-        self.is_main = run.strategy.accelerator.is_main_process
-        self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
-        self.of_addons: list[str] = []  # messages of add-ons that have used final/
+        self.run, self.state, self.due, self.techniques, self.signals = run, run.state, due, techniques, signals
+        self.cfg, self.hosts, self.folder, self.parts = run.cfg, run.hosts, Path(run.cfg.output_dir), start.parts
+        self.accelerator, self.is_main = run.strategy.accelerator, run.strategy.accelerator.is_main_process
+        self.writer = BackgroundWriter(run.strategy, run.cfg.max_failed_saves)
+        self.memory = HostCopy(self.writer.rank, self.writer.world)
         config = yaml.safe_load(to_yaml(run.cfg, run.task.options))
         self.metadata = {"config": config, "identity": start.identity, "run_id": start.run_id}
-        self.writer = CheckpointWriter(run, signals)
-        if start.checkpoint and checkpoint_list.is_inside(start.checkpoint, self.folder):
-            self.writer.saved = (self.state.step, self.state.evaluated)
-        if self.writer.all_ranks_write and num_nodes() > 1:
-            check_shared_folder(run.strategy.accelerator, self.hosts, self.folder)
+        is_saved = start.checkpoint is not None and resume.is_inside(start.checkpoint, self.folder)
+        self.saved = (
+            self._now() if is_saved else None
+        )  # (step, evaluated) of the newest checkpoint, on the main process
+        self.final_step, self.average = 0, ""  # step of the weights in final/, name of the technique that averaged them
+        self.of_addons: list[str] = []  # messages of add-ons that have used final/
+        if self.writer.world > 1:
+            check_shared_folder(self.accelerator, self.hosts, self.folder)
         if self.is_main and not due.complete():
             resume.archive_stale_outputs(self.folder, start)
+
+    def _now(self) -> tuple[int, int]:
+        return self.state.step, self.state.evaluated
 
     # ---- in the loop -------------------------------------------------------------------------------------------------
 
     def failed(self) -> float:
         """Return 1 if too many checkpoints in a row failed on this rank, else 0; each step's all-reduce sums this."""
-        return self.writer.failed()
+        self.signals.save_seconds = self.writer.slowest
+        return float(self.writer.failed())
 
     def update_best(self, metrics: dict) -> None:
         """Compare this evaluation with the best one. If it lacks metric_for_best_model, save and end the run."""
@@ -70,75 +80,73 @@ class Checkpointer:
             self.stop(error)
 
     def save(self) -> None:
-        """Copy the training state to host memory and write checkpoints/step_N in the background, unless it is saved."""
+        """Copy the training state to host memory and write checkpoints/step_N in the background."""
         with self.run.meter.paused():
-            self.state.finish_update(self.cfg.max_skipped_steps)
-            replica_check.check_replicas(self.run.strategy, self.run.model, self.state.step)
-            self.due.last_save = (self.state.step, self.state.evaluated)
+            began, state = time.perf_counter(), self.state
+            state.finish_update(self.cfg.max_skipped_steps)
+            replica_check.check_replicas(self.run.strategy, self.run.model, state.step)
+            self.due.last_save = self._now()
             if position := getattr(
                 self.run.datasets["train"], "position", None
             ):  # the step alone does not determine it
-                self.state.stream = position(self.state.step, self.hosts)
+                state.stream = position(state.step, self.hosts)
             if self.due.finished() or self.due.best():
-                self._wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
+                self.writer.wait_on_all_ranks()  # never skip the last or best checkpoint because of a write in progress
             meter = self.run.meter.state(self.hosts)
-            if self.writer.writes:
-                self._save(meter)
+            if not self.writer.writes:
+                return
+            if self.writer.is_busy(min(SLOW_DISK, self.cfg.ddp_timeout / 2)):
+                warn(f"the checkpoint of step {state.step} is skipped: the one before it is still being written")
+                return
+            copying, scaler = time.perf_counter(), self.accelerator.scaler
+            tensors, numbers = self._host_copy()
+            now = time.perf_counter()
+            saved = {"progress": self._progress(), "meter": meter, "numbers": numbers} | self.metadata
+            saved["scaler"] = scaler.state_dict() if scaler is not None else None
+            pause = f"training paused {now - began:.3f} s for it ({now - copying:.3f} s to copy it to the host)"
+            # A copy of the state, because techniques may change their values while it is written.
+            write = partial(self._write, tensors, deepcopy(saved), self._flush(), pause)
+            self.writer.start(f"THE CHECKPOINT OF STEP {state.step}", write)
 
-    def _save(self, meter: dict) -> None:
-        """Save; only the ranks that write call this."""
-        began, state, writer = time.perf_counter(), self.state, self.writer
-        is_saved = self.is_main and writer.saved == (state.step, state.evaluated)
-        is_late = not is_saved and not writer.wait(min(SLOW_DISK, self.cfg.ddp_timeout / 2))
-        is_saved, is_late = self._any_writer([is_saved, is_late])
-        if is_saved:
-            return
-        if is_late:
-            warn(f"the checkpoint of step {state.step} is skipped: the one before it is still being written")
-            return
-        tensors, numbers = checkpoint_format.collect_tensors(self.run.strategy, self.run.model, self.parts)
-        error = writer.disk_error(tensors) if self.is_main else None
-        [is_full] = self._any_writer([error is not None])
-        if error:
-            writer.save_failed(state.step, error)
-        if is_full:
-            return
-        copying, scaler = time.perf_counter(), self.run.strategy.accelerator.scaler
-        host = writer.copy_to_host(tensors)
-        copying = time.perf_counter() - copying
-        saved = {"progress": self._progress(), "meter": meter, "numbers": numbers} | self.metadata
-        saved["scaler"] = scaler.state_dict() if scaler is not None else None
-        writer.write_checkpoint(host, strict_json(saved), time.perf_counter() - began, copying)
+    def _host_copy(self) -> tuple[dict[str, Tensors], dict[str, dict]]:
+        """Return (tensors that this rank writes, other values) of a checkpoint; a collective for sharded tensors."""
+        tensors, numbers = checkpoint_folder.collect_tensors(self.run.strategy, self.run.model, self.parts)
+        return self.memory.take(tensors), numbers
 
-    def _progress(self) -> dict:
+    def _progress(self) -> dict[str, Any]:
         """Return the fields of the TrainState; this waits for the device."""
         grad_norm = None if self.state.grad_norm is None else float(self.state.grad_norm)
         return asdict(replace(self.state, grad_norm=grad_norm))
 
-    def state_hashes(self) -> dict[str, str]:
-        """Return {PART/NAME: hash or value} of all that a checkpoint would hold now, on every rank. A collective."""
-        self._wait_on_all_ranks()
-        lines = set()
-        if self.writer.writes:
-            tensors, numbers = checkpoint_format.collect_tensors(self.run.strategy, self.run.model, self.parts)
-            for part, named in self.writer.copy_to_host(tensors).items():
-                for name, value in named.items():
-                    digest = hashlib.sha256(value.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
-                    lines.add(f"{part}/{name}: {value.dtype} {list(value.shape)} {digest}")
-            for part, named in (numbers | {"progress": self._progress()}).items():
-                lines |= {f"{part}/{name}: {json.dumps(strict_json(value))}" for name, value in named.items()}
-        return dict(line.split(": ", 1) for line in self.hosts.union(lines))
+    def _flush(self) -> OSError | None:
+        """Write the queued lines of all files, so that a checkpoint is never ahead of metrics.jsonl; return the error."""
+        try:
+            for file in self.run.files:
+                file.flush()
+        except OSError as error:
+            return error
+        return None
 
-    def _any_writer(self, answers: list[bool]) -> list[bool]:
-        """Return each of `answers` as True if it is True on any rank that writes."""
-        if not self.writer.all_ranks_write:
-            return answers
-        return [count > 0 for count in self.hosts.sum([float(answer) for answer in answers]).tolist()]
+    def _write(self, tensors: dict[str, Tensors], state: dict, error: OSError | None, pause: str) -> None:
+        """Write a checkpoint, then delete old ones; in the background thread."""
+        progress, writer, files = state["progress"], self.writer, self.run.files
+        step, folder = progress["step"], self.folder / "checkpoints" / f"step_{progress['step']:08d}"
 
-    def _wait_on_all_ranks(self) -> None:
-        """Wait until no rank writes. All ranks check once a second, so that no collective times out on a slow disk."""
-        while self.hosts.sum([0.0 if self.writer.wait(1.0) else 1.0])[0]:
-            pass
+        def write(temporary: Path) -> None:
+            checkpoint_folder.write_checkpoint(temporary, self.run.model, tensors, state, writer.rank, writer.world)
+
+        if error is not None:
+            raise error
+        for file in files:
+            if file.path.exists():  # it does not exist before its first line
+                atomic_folder.fsync(file.path)
+        writer.publish(folder, step, write)
+        if not self.is_main:
+            return
+        self.saved = step, progress["evaluated"]
+        checkpoint_folder.prune(self.cfg, progress["best_step"])
+        show = log.info if is_exiting() else console.stamped  # a failed rank prints its error last
+        show(f"step {step} saved in {folder}; {pause}")
 
     # ---- the end of a run --------------------------------------------------------------------------------------------
 
@@ -148,102 +156,95 @@ class Checkpointer:
         Raise Failure if the state could not be saved."""
         if self.writer.failures >= self.cfg.max_failed_saves:
             reason = f"{self.writer.failures} failed saves in a row (the last attempt succeeded)"
-        self._wait_on_all_ranks()
-        self.save()
-        is_saved, step = self._finish_writing(), self.writer.saved[0]
-        if self.is_main and step is not None:
+        self.writer.wait_on_all_ranks()
+        if not self.hosts.sum([float(self.is_main and self.saved == self._now())])[0]:
+            self.save()
+        is_saved = self.writer.finish()
+        if self.is_main:
             with suppress(OSError):
-                run_status.write_status(self.folder, "running", step)
+                run_status.write_status(self.folder, "running", self.state.step)
         if not is_saved:
             raise Failure(
-                f"no checkpoint could be saved: {self.writer.reason or 'see the main process'}. Free space or repair the "
-                "disk; the same command resumes from the last checkpoint that was saved"
+                f"no checkpoint could be saved: {self.writer.reason or 'see the main process'} ({self.folder}). Free space or "
+                "repair the disk; the same command resumes from the last checkpoint that was saved"
             )
-        if isinstance(reason, UsageError | Failure):
-            raise reason
-        where = "" if step is None else f" at step {step:,}"
-        raise Stopped(f"Stopped by {reason}{where}. Saved to {self.folder}; run the same command to resume.")
+        text = (
+            f"Stopped by {reason} at step {self.state.step:,}. Saved to {self.folder}; run the same command to resume."
+        )
+        raise reason if isinstance(reason, UsageError | Failure) else Stopped(text)
 
     def write_final(self) -> None:
         """Write final/ unless it is intact: the best checkpoint's model if metric_for_best_model is set, else the last.
 
         If the best checkpoint is gone or damaged, final/ holds the last step. The average of a technique with the option
         `final` replaces the weights, also in memory. Then add-ons may use final/, such as to upload it."""
-        state, writer, final = self.state, self.writer, self.folder / "final"
-        if (
-            state.skipped and not state.updates and self.run.strategy.accelerator.scaler is None
-        ):  # fp16 lowers its scale
+        state, final = self.state, self.folder / "final"
+        if state.skipped and not state.updates and self.accelerator.scaler is None:  # fp16 lowers its scale
             raise Failure(
                 f"all {state.skipped} updates were skipped, because the loss or the gradient was not finite: nothing was "
                 "trained, and final/ is not written. Lower learning_rate, or check the examples named in logs/"
             )
-        self._wait_on_all_ranks()
-        best = self._intact_best()
-        self.final_step = state.best_step if best else state.step
-        if writer.writes:
-            [is_done] = self._any_writer([self.is_main and final_model.is_intact(final, self.final_step)])
-            if self.techniques.load_final(partial(checkpoint_format.load_part, best) if best else None):
-                self.average, best = self.techniques.final, None
-            if not is_done:
-                self._start_final(final, best)
-        self._finish_writing()
+        self.writer.wait_on_all_ranks()
+        older = state.best_step if self.cfg.metric_for_best_model and state.best_step != state.step else 0
+        best = run_on_main(self.accelerator, lambda: checkpoint_folder.intact_at(self.folder, older) if older else None)
+        self.final_step = step = state.best_step if best else state.step
+        is_written = run_on_main(self.accelerator, lambda: model_folder.is_final_of(step, final))
+        if self.techniques.load_final(partial(checkpoint_folder.load_part, best) if best else None):
+            self.average, best = self.techniques.final, None
+        if not is_written:
+            self._start_final(final, best)
+            if not self.writer.finish():
+                raise Failure(f"{final} could not be written: {self.writer.reason or 'see the main process'}")
         if self.is_main and self.due.complete() and not self.cfg.smoke:
             self.of_addons = [use_final(self.cfg) for use_final in functions_of_addons(self.cfg, "final_is_written")]
 
-    def _intact_best(self) -> Path | None:
-        """Return the best checkpoint, if it is undamaged and not the last one, on the ranks that write; a collective."""
-        intact, step = [], self.state.best_step
-        is_older = bool(self.cfg.metric_for_best_model) and step not in (0, self.state.step)
-        best = checkpoint_list.checkpoint_of_step(self.folder, step) if is_older and self.writer.writes else None
-        if best and self.is_main:
-            self.writer.start(lambda: intact.append(final_model.is_usable(best)))
-        self._wait_on_all_ranks()
-        return best if self.writer.writes and self._any_writer([any(intact)])[0] else None
-
     def _start_final(self, final: Path, best: Path | None) -> None:
-        """Start writing final/ from the checkpoint `best`, else from the model in memory, on the ranks that write."""
-        run, writer, step, tensors = self.run, self.writer, self.final_step, None
-        if best is None and writer.is_sharded:
-            tensors = writer.copy_to_host(checkpoint_format.collect_tensors(run.strategy, run.model, {})[0])["model"]
+        """Start writing final/ from the checkpoint `best`, else from the model in memory."""
+        run, writer, tensors = self.run, self.writer, {}
+        if best is None:
+            tensors = checkpoint_folder.collect_tensors(run.strategy, run.model, {})[0]
+            tensors = (self.memory.take(tensors) if run.strategy.is_sharded else tensors)["model"]
 
         def write(folder: Path) -> None:
-            if best is not None:
-                final_model.copy_model(best, folder)
-            else:
+            if best is None:
                 model_folder.write_model(run.model, folder, tensors, writer.rank, writer.world)
+            elif self.is_main:
+                checkpoint_folder.copy_model(best, folder)
 
         def complete(folder: Path) -> bool:
-            final_model.write_card(folder, run, self.metadata["config"], step, self.average)
-            return model_folder.change_final_model(folder, run.task)
+            return model_folder.complete_final(folder, run, self.metadata["config"], self.final_step, self.average)
 
-        if best is None or self.is_main:
-            writer.start(lambda: writer.publish(final, write, step, complete, alone=best is not None))
+        if writer.writes:
+            writer.start("THE FINAL MODEL", lambda: writer.publish(final, self.final_step, write, complete))
 
-    def _finish_writing(self) -> bool:
-        """Wait until no rank writes; return True on every rank if the last checkpoint was saved."""
-        self._wait_on_all_ranks()
-        failed_here = isinstance(self.writer.error, Failure)
-        if not failed_here:
-            self.writer.failed()  # raises an error of code here, before the others are asked: this rank has the traceback
-        if self.hosts.sum([float(failed_here)])[0] and not failed_here:
-            raise Failure("the final model could not be written: see the error of the rank that failed")
-        self.writer.failed()
-        return not self.hosts.sum([float(self.writer.failures)])[0]
+    # ---- for the summary and --smoke ---------------------------------------------------------------------------------
 
     def summary(self) -> str:
-        """Return lines about early stopping, the best model, the pauses for saving, and the upload."""
-        best = final_model.best_sentence(self.cfg, self.state, self.final_step, self.average)
-        lines = [self.due.early_stop_message(), best, self.writer.summary(), *self.of_addons]
-        return "\n".join(line for line in lines if line)
+        """Return lines about early stopping, the best model, and what add-ons did with final/."""
+        best = model_folder.best_sentence(self.cfg, self.state, self.final_step, self.average)
+        return "\n".join(line for line in (self.due.early_stop_message(), best, *self.of_addons) if line)
 
     def sample(self) -> str | None:
-        """Return the task's sample from the model in final/, on the main process; warn if the sample fails."""
-        if not self.is_main or self.writer.is_sharded:
+        """Return the sample of a task with the option `sample_prompt`, on the main process, if final/ is the last step."""
+        task: Any = self.run.task
+        is_last = self.final_step == self.state.step and not self.run.strategy.is_sharded
+        if not self.is_main or not is_last or not getattr(task.options, "sample_prompt", None):
             return None
-        task, device = self.run.task, self.run.strategy.accelerator.device
-        model = task.saved(self.run.model.model) if self.final_step == self.state.step else None
-        return call_or_warn("the sample", final_model.sample, task, model, self.folder / "final", device)
+        return call_or_warn("the sample", task.sample, task.saved(self.run.model.model))
 
     def outcome(self) -> dict:
         """Return the fields of status.json about the end of the run."""
         return self.due.outcome() | {"final_step": self.final_step}
+
+    def state_hashes(self) -> dict[str, str]:
+        """Return {PART/NAME: hash or value} of all that a checkpoint would hold now, on every rank. A collective."""
+        self.writer.wait_on_all_ranks()
+        lines = set()
+        if self.writer.writes:
+            tensors, numbers = self._host_copy()
+            lines |= {
+                f"{part}/{name}: {digest(value)}" for part, named in tensors.items() for name, value in named.items()
+            }
+            for part, named in (numbers | {"progress": self._progress()}).items():
+                lines |= {f"{part}/{name}: {json.dumps(value)}" for name, value in named.items()}
+        return dict(line.split(": ", 1) for line in self.hosts.union(lines))

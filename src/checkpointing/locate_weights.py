@@ -11,8 +11,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.checkpointing.checkpoint_list import newest_intact, read_state
-from src.checkpointing.final_model import RUN_CONFIG
+from src.checkpointing.checkpoint_folder import newest_intact, read_state
+from src.checkpointing.model_folder import RUN_CONFIG
 from src.config.addons import config_type
 from src.config.errors import UsageError, warn
 from src.config.fields import ASK
@@ -67,39 +67,26 @@ def evaluation_args(argv: list[str]) -> tuple[list[str], dict | None, int | None
     A checkpoint may come from an untrusted source. Read only its own configuration, not that of a parent folder, and
     use only fields that `from_checkpoint` allows. The typed path alone decides the folder of eval.json."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--checkpoint", nargs="?", const="")
-    checkpoint, argv = parser.parse_known_args(argv)
-    if (name := checkpoint.checkpoint) is None:
+    parser.add_argument("--checkpoint")
+    parsed, argv = parser.parse_known_args(argv)
+    if (name := parsed.checkpoint) is None:
         return argv, None, None
     given = {word[2:].partition("=")[0].replace("-", "_") for word in argv if word.startswith("--")}
     if both := given & {"model_name_or_path", "model_config"}:
         raise UsageError(f"checkpoint and {both.pop()} are both given: keep one")
     weights = locate_weights(name, "checkpoint")
-    values = _harmless_values(_read_config(name, weights), given)
-    values = _without_replaced_data(values, given)
-    values |= {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}
-    return argv, values, _step_of_weights(weights)
-
-
-def _step_of_weights(weights: Path) -> int | None:
     if (weights / "state.json").exists():
-        return read_state(weights)["progress"]["step"]
-    return atomic_folder.read_metadata(weights).get("step")
-
-
-def _read_config(name: str, weights: Path) -> dict:
-    """Return the configuration that is stored in the run, checkpoint or final model `name`."""
-    folder = Path(locate(name))
-    if folder != weights and (folder / "config.yaml").exists():
-        return read_yaml(folder / "config.yaml")
-    if (weights / "state.json").exists():
-        return read_state(weights)["config"]
-    if (weights / RUN_CONFIG).exists():
-        return read_yaml(weights / RUN_CONFIG)
-    raise UsageError(
-        f"checkpoint: {name} does not hold the configuration of its run ({RUN_CONFIG}): give the folder of the run, or "
-        "--model_name_or_path with --validation_file or --dataset_name"
-    )
+        state = read_state(weights)
+        config, step = state["config"], state["progress"]["step"]
+    elif (weights / RUN_CONFIG).exists():
+        config, step = read_yaml(weights / RUN_CONFIG), atomic_folder.read_metadata(weights).get("step")
+    else:
+        raise UsageError(
+            f"checkpoint: {weights} does not hold the configuration of its run ({RUN_CONFIG}): give --model_name_or_path with "
+            "--validation_file or --dataset_name"
+        )
+    values = _without_replaced_data(_harmless_values(config, given), given)
+    return argv, values | {"model_name_or_path": str(weights), "output_dir": str(_output_dir(name))}, step
 
 
 def _harmless_values(config: dict, given: set[str]) -> dict:

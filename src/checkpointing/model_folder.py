@@ -1,146 +1,145 @@
-"""Hugging Face model folder: weights, tokenizer, shard index.
+"""Hugging Face model folder: weights, tokenizer, shard index; for final/ also the model card and the run's configuration.
 
-Tests: tests/checkpointing/test_format.py, tests/distributed/test_fsdp2.py, tests/config/test_foreign_code.py.
+Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_best_model.py, tests/distributed/test_fsdp2.py.
 """
 
 import json
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import torch
+import yaml
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from src.checkpointing.sharded_checkpoint import file_name
+from src.checkpointing.tensor_files import Tensors, file_name, write_tensors
 from src.config.addons import functions_of_addons
+from src.config.redact import redact_all
+from src.config.schema import RunConfig
 from src.runtime import private_apis
-from src.tasks import Task
+from src.storage import atomic_folder
 from src.training.step import ModelWithLoss
+from src.training.train_state import Run, TrainState
+
+RUN_CONFIG = "run_config.yaml"  # the configuration of the run, without credentials
 
 
-def write_model(
-    model_with_loss: ModelWithLoss,
-    folder: Path,
-    tensors: dict[str, torch.Tensor] | None = None,
-    rank: int = 0,
-    world: int = 1,
-) -> None:
+def write_model(model_with_loss: ModelWithLoss, folder: Path, tensors: Tensors, rank: int = 0, world: int = 1) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` and `pipeline` work; only one shard if `world` > 1.
 
-    A module without `save_pretrained` is written as safetensors, with the task's own config.json. `tensors` are written
-    instead of the model's own weights; transformers empties the dict."""
+    `tensors` are written instead of the weights that the model has by now. A module without `save_pretrained` is written
+    as safetensors, with the task's own config.json."""
     task = model_with_loss.task
-    model = task.saved(model_with_loss.model)
+    model, file = task.saved(model_with_loss.model), folder / file_name("model", rank, world)
     for write_own_tensors in functions_of_addons(task.cfg, "write_own_tensors"):
         tensors = write_own_tensors(model, tensors, folder, rank, world)
-    dtypes = {value.dtype for value in (tensors or {}).values() if value.is_floating_point()}
-    has_tensors = bool(tensors)
     if not hasattr(model, "save_pretrained"):
-        _write_plain(model, folder, tensors, rank, world)
-        if rank == 0:
-            config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
-            (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
-        has_tensors = False
+        if tensors or world == 1:  # a rank has no tensors if there are more ranks than layers
+            write_tensors(tensors, file, {"format": "pt"})
+        config = {"task": task.cfg.task, "architectures": [type(model).__name__]} | task.model_config()
+        (folder / "config.json").write_text(json.dumps(config, indent=2, allow_nan=False) + "\n")
     elif world == 1:
-        given = dict(tensors or {})
-        model.save_pretrained(folder, state_dict=tensors)
-        _check_written(model, folder, given)
+        model.save_pretrained(folder, state_dict=dict(tensors))  # transformers empties the dict
+        _check_written(model, folder, tensors)
+        _set_dtype(folder / "config.json", tensors)
     else:
-        _write_shard(model, folder, tensors or {}, rank, world)
-    if rank > 0:
+        private_apis.save_on_every_rank(model)
+        model.save_pretrained(folder, state_dict=dict(tensors), max_shard_size="1000TB")
+        if tensors:
+            (folder / "model.safetensors").rename(file)
+        _set_dtype(folder / "config.json", tensors)
+    if rank > 0:  # rank 0 writes the other files for all
+        for path in folder.iterdir():
+            if path.suffix != ".safetensors":
+                path.unlink()
         return
-    if not (folder / "config.json").exists():
-        names = ", ".join(sorted(path.name for path in folder.iterdir()))
-        raise RuntimeError(
-            f"save_pretrained of {type(model).__name__} has written no config.json, only {names}: `build` could not load this "
-            "folder; let the task's `saved` return the model inside, or give the class its own save_pretrained"
-        )
-    if has_tensors:
-        _set_dtype(folder / "config.json", dtypes)
     for name in ("tokenizer", "image_processor"):
         if (part := getattr(task, name, None)) is not None:
             part.save_pretrained(folder)
 
 
-def _check_written(model: torch.nn.Module, folder: Path, given: dict[str, torch.Tensor]) -> None:
+def _check_written(model: torch.nn.Module, folder: Path, tensors: Tensors) -> None:
     """Raise RuntimeError if `save_pretrained` has written weights of the model that training changes meanwhile.
 
     Compares one vector, the last of those whose name the files have; transformers may convert matrices."""
-    where = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors"), reverse=True):
         with safe_open(path, "pt") as file:
-            where |= dict.fromkeys(file.keys(), path)
-    if not (names := [name for name, value in given.items() if name in where and value.dim() == 1]):
+            vectors = [name for name in file.keys() if name in tensors and tensors[name].dim() == 1]  # noqa: SIM118
+            if not vectors:
+                continue
+            written, expected = file.get_tensor(vectors[-1]), tensors[vectors[-1]]
+        expected = expected.to(written)
+        if written.shape == expected.shape and not torch.equal(written.nan_to_num(), expected.nan_to_num()):
+            raise RuntimeError(
+                f"save_pretrained of {type(model).__name__} has written other values of {vectors[-1]} than those of its "
+                "argument state_dict: it must write these, because training changes the model meanwhile"
+            )
         return
-    with safe_open(where[names[-1]], "pt") as file:
-        written, expected = file.get_tensor(names[-1]), given[names[-1]]
-    if written.shape == expected.shape and not torch.equal(
-        written.nan_to_num(), expected.to(written.dtype).nan_to_num()
-    ):
-        raise RuntimeError(
-            f"save_pretrained of {type(model).__name__} has written other values of {names[-1]} than those of its argument "
-            "state_dict: it must write these, because training changes the model meanwhile"
-        )
 
 
-def _write_plain(model: torch.nn.Module, folder: Path, tensors: dict | None, rank: int, world: int) -> None:
-    """Write `tensors`, or without them the state dict, as one safetensors file, or one rank's file of several."""
-    named = model.state_dict() if tensors is None else tensors
-    if named or world == 1:  # a rank has no tensors if there are more ranks than layers
-        write_tensors(named, folder / file_name("model", rank, world))
-
-
-def write_tensors(named: dict[str, torch.Tensor], file: Path) -> None:
-    """Write tensors by name as one safetensors file; tied ones are written twice."""
-    contiguous = {name: value.contiguous() for name, value in named.items()}
-    save_file(without_sharing(contiguous), file, {"format": "pt"})
-
-
-def without_sharing(named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors with tied weights cloned, because safetensors refuses two names for the same memory."""
-    result, seen = {}, set()
-    for name, value in named.items():
-        memory = value.untyped_storage().data_ptr()
-        result[name] = value.clone() if memory in seen else value
-        seen.add(memory)
-    return result
-
-
-def _write_shard(model: torch.nn.Module, folder: Path, tensors: dict, rank: int, world: int) -> None:
-    """Write one rank's tensors as model-RANK-of-WORLD.safetensors; rank 0 also writes the configuration files."""
-    inner, has_tensors = folder / "model", bool(tensors)
-    private_apis.save_on_every_rank(model)
-    model.save_pretrained(inner, state_dict=tensors, max_shard_size="1000TB")
-    if has_tensors:  # a rank has no tensors if there are more ranks than layers
-        (inner / file_name("model", 0, 1)).rename(inner / file_name("model", rank, world))
-    for path in inner.iterdir():
-        if rank == 0 or path.suffix == ".safetensors":
-            path.rename(folder / path.name)
-        else:
-            path.unlink()
-    inner.rmdir()
-
-
-def _set_dtype(path: Path, dtypes: set[torch.dtype]) -> None:
+def _set_dtype(path: Path, tensors: Tensors) -> None:
     """Set the dtype of the written weights in config.json; transformers writes the dtype of the model in memory."""
+    if not path.exists():
+        raise RuntimeError(
+            "save_pretrained of the model has written no config.json: `build` could not load this folder"
+        )
+    dtypes = {str(value.dtype).removeprefix("torch.") for value in tensors.values() if value.is_floating_point()}
     config = json.loads(path.read_text())
-    if len(dtypes) == 1 and config.get("dtype") != (name := str(*dtypes).removeprefix("torch.")):
-        path.write_text(json.dumps(config | {"dtype": name}, indent=2, sort_keys=True) + "\n")
+    if len(dtypes) == 1 and not dtypes & {config.get("dtype")}:
+        path.write_text(json.dumps(config | {"dtype": dtypes.pop()}, indent=2, sort_keys=True) + "\n")
 
 
-def write_index(folder: Path) -> None:
-    """Write model.safetensors.index.json, which `from_pretrained` needs to load several weight files."""
-    paths = sorted(folder.glob("model-*-of-*.safetensors"))
-    if not paths:
-        return
-    weight_map = {name: path.name for path in paths for name in safe_open(path, "pt").keys()}  # noqa: SIM118
-    size = sum(path.stat().st_size for path in paths)
-    body = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(body, indent=2) + "\n")
+# ---- final/ ----------------------------------------------------------------------------------------------------------
 
 
-def change_final_model(folder: Path, task: Task) -> bool:
-    """Let add-ons change the written model in `folder`, such as merging an adapter; return whether one has done so."""
-    functions = functions_of_addons(task.cfg, "change_final_model")
-    for change in functions:
-        change(folder, task)
-    return bool(functions)
+def best_sentence(cfg: RunConfig, state: TrainState, final_step: int, average: str = "") -> str:
+    """Return a sentence about the best step and what final/ holds, the weights of `final_step` or their `average`.
+
+    Return an empty string without metric_for_best_model and average."""
+    if not final_step or not (cfg.metric_for_best_model or average):
+        return ""
+    holds = f"final/ holds {f'the average ({average}) of ' if average else ''}step {final_step:,}"
+    if not cfg.metric_for_best_model or not state.best_step:
+        return holds
+    return f"best: step {state.best_step:,}, {state.best_metric} {state.best}; {holds}"
+
+
+def is_final_of(step: int, folder: Path) -> bool:
+    """Return whether `folder` is an undamaged final model of this step."""
+    return atomic_folder.read_metadata(folder).get("step") == step and not atomic_folder.verify(folder)
+
+
+def complete_final(folder: Path, run: Run, config: dict, final_step: int, average: str) -> bool:
+    """Write the card of final/ and let add-ons change it, such as merging an adapter; return whether one has done so."""
+    write_card(folder, run, config, final_step, average)
+    changes = functions_of_addons(run.cfg, "change_final_model")
+    for change in changes:
+        change(folder, run.task)
+    return bool(changes)
+
+
+def write_card(folder: Path, run: Run, config: dict, final_step: int, average: str) -> None:
+    """Write the model card (README.md) and the run's configuration, which eval.py reads."""
+    from transformers import PreTrainedModel
+
+    cfg, model = run.cfg, run.task.saved(run.model.model)
+    library = "library_name: transformers\n" if isinstance(model, PreTrainedModel) else ""
+    more = "".join(model_card(cfg) for model_card in functions_of_addons(cfg, "model_card"))
+    if best := best_sentence(cfg, run.state, final_step, average):
+        more += f"\n{best[0].upper()}{best[1:]}.\n"
+    sources = list(cfg.mixture) if cfg.mixture else [cfg.dataset_name, *cfg.train_file]
+    data = ", ".join(_public_name(source) for source in sources if source)
+    base = cfg.model_name_or_path
+    start = f"Fine-tuned from {_public_name(base)}" if base else "Trained from random weights"
+    (folder / "README.md").write_text(
+        f"---\n{library}tags: [{cfg.task}]\n---\n# {Path(cfg.output_dir).name}\n\n{start} on {data}; task `{cfg.task}`, seed "
+        f"{cfg.seed}, global batch {cfg.global_batch_size}. {RUN_CONFIG} holds the configuration.\n{more}"
+    )
+    text = yaml.safe_dump(redact_all(config), sort_keys=False, allow_unicode=True)
+    (folder / RUN_CONFIG).write_text(text, encoding="utf-8")
+
+
+def _public_name(source: str) -> str:
+    """Return a Hub name unchanged, but only the last component of a URL or a local path."""
+    if "://" in source:
+        return Path(urlsplit(source).path).name or "a URL"
+    return Path(source).name if Path(source).is_absolute() or Path(source).exists() else source

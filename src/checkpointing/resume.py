@@ -1,19 +1,17 @@
-"""Choice of the checkpoint to resume from, the same on all ranks; archiving of outputs that the run replaces.
+"""The start of a run: from the newest intact checkpoint, from the weights of `init_from`, or from nothing.
 
 Tests: tests/checkpointing/test_resume.py, tests/checkpointing/test_run_folder.py.
 """
 
 import os
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from src.checkpointing.checkpoint_format import load_checkpoint
-from src.checkpointing.checkpoint_list import is_inside, list_checkpoints, read_run_id, read_state, step_of
+from src.checkpointing.checkpoint_folder import list_checkpoints, load_checkpoint, read_run_id, read_state, step_of
 from src.checkpointing.locate_weights import init_weights
 from src.checkpointing.run_identity import check_same_run, identity
 from src.config.errors import Stopped, UsageError
@@ -48,7 +46,7 @@ class Start:
         check_only_tensors(run.task.saved(run.model.model))
         self.parts = {"optimizer": run.optimizer} | techniques.begin(run)
         if self.checkpoint is not None:
-            run.state = load_checkpoint(self.checkpoint, run.strategy, run.model, self.parts, run.meter)
+            run.state = load_checkpoint(self.checkpoint, run, self.parts)
             if not self.is_same_run:
                 run.state.forget_best()  # that checkpoint is in the folder of the other run
         return run.state
@@ -60,27 +58,24 @@ def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> 
 
     def choose() -> Start:
         current = identity(strategy.accelerator, cfg, splits)
-        try:
-            if folder.is_dir():
-                run_lock.lock_run_folder(folder)
-                for path in (folder / "final", folder / "checkpoints" / "step_*"):
-                    atomic_folder.remove_unfinished(path.parent, path.name)
-            checkpoint, notes = find_checkpoint(cfg, task.options, current)
-        except OSError as error:
-            raise UsageError(f"resume: {error}") from error
-        is_same_run = checkpoint is not None and belongs(checkpoint, folder)
-        run_id = read_run_id(checkpoint) if checkpoint and is_same_run else None
+        if folder.is_dir():
+            run_lock.lock_run_folder(folder)
+            for path in (folder / "final", folder / "checkpoints" / "step_*"):
+                atomic_folder.remove_unfinished(path.parent, path.name)
+        checkpoint, notes = find_checkpoint(cfg, task.options, current)
         size = cfg.per_device_batch_size
-        if checkpoint and size == "auto":
-            size = read_state(checkpoint)["config"]["per_device_batch_size"]
-        size = None if size == "auto" else size
-        weights = checkpoint or init_weights(cfg)
-        return Start(checkpoint, notes, weights, size, run_id or uuid.uuid4().hex, is_same_run, current)
+        if checkpoint is None:
+            size = None if size == "auto" else size
+            return Start(None, notes, init_weights(cfg), size, uuid.uuid4().hex, False, current)
+        size = read_state(checkpoint)["config"]["per_device_batch_size"] if size == "auto" else size
+        is_same_run = belongs(checkpoint, folder)
+        run_id = read_state(checkpoint)["run_id"] if is_same_run else uuid.uuid4().hex
+        return Start(checkpoint, notes, checkpoint, size, run_id, is_same_run, current)
 
     return run_on_main(strategy.accelerator, choose)
 
 
-def find_checkpoint(cfg: RunConfig, options, current: dict) -> tuple[Path | None, list[str]]:
+def find_checkpoint(cfg: RunConfig, options: Any, current: dict) -> tuple[Path | None, list[str]]:
     """Return the newest intact checkpoint that `cfg.resume` allows, and messages for the user about the choice.
 
     `current` is the identity of this run. Raise UsageError if checkpoints exist but none is intact, if they belong to
@@ -106,15 +101,19 @@ def _candidates(cfg: RunConfig, folder: Path) -> tuple[list[Path], list[str]]:
         return checkpoints, []
     if cfg.resume == "never":
         return [], []
-    asked = Path(cfg.resume)
-    if belongs(asked, folder):
-        return _checkpoints_at(asked), []
-    began_here = _began_from(folder, asked)
-    if began_here and checkpoints:
+    asked, config = Path(cfg.resume), folder / "config.yaml"
+    given = yaml.safe_load(config.read_text())["resume"] if config.exists() else ""
+    began_here = Path(given).resolve() == asked.resolve()  # the run here was started with the same --resume
+    is_of_this_run = belongs(asked, folder)
+    if began_here and checkpoints and not is_of_this_run:
         return checkpoints, [f"{folder} holds the run that began from {asked}: resuming from its newest checkpoint"]
-    candidates = _checkpoints_at(asked)
+    is_checkpoint = (asked / "state.json").exists() or (asked / atomic_folder.MANIFEST).exists()
+    if not (candidates := [asked] if is_checkpoint else list_checkpoints(asked)):
+        raise UsageError(
+            f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
+        )
     outputs = [path.name for path in (*checkpoints, folder / "metrics.jsonl", folder / "final") if path.exists()]
-    if outputs and not began_here:
+    if outputs and not began_here and not is_of_this_run:
         raise UsageError(
             f"resume: {asked} is a checkpoint of another run than the one in output_dir {folder} ({', '.join(outputs[:3])}): "
             "give another --output_dir, or remove --resume to resume the run in output_dir"
@@ -132,34 +131,17 @@ def _is_elastic_restart(output_dir: Path) -> bool:
     return is_restart
 
 
+def is_inside(checkpoint: Path, output_dir: Path) -> bool:
+    """Return True if a checkpoint lies in the checkpoints folder of the run in `output_dir`."""
+    return checkpoint.resolve().parent == (output_dir / "checkpoints").resolve()
+
+
 def belongs(path: Path, output_dir: Path) -> bool:
     """Return True if `path` is `output_dir`, or a checkpoint that its run saved, even if it was moved since."""
     if path.resolve() == output_dir.resolve() or is_inside(path, output_dir):
         return True
     run_id = read_run_id(path)
     return run_id is not None and run_id in map(read_run_id, list_checkpoints(output_dir))
-
-
-def _began_from(output_dir: Path, asked: Path) -> bool:
-    """Return whether the run in `output_dir` was started with `--resume asked`."""
-    with suppress(OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        given = yaml.safe_load((output_dir / "config.yaml").read_text())["resume"]
-        return Path(given).resolve() == asked.resolve()
-    return False
-
-
-def _checkpoints_at(asked: Path) -> list[Path]:
-    """Return [`asked`] if it is a checkpoint, else the checkpoints of the run in it; raise UsageError if none."""
-    if any((asked / name).exists() for name in ("state.json", atomic_folder.MANIFEST)):
-        return [asked]
-    if checkpoints := list_checkpoints(asked):
-        return checkpoints
-    raise UsageError(
-        f"resume: {asked} is neither a checkpoint nor a run with one: give auto, never, or the folder of either"
-    )
-
-
-# ---- outputs that the run replaces -----------------------------------------------------------------------------------
 
 
 def archive_stale_outputs(output_dir: Path, start: Start) -> None:
@@ -170,23 +152,10 @@ def archive_stale_outputs(output_dir: Path, start: Start) -> None:
     stale = [output_dir / "final"]
     if start.checkpoint and start.is_same_run:
         step = read_state(start.checkpoint)["progress"]["step"]  # not from the name: a user may have renamed the folder
-        stale += [path for path in list_checkpoints(output_dir) if _contradicts(path, start.checkpoint, step)]
+        stale += [path for path in list_checkpoints(output_dir) if (step_of(path) or 0) > step]
     else:
         stale += [output_dir / name for name in ("metrics.jsonl", "ledger.jsonl", "checkpoints")]
     for path in filter(Path.exists, stale):
         name = f"old_{path.name}" if start.is_same_run else path.name
         number = next(n for n in range(1, 10_000) if not path.with_name(f"{name}.old{n}").exists())
-        try:
-            path.rename(path.with_name(f"{name}.old{number}"))
-        except OSError as error:
-            raise UsageError(f"output_dir: {path} cannot be renamed to make room for this run: {error}") from error
-
-
-def _contradicts(checkpoint: Path, start: Path, step: int) -> bool:
-    """Return True if the run that resumes from `start` at `step` will write a checkpoint of this step again.
-
-    Symlinks to `start` and copies that a user made stay."""
-    if step_of(checkpoint) != step:
-        return (step_of(checkpoint) or 0) > step
-    made_by_user = checkpoint.is_symlink() or not checkpoint.name.startswith("step_")
-    return not made_by_user and not checkpoint.samefile(start)
+        path.rename(path.with_name(f"{name}.old{number}"))

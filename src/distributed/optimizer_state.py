@@ -4,25 +4,19 @@ Tensors in lists, tuples and dicts are saved one by one; a JSON value says where
 (a step count, an estimated rate) are part of the state, too. Tests: tests/training/test_optimizers.py.
 """
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
 from src.config.errors import UsageError
 from src.distributed.sharded_tensors import is_partial, plain_name
 from src.runtime import private_apis
 
-# torch's state dict is right for these, and their groups hold only arguments of the constructor.
-SIMPLE = (torch.optim.AdamW, torch.optim.SGD)
+SIMPLE = (torch.optim.AdamW, torch.optim.SGD)  # their groups hold only arguments of the constructor
 NOT_STATE = ("params", "lr", "lr_factor", "initial_lr", "weight_decay", "hidden", "use_muon")
+VALUES = (type(None), bool, int, float, str, list, tuple, torch.Tensor)
 ON_HOST = ("step", "mu_product")  # torch keeps these numbers on the CPU, unless a group is fused or capturable
-
-
-def is_simple(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether torch's own state dict holds the whole state: AdamW and SGD."""
-    return type(getattr(optimizer, "optimizer", optimizer)) in SIMPLE
 
 
 def has_first_momentum(optimizer: torch.optim.Optimizer) -> bool:
@@ -47,58 +41,42 @@ def update_all(optimizer: torch.optim.Optimizer) -> None:
         group["fused"] = True
 
 
-def parameter_names(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the names of the optimizer's parameters, in the order of its state dict."""
-    names = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+# ---- save ------------------------------------------------------------------------------------------------------------
 
 
-def flatten(optimizer: torch.optim.Optimizer, names: list[str]) -> dict[str, Any]:
-    """Return the state with keys such as "exp_avg/layers.0.weight"; `names`: of the parameters, in the groups' order.
-
-    Raise UsageError for what no checkpoint can hold."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    name_of = dict(zip(map(id, parameters), names, strict=True))
-    flat: dict[str, Any] = {}
-    for owner, state in optimizer.state.items():
-        if id(owner) not in name_of:
-            raise UsageError("optim: the state of the optimizer has an entry that belongs to no parameter")
-        for key, value in state.items():
-            _add(flat, str(key), name_of[id(owner)], value)
-    if not is_simple(optimizer):
+def flatten(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state with keys such as "exp_avg/layers.0.weight"; raise UsageError for what no checkpoint can hold."""
+    name_of = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    if not {id(parameter) for parameter in optimizer.state} <= name_of.keys():
+        raise UsageError("optim: the state of the optimizer has an entry that belongs to no parameter")
+    by_name = {name_of[id(parameter)]: state for parameter, state in optimizer.state.items()}
+    if not _is_simple(optimizer):
         for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key not in NOT_STATE and _is_value(value):
-                    _add(flat, key, f"param_groups[{index}]", value)
+            values = {key: value for key, value in group.items() if key not in NOT_STATE and isinstance(value, VALUES)}
+            by_name[f"param_groups[{index}]"] = values
+    flat: dict[str, Any] = {}
+    for name, state in by_name.items():
+        for key, value in state.items():
+            encoded = _encode(flat, str(key), name, value)
+            flat.setdefault(f"{key}/{name}", encoded)  # a tensor is there already
     return flat
 
 
-def _is_value(value: Any) -> bool:
-    if isinstance(value, tuple | list):
-        return all(map(_is_value, value))
-    return value is None or isinstance(value, bool | int | float | str | torch.Tensor)
+def _is_simple(optimizer: torch.optim.Optimizer) -> bool:
+    return type(getattr(optimizer, "optimizer", optimizer)) in SIMPLE
 
 
-def _add(flat: dict[str, Any], key: str, name: str, value: Any) -> None:
-    """Add one value of the state: a tensor or number as it is, anything else as JSON that names its tensors."""
-    if isinstance(value, torch.Tensor):
-        flat[f"{key}/{name}"] = value
-    else:
-        flat[f"{key}/{name}"] = _to_json(flat, key, name, value)
-
-
-def _to_json(flat: dict[str, Any], key: str, name: str, value: Any) -> Any:
+def _encode(flat: dict[str, Any], key: str, name: str, value: Any) -> Any:
+    """Return `value` for JSON, its tensors replaced by their keys in `flat`."""
     if isinstance(value, torch.Tensor):
         flat[f"{key}/{name}"] = value
         return {"tensor": key}
     if isinstance(value, list | tuple):
-        parts = [_to_json(flat, f"{key}.{index}", name, part) for index, part in enumerate(value)]
+        parts = [_encode(flat, f"{key}.{index}", name, part) for index, part in enumerate(value)]
         return {type(value).__name__: parts}
     if isinstance(value, dict) and all(isinstance(part, str) for part in value):
-        return {"dict": {part: _to_json(flat, f"{key}.{part}", name, content) for part, content in value.items()}}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, bool | int | float | str):
+        return {"dict": {part: _encode(flat, f"{key}.{part}", name, content) for part, content in value.items()}}
+    if isinstance(value, VALUES):
         return value
     raise UsageError(
         f"optim: {key} in the state of the optimizer is a {type(value).__name__}, which no checkpoint can hold: choose "
@@ -106,48 +84,40 @@ def _to_json(flat: dict[str, Any], key: str, name: str, value: Any) -> Any:
     )
 
 
-def restore(optimizer: torch.optim.Optimizer, names: list[str], reader: Any, numbers: dict[str, Any]) -> None:
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+
+def restore(model: torch.nn.Module, optimizer: torch.optim.Optimizer, reader: Any, numbers: dict[str, Any]) -> None:
     """Set the state from what `flatten` returned: `reader` reads the tensors, `numbers` holds the rest."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    parameter_of = dict(zip(names, parameters, strict=True))
+    parameter_of = {plain_name(name): parameter for name, parameter in model.named_parameters()}
+    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     by_name: dict[str, dict[str, Any]] = {}
     for path in [*reader.where, *numbers]:
         key, name = path.split("/", 1)
-        value = numbers[path] if path in numbers else reader.like(path, parameter_of.get(name))
+        parameter = parameter_of.get(name)
+        value = numbers[path] if path in numbers else reader.like(path, parameter)
+        if parameter is not None and isinstance(value, torch.Tensor) and (on_device or key not in ON_HOST):
+            value = _placed(value, parameter)
         by_name.setdefault(name, {})[key] = value
-    for index, group in enumerate(optimizer.param_groups):
-        for key, value in _nested(by_name.pop(f"param_groups[{index}]", {})).items():
-            group[key] = value
-    states = {}
     for name, flat in by_name.items():
-        place = _placement(parameter_of[name], optimizer)
-        states[name] = _nested({key: place(key, value) for key, value in flat.items()})
-    if is_simple(optimizer):
-        by_index = {index: states[name] for index, name in enumerate(names) if name in states}
-        optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
-        return
-    for name, state in states.items():  # torch would convert all tensors to the dtype of the parameter
-        optimizer.state[parameter_of[name]] = state
+        state = _nested(flat)
+        if name in parameter_of:
+            optimizer.state[parameter_of[name]] = state
+        else:
+            optimizer.param_groups[int(name[len("param_groups[") : -1])].update(state)
 
 
-def _placement(parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> Callable[[str, Any], Any]:
-    """Return a function that puts a tensor of a state on the device, and mesh, of its parameter."""
-    on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
-
-    def place(key: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or is_partial(value) or (key in ON_HOST and not on_device):
-            return value
-        value = value.to(parameter.device)
-        if value.shape == parameter.shape and not parameter.is_contiguous():
-            return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in the layout of the parameter
-        if value.dim() and isinstance(parameter, torch.distributed.tensor.DTensor):
-            from torch.distributed.tensor import Replicate
-
-            mesh = parameter.device_mesh
-            return torch.distributed.tensor.DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+def _placed(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the state on the device, and mesh, of its parameter."""
+    if is_partial(value):
         return value
-
-    return place
+    value = value.to(parameter.device)
+    if value.shape == parameter.shape and not parameter.is_contiguous():
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(value)  # in the layout of the parameter
+    if value.dim() and isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return value
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -157,15 +127,13 @@ def _nested(flat: dict[str, Any]) -> dict[str, Any]:
     def build(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        [(type_name, content)] = value.items()
-        if type_name == "tensor":
+        [(form, content)] = value.items()
+        if form == "tensor":
             used.add(content)
             return flat[content]
-        if type_name == "float":
-            return float(content)
-        if type_name == "dict":
+        if form == "dict":
             return {key: build(part) for key, part in content.items()}
-        return [build(part) for part in content] if type_name == "list" else tuple(build(part) for part in content)
+        return (list if form == "list" else tuple)(map(build, content))
 
     built = {key: build(value) for key, value in flat.items()}
     return {key: value for key, value in built.items() if key not in used}

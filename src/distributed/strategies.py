@@ -215,8 +215,8 @@ class Strategy:
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
-        return optimizer_state.flatten(optimizer, optimizer_state.parameter_names(model, optimizer))
+        return optimizer_state.flatten(model, optimizer)
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
-        optimizer_state.restore(optimizer, optimizer_state.parameter_names(model, optimizer), reader, numbers)
+        optimizer_state.restore(model, optimizer, reader, numbers)

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
-from src.checkpointing import checkpoint_list, resume, run_identity
+from src.checkpointing import checkpoint_folder, resume, run_identity
 from src.config import parsing, validation
 from src.data import dataset
 from src.storage import atomic_folder
@@ -58,10 +58,10 @@ def at_step(number: int) -> Path:
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run; all must be intact, with nothing half-written beside them."""
-    found = checkpoint_list.list_checkpoints(folder)
+    found = checkpoint_folder.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not list((folder / "checkpoints").glob(".*"))
-    return [checkpoint_list.step_of(path) for path in found]
+    return [checkpoint_folder.step_of(path) for path in found]
 
 
 def same_state(one: Path, other: Path) -> bool:

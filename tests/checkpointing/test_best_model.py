@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.config.errors import UsageError
 from src.runtime import run_status
 from tests.checkpointing import recipe
@@ -36,7 +36,7 @@ def copy(done, tmp_path):
 
 def check_best(run: kit.Run, step: int = 3) -> dict:
     """Assert that final/ is the model of `step`, the best one, without training state; return status.json."""
-    assert [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(run.folder)] == [step, 10]
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.list_checkpoints(run.folder)] == [step, 10]
     assert kit.same(run.weights, kit.load_weights(run.folder / at_step(step)))
     assert not kit.same(run.weights, kit.load_weights(run.folder / at_step(10)))
     names = {path.name for path in (run.folder / "final").iterdir()}
@@ -106,7 +106,7 @@ def test_unknown_metric_ends_at_the_first_evaluation_after_a_save(tiny, tmp_path
     codes, texts = recipe.command(flags(tiny, metric_for_best_model="f1"), tmp_path, world=2)
     assert codes == [2, 2], texts
     assert "metric_for_best_model: an evaluation has no 'f1'" in texts[0].rstrip().splitlines()[-1]
-    assert [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(tmp_path / "run")] == [3]
+    assert [checkpoint_folder.step_of(path) for path in checkpoint_folder.list_checkpoints(tmp_path / "run")] == [3]
 
 
 @pytest.mark.parametrize("name, value", [("metric_for_best_model", "loss"), ("early_stopping_patience", 2)])

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import checkpoint_list
-from src.checkpointing.checkpoint_format import HostCopy
+from src.checkpointing import checkpoint_folder
+from src.checkpointing.tensor_files import HostCopy
 from src.distributed import init_accelerator
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
@@ -91,7 +91,7 @@ def test_gradient_scaler_survives_a_kill(tiny, tmp_path, monkeypatch, with_scale
     run = kit.run_training(1, tmp_path / "run", *flags)
     assert kit.same(run.weights, straight.weights)
     assert kit.timeless(run.folder) == kit.timeless(straight.folder)
-    states = [checkpoint_list.read_state(one.folder / at_step(16)) for one in (run, straight)]
+    states = [checkpoint_folder.read_state(one.folder / at_step(16)) for one in (run, straight)]
     assert states[0]["scaler"] == states[1]["scaler"]
 
     monkeypatch.setattr(torch.amp.GradScaler, "load_state_dict", lambda self, state: None)

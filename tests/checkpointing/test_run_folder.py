@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step, find
 from tests.helpers import kit
@@ -36,7 +36,7 @@ def test_fork_of_a_checkpoint_is_resumed_by_the_same_command(tiny, straight, tmp
     (tmp_path / "link").symlink_to(source)
     flags = recipe.flags(tiny, resume=f"{tmp_path / 'link'}/", save_steps=2)
     train_until_killed(at, 1, run, *flags)
-    assert len(checkpoint_list.list_checkpoints(run)) == (at == 7)
+    assert len(checkpoint_folder.list_checkpoints(run)) == (at == 7)
     if at == 7:
         shutil.rmtree(source)
     again = kit.run_training(1, run, *flags)

@@ -20,9 +20,9 @@ from tests.checkpointing import recipe
 from tests.checkpointing.recipe import identity_of
 from tests.helpers import kit
 
-DATA = {"examples": 83, "rows": "one"}
-KNOWN = {"data": DATA, "validation": {}, "mixed_precision": "no", "processes": 1}
-KNOWN |= {"model": {"n_embd": 16}, "model_commit": None}
+DATA = {"data.examples": 83, "data.rows": "one"}
+VALIDATION = {"validation.examples": 83, "validation.rows": "one"}
+KNOWN = DATA | {"mixed_precision": "no", "processes": 1, "model.n_embd": 16, "model.commit": None}
 
 
 def check(
@@ -139,28 +139,24 @@ def test_extended_run_equals_one_of_that_length(tiny, tmp_path):
 
 # ---- contents, as recorded ---------------------------------------------------------------------------------------------
 
-SEVEN = DATA | {"examples": 7, "rows": "seven"}
-STREAM = DATA | {"examples": None, "rows": "stream", "sample": "one", "tokenizer_files": "x"}
+STREAM = {"data.examples": None, "data.rows": "stream", "data.sample": "one", "data.tokenizer_files": "x"}
 REFUSED = {
-    "(data.rows: one → two)": ({}, {"data": DATA | {"rows": "two"}}),
-    "(data.rows: stream → seven)": ({"data": STREAM}, {"data": SEVEN}),
-    "(data.sample: one → two)": ({"data": STREAM}, {"data": STREAM | {"sample": "two"}}),
-    "(data.tokenizer_files: x → y)": ({"data": STREAM}, {"data": STREAM | {"tokenizer_files": "y"}}),
-    "(validation.examples: 83 → 7; validation.rows: one → seven)": ({"validation": DATA}, {"validation": SEVEN}),
-    "data.labels: ['a', 'b'] → ['b', 'a']": (
-        {"data": DATA | {"labels": ["a", "b"]}},
-        {"data": DATA | {"labels": ["b", "a"]}},
+    "(data.rows: one → two)": ({}, {"data.rows": "two"}),
+    "data.rows: stream → seven": (STREAM, {"data.examples": 7, "data.rows": "seven"}),
+    "(data.sample: one → two)": (STREAM, STREAM | {"data.sample": "two"}),
+    "(data.tokenizer_files: x → y)": (STREAM, STREAM | {"data.tokenizer_files": "y"}),
+    "(validation.examples: 83 → 7; validation.rows: one → seven)": (
+        VALIDATION,
+        {"validation.examples": 7, "validation.rows": "seven"},
     ),
-    "(model.n_embd: 16 → 32; model.n_inner: None → 8)": ({}, {"model": {"n_embd": 32, "n_inner": 8}}),
+    "data.labels: ['a', 'b'] → ['b', 'a']": ({"data.labels": ["a", "b"]}, {"data.labels": ["b", "a"]}),
+    "(model.n_embd: 16 → 32; model.n_inner: None → 8)": ({}, {"model.n_embd": 32, "model.n_inner": 8}),
     "(mixed_precision: no → bf16)": ({}, {"mixed_precision": "bf16"}),
 }
 REMARKED = {
-    "validation.rows: one → None": ({"validation": DATA}, {}),
-    "data.tokenizer_files: x → y": (
-        {"data": DATA | {"tokenizer_files": "x"}},
-        {"data": DATA | {"tokenizer_files": "y"}},
-    ),
-    "model_commit: a → b": ({"model_commit": "a"}, {"model_commit": "b"}),
+    "validation.rows: one → None": (VALIDATION, {}),
+    "data.tokenizer_files: x → y": ({"data.tokenizer_files": "x"}, {"data.tokenizer_files": "y"}),
+    "model.commit: a → b": ({"model.commit": "a"}, {"model.commit": "b"}),
     "processes: 1 → 3": ({}, {"processes": 3}),
 }
 
@@ -199,7 +195,7 @@ def test_data_and_model_are_known_by_content(tiny, tmp_path):
     assert known == base
     size = moved["train_file"].stat().st_size
     swap_rows(moved["train_file"])
-    assert identity_of(recipe.flags(tiny, **moved))["data"]["rows"] != base["data"]["rows"]
+    assert identity_of(recipe.flags(tiny, **moved))["data.rows"] != base["data.rows"]
     assert moved["train_file"].stat().st_size == size  # what the mutant compares
 
 
@@ -217,10 +213,10 @@ def test_pretrained_model_is_known_by_config_and_code(pretrained, tmp_path):
     values = json.loads(path.read_text())
     path.write_text(json.dumps(values | {"attn_pdrop": 0.9, "transformers_version": "99.0"}))
     changed = identity_of(pretrained)
-    assert {name for name in base["model"] if base["model"][name] != changed["model"][name]} == {"attn_pdrop"}
+    assert {name for name in base if base[name] != changed[name]} == {"model.attn_pdrop"}
     (tmp_path / "model" / "modeling.py").write_text("x = 1")
-    assert identity_of(pretrained)["model"] == changed["model"]  # nothing runs it
-    assert "modeling.py" in identity_of([*pretrained, "--trust_remote_code", "true"])["model"]
+    assert identity_of(pretrained) == changed  # nothing runs it
+    assert "model.modeling.py" in identity_of([*pretrained, "--trust_remote_code", "true"])
 
 
 def test_moved_model_folder_is_the_same_run(tmp_path):
@@ -242,10 +238,10 @@ def test_stream_is_known_by_a_sample_of_its_files(tiny, tmp_path, repeat):
     known = []
     for add in (0, 0, 1):
         path.write_text(text[:-5] + text[-5:].replace(text[-4], str((int(text[-4]) + add) % 10)))
-        known.append(identity_of(flags)["data"])
+        known.append(identity_of(flags))
     assert known[0] == known[1]
-    assert known[1] | {"sample": ""} == known[2] | {"sample": ""}
-    assert known[1]["sample"] != known[2]["sample"]
+    assert known[1] | {"data.sample": ""} == known[2] | {"data.sample": ""}
+    assert known[1]["data.sample"] != known[2]["data.sample"]
 
 
 # ---- whole commands ----------------------------------------------------------------------------------------------------

@@ -198,9 +198,12 @@ def test_changes_of_data_or_options_prepare_again(open_data, tools, tmp_path, na
     _, fresh = open_data(train_file=file, cache_dir=tmp_path / "elsewhere", **fields)
     assert texts(task, after["train"]) == texts(task, fresh["train"])  # not the old ones under a new name
     assert after["train"].stats["rows"] == fresh["train"].stats["rows"] != before["train"].stats["rows"]
-    identities = [run_identity.data_identity(splits["train"].stats) for splits in (before, after)]
-    assert identities[0]["rows"] != identities[1]["rows"]
-    assert (identities[0]["tokenizer_files"] != identities[1]["tokenizer_files"]) == ("tokenizer_name" in fields)
+    one = types.SimpleNamespace(mixed_precision="no", num_processes=1)
+    identities = [run_identity.identity(one, RunConfig(), splits) for splits in (before, after)]
+    assert identities[0]["data.rows"] != identities[1]["data.rows"]
+    assert (identities[0]["data.tokenizer_files"] != identities[1]["data.tokenizer_files"]) == (
+        "tokenizer_name" in fields
+    )
 
 
 class Child(causal_lm.Task):

@@ -11,7 +11,7 @@ import pytest
 from safetensors import safe_open
 
 import train
-from src.checkpointing import checkpoint_format, checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
 from src.tasks import causal_lm
@@ -34,8 +34,8 @@ def killed_after(run: kit.Run, folder: Path, step: int) -> Path:
     """Return a copy of a run as a kill after some step leaves it: lines and steps beyond its last checkpoint."""
     shutil.copytree(run.folder, folder)
     shutil.rmtree(folder / "final")
-    for path in checkpoint_list.list_checkpoints(folder):
-        if checkpoint_list.step_of(path) > step:
+    for path in checkpoint_folder.list_checkpoints(folder):
+        if checkpoint_folder.step_of(path) > step:
             shutil.rmtree(path)
     return folder
 
@@ -69,7 +69,7 @@ def test_transformers_reads_what_all_ranks_have_written(fsdp2_two):
 def test_a_checkpoint_holds_what_that_of_one_process_holds(fsdp2_alone, fsdp2_two):
     for number in (5, 20):
         check_same_checkpoint(fsdp2_alone, fsdp2_two, number, 2e-6)
-        states = [checkpoint_list.read_state(at_step(run, number)) for run in (fsdp2_alone, fsdp2_two)]
+        states = [checkpoint_folder.read_state(at_step(run, number)) for run in (fsdp2_alone, fsdp2_two)]
         norms = [state["progress"].pop("grad_norm") for state in states]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)  # shards are summed in another order
         assert states[0]["progress"] | {"best": 0} == states[1]["progress"] | {"best": 0}
@@ -128,14 +128,14 @@ def test_a_flipped_bit_in_the_file_of_another_rank_is_found(files, fsdp2_two, tm
 
 def at_write(monkeypatch, number: int, rank: int, act) -> None:
     """Let `act` happen on one rank when it has written its part of a checkpoint."""
-    write = checkpoint_format.write_checkpoint
+    write = checkpoint_folder.write_checkpoint
 
     def wrote(folder, model_with_loss, tensors, state, rank_of_file=0, world=1):
         write(folder, model_with_loss, tensors, state, rank_of_file, world)
         if rank_of_file == rank and state["progress"]["step"] == number:
             act()
 
-    monkeypatch.setattr(checkpoint_format, "write_checkpoint", wrote)
+    monkeypatch.setattr(checkpoint_folder, "write_checkpoint", wrote)
 
 
 def disk_full():
@@ -162,7 +162,7 @@ def test_killed_while_ranks_write_their_parts(files, fsdp2_two, tmp_path, monkey
         ranks.signal(signal.SIGKILL)
         assert ranks.wait() == [-signal.SIGKILL] * 2
     assert list(folder.rglob(".*.parts"))
-    assert checkpoint_list.newest_intact(folder) == at_step(folder, 15)
+    assert checkpoint_folder.newest_intact(folder) == at_step(folder, 15)
     assert not (folder / "final").exists()
     run = kit.run_training(2, folder, *recipe(files), env=where("fsdp2", 2))
     assert kit.same(run.weights, fsdp2_two.weights)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import checkpoint_format, checkpoint_list
+from src.checkpointing import checkpoint_folder, tensor_files
 from src.config.errors import UsageError
 from src.runtime import run_status
 from src.tasks import causal_lm
@@ -32,7 +32,7 @@ PLACES = {  # place -> (object, function, call that raises)
     "forward": (causal_lm.Task, "loss", 9),
     "update": (train, "optimizer_step", 5),
     "evaluation": (evaluation, "seed_everything", 5),
-    "save": (checkpoint_format, "save_file", 1),
+    "save": (tensor_files, "save_file", 1),
     "build": (causal_lm.Task, "build", 1),
 }
 
@@ -92,7 +92,7 @@ def test_exception_in_the_checkpoint_writer(tiny, tmp_path, monkeypatch):
     """An error of the code, unlike one of the disk, ends the run; no checkpoint is published."""
     raise_in(monkeypatch, "save", 0, ValueError("a cosmic ray"))
     check_failed(tmp_path, recipe(tiny), 0, "ValueError: a cosmic ray")
-    assert checkpoint_list.list_checkpoints(tmp_path / "run") == []
+    assert checkpoint_folder.list_checkpoints(tmp_path / "run") == []
 
 
 def test_out_of_memory_names_what_helps(tiny, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import train
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.config.errors import Failure
 from src.config.schema import RunConfig
 from src.distributed import replica_check
@@ -54,7 +54,7 @@ def flip_at(step: int, rank: int, monkeypatch, names=(PARAMETER,)) -> None:
 
 
 def saved(folder) -> list[int]:
-    return [checkpoint_list.step_of(path) for path in checkpoint_list.list_checkpoints(folder / "run")]
+    return [checkpoint_folder.step_of(path) for path in checkpoint_folder.list_checkpoints(folder / "run")]
 
 
 def trained(files, folder, **fields):

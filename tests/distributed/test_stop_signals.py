@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 import train
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.config.errors import Stopped
 from src.distributed import stop_signals
 from src.runtime import run_status
@@ -217,11 +217,11 @@ def test_files_save_and_stop(tiny, straight, tmp_path):
     flags, folder = recipe(tiny), tmp_path / "run"
     ranks = begin(tmp_path, flags)
     (folder / "save").touch()
-    saved = kit.until(lambda: checkpoint_list.newest_intact(folder))
+    saved = kit.until(lambda: checkpoint_folder.newest_intact(folder))
     assert atomic_folder.verify(saved) == []
-    kit.until(lambda: kit.last_step(folder) > checkpoint_list.step_of(saved) + 1)  # training continues
+    kit.until(lambda: kit.last_step(folder) > checkpoint_folder.step_of(saved) + 1)  # training continues
     (folder / "stop").touch()
-    assert check_stopped(ranks, folder) > checkpoint_list.step_of(saved)
+    assert check_stopped(ranks, folder) > checkpoint_folder.step_of(saved)
     assert "the file stop" in run_status.read_status(folder)["reason"]
     assert not {"save", "stop"} & set(os.listdir(folder))
     check_resumes(tmp_path, flags, straight)

@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from src.checkpointing.checkpoint_list import newest_intact, step_of
+from src.checkpointing.checkpoint_folder import newest_intact, step_of
 from src.storage import atomic_folder
 from tests.helpers import kit
 from tests.helpers.local_slurm import Slurm

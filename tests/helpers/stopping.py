@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import train
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.distributed import stop_signals
 from src.runtime import run_status
 from src.storage import atomic_folder
@@ -73,10 +73,10 @@ def check_stopped(ranks: kit.Ranks, folder: Path) -> int:
 
 def check_saved(folder: Path) -> int:
     """Assert that the run has stopped and that every logged step is saved; return the step."""
-    newest = checkpoint_list.newest_intact(folder)
+    newest = checkpoint_folder.newest_intact(folder)
     assert newest
     assert atomic_folder.verify(newest) == []
-    step = checkpoint_list.step_of(newest)
+    step = checkpoint_folder.step_of(newest)
     assert step == kit.last_step(folder)
     status = run_status.read_status(folder)
     assert (status["status"], status["step"], status["exit_code"]) == ("stopped", step, 75)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing import checkpoint_list
+from src.checkpointing import checkpoint_folder
 from src.storage import atomic_folder
 from tests.helpers import kit
 
@@ -77,10 +77,10 @@ def at_step(run: kit.Run | Path, number: int) -> Path:
 
 def saved(folder: Path) -> list[int]:
     """Return the steps of the checkpoints of a run; all must be intact, with nothing half-written anywhere."""
-    found = checkpoint_list.list_checkpoints(folder)
+    found = checkpoint_folder.list_checkpoints(folder)
     assert [atomic_folder.verify(path) for path in found] == [[]] * len(found)
     assert not [path for path in folder.rglob(".*") if path.suffix in (".tmp", ".parts", ".old")]
-    return [checkpoint_list.step_of(path) for path in found]
+    return [checkpoint_folder.step_of(path) for path in found]
 
 
 def same_state(one: Path, other: Path) -> bool:

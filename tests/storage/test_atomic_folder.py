@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from src.checkpointing.sharded_checkpoint import ShardWriters
+from src.checkpointing.async_writer import collect_shards, write_shard
 from src.storage import atomic_folder
 
 SMALL, LARGE = b"two words", bytes(range(256)) * 1200
@@ -349,11 +349,11 @@ def test_file_modes_follow_the_umask_of_shards_too(tmp_path, umask, mode):
         shard(1)(folder)
         (folder / "state.json").write_text("{}")
         assert {path.stat().st_mode & 0o777 for path in folder.glob("*.safetensors")} == {0o600}
-        return ShardWriters(0, 2, 5).collect_shards(tmp_path / "parts", folder)
+        return collect_shards(tmp_path / "parts", 2, folder)
 
     before = os.umask(umask)
     try:
-        ShardWriters(1, 2, 5).write_shard(tmp_path / "parts", shard(2))
+        write_shard(tmp_path / "parts", 1, shard(2))
         atomic_folder.publish(tmp_path / "step", gather)
     finally:
         os.umask(before)

@@ -108,9 +108,8 @@ def test_moments_that_are_not_restored_are_named(plain, tmp_path, monkeypatch):
 
 
 def test_save_that_fails_is_not_passed(plain, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "src.checkpointing.async_writer.CheckpointWriter.disk_error", lambda *_: OSError(28, "No space left on device")
-    )
+    full = OSError(28, "No space left on device")
+    monkeypatch.setattr("src.checkpointing.checkpointer.Checkpointer._flush", lambda self: full)
     codes, texts = smoke(plain_task.flags(plain), tmp_path / "here", world=2)
     assert codes == [1, 1], texts
     assert "there is no checkpoint" in texts[0]

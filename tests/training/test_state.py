@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import train
-from src.checkpointing.checkpoint_list import read_state
+from src.checkpointing.checkpoint_folder import read_state
 from src.config import schema, validation
 from src.config.errors import Failure
 from src.config.parsing import RunConfig

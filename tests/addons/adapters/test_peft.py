@@ -198,10 +198,10 @@ def check_files(task, model, first: torch.Tensor, folder) -> None:
 
     logits = model(input_ids=IDS).logits
     assert not torch.allclose(logits, first, rtol=0, atol=1e-8)
-    model_folder.write_model(ModelWithLoss(model, task), folder)
+    model_folder.write_model(ModelWithLoss(model, task), folder, model.state_dict())
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     start = shutil.copytree(folder, folder / "start")
-    model_folder.change_final_model(folder, task)
+    addon.change_final_model(folder, task)
     assert torch.equal(task.build_model(str(folder)).eval()(input_ids=IDS).logits, logits)
     merged = AutoModelForCausalLM.from_pretrained(folder).eval()(input_ids=IDS).logits
     assert torch.allclose(merged, logits, rtol=0, atol=1e-10)

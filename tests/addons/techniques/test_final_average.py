@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from addons.techniques._chain import TechniqueChain
-from src.checkpointing import checkpoint_list, final_model
+from src.checkpointing import checkpoint_folder, model_folder
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.distributed.fsdp2 import FSDP2
@@ -191,8 +191,8 @@ def test_closing_line_says_which_weights_final_holds():
     cfg = run_config(metric_for_best_model="ema/loss", techniques=EMA)
     state = TrainState(best=3.78, best_step=24, best_metric="ema/loss")
     expected = "best: step 24, ema/loss 3.78; final/ holds the average (ema) of step 24"
-    assert final_model.best_sentence(cfg, state, 24, "ema") == expected
-    assert final_model.best_sentence(cfg, state, 24) == "best: step 24, ema/loss 3.78; final/ holds step 24"
+    assert model_folder.best_sentence(cfg, state, 24, "ema") == expected
+    assert model_folder.best_sentence(cfg, state, 24) == "best: step 24, ema/loss 3.78; final/ holds step 24"
 
 
 def test_best_by_an_average_that_final_does_not_hold_is_warned_about(tiny, tmp_path):
@@ -200,4 +200,4 @@ def test_best_by_an_average_that_final_does_not_hold_is_warned_about(tiny, tmp_p
     codes, texts = recipe.command(argv, tmp_path / "here")
     assert codes == [0]
     assert "warning: metric_for_best_model is ema/loss" in texts[0]
-    assert checkpoint_list.newest_intact(tmp_path / "here" / "run")
+    assert checkpoint_folder.newest_intact(tmp_path / "here" / "run")

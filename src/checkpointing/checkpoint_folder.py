@@ -1,0 +1,148 @@
+"""Checkpoint folders: write and load one as safetensors and JSON without pickle; list those of a run, delete old ones.
+
+Tests: tests/checkpointing/test_format.py, tests/checkpointing/test_resume.py, tests/checkpointing/test_async_writer.py.
+"""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from src.checkpointing.model_folder import write_model
+from src.checkpointing.tensor_files import TensorReader, Tensors, file_name, write_tensors
+from src.config.errors import UsageError, warn
+from src.config.schema import RunConfig
+from src.distributed.sharded_tensors import ShardedTensorRef
+from src.distributed.strategies import Strategy
+from src.storage import atomic_folder
+from src.training.step import ModelWithLoss
+from src.training.train_state import Run, TrainState
+
+TENSOR = (torch.Tensor, ShardedTensorRef)
+
+# ---- contents --------------------------------------------------------------------------------------------------------
+
+
+def collect_tensors(
+    strategy: Strategy, model_with_loss: ModelWithLoss, parts: dict[str, Any]
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """Return ({part: {name: tensor}}, {part: {name: other value}}) of the model and of `parts`.
+
+    A part is the optimizer, or an object with a flat `state_dict` of tensors, numbers and strings."""
+    model = model_with_loss.model
+    tensors, numbers = {"model": strategy.named_weights(model_with_loss.task.saved(model))}, {}
+    for part, holder in parts.items():
+        state = strategy.named_moments(model, holder) if part == "optimizer" else holder.state_dict()
+        tensors[part] = {name: value for name, value in state.items() if isinstance(value, TENSOR)}
+        numbers[part] = {name: value for name, value in state.items() if not isinstance(value, TENSOR)}
+    return tensors, numbers
+
+
+def write_checkpoint(
+    folder: Path, model_with_loss: ModelWithLoss, tensors: dict[str, Tensors], state: dict, rank: int, world: int
+) -> None:
+    """Write all files of a checkpoint, or only those of one rank if `world` > 1.
+
+    Reads `tensors` instead of the model's parameters, so training may continue in the meantime."""
+    write_model(model_with_loss, folder, tensors["model"], rank, world)
+    for part, named in tensors.items():
+        if part != "model" and (named or world == 1):
+            write_tensors(named, folder / file_name(part, rank, world))
+    if rank == 0:
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+
+
+def load_checkpoint(checkpoint: Path, run: Run, parts: dict[str, Any]) -> TrainState:
+    """Restore `parts`, gradient scaler and meter; return the TrainState. The model has its weights."""
+    state = read_state(checkpoint)
+    for part, holder in parts.items():
+        if part not in state["numbers"]:
+            raise UsageError(
+                f"resume: {checkpoint} has no {part}: start a new run from its weights with --init_from {checkpoint}"
+            )
+        if part == "optimizer":
+            reader = TensorReader(checkpoint, part)
+            run.strategy.load_moments(run.model.model, holder, reader, state["numbers"][part])
+        else:
+            load_part(checkpoint, part, holder)
+    if run.strategy.accelerator.scaler is not None and state["scaler"]:
+        run.strategy.accelerator.scaler.load_state_dict(state["scaler"])
+    run.meter.resume(state["meter"])
+    return TrainState(**state["progress"])
+
+
+def load_part(checkpoint: Path, part: str, holder: Any) -> None:
+    """Restore an object that was saved beside the model and the optimizer; its tensors may be sharded."""
+    reader, current = TensorReader(checkpoint, part), holder.state_dict()
+    tensors = {name: reader.like(name, current.get(name)) for name in reader.where}
+    holder.load_state_dict(read_state(checkpoint)["numbers"][part] | tensors)
+
+
+def copy_model(checkpoint: Path, folder: Path) -> None:
+    """Copy a checkpoint to `folder` without its training state."""
+    training_state = ["state.json", atomic_folder.MANIFEST]
+    for part in read_state(checkpoint)["numbers"]:
+        training_state += [f"{part}.safetensors", f"{part}-*-of-*.safetensors"]
+    shutil.copytree(checkpoint, folder, ignore=shutil.ignore_patterns(*training_state), dirs_exist_ok=True)
+
+
+def read_state(checkpoint: Path) -> dict:
+    """Return state.json: progress, meter, identity, run id, configuration, numbers of the optimizer and scaler."""
+    return json.loads((checkpoint / "state.json").read_text())
+
+
+def read_run_id(checkpoint: Path) -> str | None:
+    """Return the id of the run that saved a checkpoint, None for other folders. It never changes in a run's folder."""
+    return atomic_folder.read_json(checkpoint / "state.json").get("run_id")
+
+
+# ---- the checkpoints of a run ----------------------------------------------------------------------------------------
+
+
+def list_checkpoints(output_dir: str | Path) -> list[Path]:
+    """Return the checkpoint folders of a run, intact or not, oldest first."""
+    folders = [(step_of(path), path) for path in Path(output_dir, "checkpoints").glob("*")]
+    return [path for _, path in sorted(item for item in folders if item[0] is not None)]
+
+
+def step_of(checkpoint: Path) -> int | None:
+    """Return the step of a checkpoint folder, even if a user renamed it; None for any other folder."""
+    if match := re.fullmatch(r"step_(\d+)", checkpoint.name):
+        return int(match[1])
+    if checkpoint.name.startswith((".", "old_")):  # half-written, or archived
+        return None
+    return atomic_folder.read_json(checkpoint / "state.json").get("progress", {}).get("step")
+
+
+def newest_intact(output_dir: str | Path) -> Path | None:
+    """Return the newest intact checkpoint of a run, or None. Reads every byte of each checkpoint it verifies."""
+    return next((path for path in reversed(list_checkpoints(output_dir)) if not atomic_folder.verify(path)), None)
+
+
+def intact_at(output_dir: str | Path, step: int) -> Path | None:
+    """Return the checkpoint of a step; warn and return None if it is damaged."""
+    checkpoint = next((path for path in list_checkpoints(output_dir) if step_of(path) == step), None)
+    if checkpoint and (errors := atomic_folder.verify(checkpoint)):
+        warn(f"{checkpoint} is damaged and not used: {'; '.join(errors)}")
+        return None
+    return checkpoint
+
+
+def prune(cfg: RunConfig, best_step: int = 0) -> None:
+    """Delete unfinished checkpoints, and all except the last `save_total_limit`, those at multiples of `save_keep_every`
+    steps, and the best one if `metric_for_best_model` is set. Warn if the disk fails.
+
+    Checkpoints that a user renamed and symlinks are never deleted."""
+    try:
+        atomic_folder.remove_unfinished(Path(cfg.output_dir, "checkpoints"), "step_*")
+        saved = [path for path in list_checkpoints(cfg.output_dir) if path.name.startswith("step_")]
+        for path in [path for path in saved if not path.is_symlink()][: -cfg.save_total_limit]:
+            step = step_of(path) or 0
+            is_kept = cfg.save_keep_every and step % cfg.save_keep_every == 0
+            if not is_kept and not (cfg.metric_for_best_model and step == best_step):
+                shutil.rmtree(path)
+    except OSError as error:
+        warn(f"old checkpoints in {cfg.output_dir} cannot be removed ({error}); the next save tries again")
