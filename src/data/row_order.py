@@ -53,9 +53,11 @@ def splitmix64(x: np.ndarray) -> np.ndarray:
 
 def epoch_order(start: int, stop: int, n: int, seed: int, epoch: int) -> np.ndarray:
     """Return the ids at positions start … stop−1 of the epoch. Like `permute`, but faster: blocks are cached."""
-    first = start // BLOCK
-    blocks = [_block(number, n, seed, epoch) for number in range(first, -(-stop // BLOCK))]
-    return np.concatenate(blocks)[start - first * BLOCK : stop - first * BLOCK]
+    parts = []
+    for number in range(start // BLOCK, -(-stop // BLOCK)):
+        begin = number * BLOCK
+        parts.append(_block(number, n, seed, epoch)[max(0, start - begin) : stop - begin])
+    return np.concatenate(parts)
 
 
 @lru_cache(maxsize=4)
