@@ -58,7 +58,7 @@ class Split:
 
     def array(self, name: str) -> np.ndarray:
         """Return one of `ARRAYS`, memory-mapped."""
-        return np.memmap(self.folder / name, ARRAYS[name], "r")
+        return np.asarray(np.memmap(self.folder / name, ARRAYS[name], "r"))  # plain arrays are indexed faster
 
     def features(self):
         """Return the `datasets.Features` of the rows."""
