@@ -136,7 +136,7 @@ def json_error(file: str) -> str | None:
 def refuse_mixed_types(schema: pa.Schema, columns: Iterable[str], files: Iterable[str], name: str) -> None:
     """Raise UsageError for a column of mixed types: `datasets` stores it as JSON and may read back texts in quotes."""
     for column in columns:
-        # The entries of `messages` may have different keys.
-        if column != "messages" and "arrow.json" in str(schema.field(column).type):
+        # The entries of these may have different keys.
+        if column not in ("messages", "tools") and "arrow.json" in str(schema.field(column).type):
             error = next(filter(None, map(json_error, files)), None)
             raise UsageError(error or f"{name}: `{column}` holds values of several types: use one type for all rows")

@@ -3,10 +3,12 @@
 Tests: tests/text/test_chat.py and tests/tasks/test_causal_lm.py.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from src.config.errors import UsageError, one_line, warn
 from src.config.paths import locate
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
+TEXTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
+WAY_OUT = "remove it from the rows, or give --chat_template FILE with a template that writes it"
 _warned: set[str] = set()  # chat templates already warned about
 
 
@@ -28,21 +32,27 @@ def read_template(file: str) -> str:
         raise UsageError(f"chat_template: {file} cannot be read: {error}") from None
 
 
+Render = Callable[..., str]  # messages, options -> text
+
+
 def render_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location, tools: Any = None
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return a chat as text, and the (begin, end) characters of each assistant turn without its header."""
+    """Return a chat as text, and the (begin, end) characters of each assistant turn without its header.
+
+    `tools`: what the row says about the functions that the assistant may call; None: nothing."""
     turns = []
     with _errors_of_rendering(location):
-        messages = _check_messages(tokenizer, messages)
-        text = _render(tokenizer, messages)
+        render = partial(tokenizer.apply_chat_template, tokenize=False, tools=_check_tools(tokenizer, messages, tools))
+        messages = _check_messages(render, messages)
+        text = render(messages)
         for i, message in enumerate(messages):
             role = message["role"]
             if role != "assistant" and role.lower() in ASSISTANT_NAMES:
                 raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
             if role == "assistant":
-                after = _render(tokenizer, messages[: i + 1])
-                before = _text_before_words(tokenizer, messages[:i], message, after)
+                after = render(messages[: i + 1])
+                before = _text_before_words(render, messages[:i], message, after)
                 turns.append((before, after))
                 if str(message["content"]).strip() not in after[len(before) :]:
                     _warn_of_changed_words(tokenizer, location, i)
@@ -56,13 +66,13 @@ def render_chat(
 
 
 def tokenize_marked_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location
+    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location, tools: Any = None
 ) -> tuple[list[int], list[int]]:
     """Return ids and labels of a chat with a template that marks the assistant's content with {% generation %}."""
     with _errors_of_rendering(location):
-        chat = tokenizer.apply_chat_template(
-            _check_messages(tokenizer, messages), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-        )
+        render = partial(tokenizer.apply_chat_template, tools=_check_tools(tokenizer, messages, tools))
+        messages = _check_messages(partial(render, tokenize=False), messages)
+        chat = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ids = list(chat["input_ids"])
     labels = [token if is_target else IGNORED for token, is_target in zip(ids, chat["assistant_masks"], strict=True)]
     return ids, labels
@@ -77,40 +87,54 @@ def _errors_of_rendering(location) -> Iterator[None]:
         raise UsageError(f"{location}: `messages` could not be rendered: {one_line(error)}") from error
 
 
-def _render(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], **options) -> str:
-    return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+def _check_tools(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], tools: Any) -> list[dict] | None:
+    """Return the tools of a row as a list of dicts. Raise ValueError if the template would drop them."""
+    tools = json.loads(tools) if isinstance(tools, str) else tools
+    tools = [_without_nulls(json.loads(tool) if isinstance(tool, str) else tool) for tool in tools or ()]
+    render = partial(tokenizer.apply_chat_template, messages, tokenize=False)
+    if tools and render(tools=tools) == render():
+        raise ValueError(f"the chat template does not write the `tools` of the row: {WAY_OUT}")
+    return tools or None
 
 
-def _check_messages(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) -> list[dict]:
-    """Return the messages without None values. Raise ValueError if the template would drop or garble a message."""
+def _without_nulls(value: Any) -> Any:
+    """Return a value of nested dicts and lists without the keys that are None: Arrow gives all dicts the same keys."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _check_messages(render: Render, messages: list[dict]) -> list[dict]:
+    """Return the messages without None values. Raise ValueError if the template would drop or garble a part of one."""
     # Arrow gives all turns the same keys (None if absent), but templates test whether a key exists.
     messages = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
     for i, turn in enumerate(messages):
         if turn.get("tool_calls"):
             turn.setdefault("content", "")
-            without_calls = {key: value for key, value in turn.items() if key != "tool_calls"}
-            changed = [*messages[:i], without_calls, *messages[i + 1 :]]
-            if _render(tokenizer, messages) == _render(tokenizer, changed):
-                raise ValueError(f"the chat template does not write the tool_calls of turn {i}")
         elif turn.get("content") is None:
             raise ValueError(f"turn {i} has no content")
+        for name in TEXTS:
+            if turn.get(name):
+                changed = {key: value for key, value in turn.items() if key != name}
+                if render(messages) == render([*messages[:i], changed, *messages[i + 1 :]]):
+                    raise ValueError(f"the chat template does not write the {name} of turn {i}: {WAY_OUT}")
         if not isinstance(turn.get("role"), str):
             raise ValueError(f"turn {i} has no role")
-        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in _render(tokenizer, messages):
+        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in render(messages):
             raise ValueError(
                 f"the chat template writes the content parts of turn {i} as Python code: give its content as one string"
             )
     return messages
 
 
-def _text_before_words(tokenizer: "PreTrainedTokenizerBase", earlier: list[dict], message: dict, after: str) -> str:
+def _text_before_words(render: Render, earlier: list[dict], message: dict, after: str) -> str:
     """Return the text before the assistant's content, header included. `after` is the text up to the end of the turn.
 
     The template's generation prompt is the header. Without one, MARK replaces the content to find where it begins."""
     asked = earlier or [{"role": "user", "content": "x"}]  # a template cannot render an empty chat
-    plain = _render(tokenizer, asked, add_generation_prompt=False)
-    prompt = _render(tokenizer, asked, add_generation_prompt=True)
-    begin, mark, _ = _render(tokenizer, [*earlier, message | {"content": MARK}]).partition(MARK)
+    plain = render(asked, add_generation_prompt=False)
+    prompt = render(asked, add_generation_prompt=True)
+    begin, mark, _ = render([*earlier, message | {"content": MARK}]).partition(MARK)
     if earlier and (prompt != plain or not begin.startswith(plain.rstrip())):
         return prompt
     header = prompt.removeprefix(plain)

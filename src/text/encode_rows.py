@@ -51,7 +51,7 @@ class Encoder:
             needed = [name for name in ("input_ids", *OPTIONAL_COLUMNS) if name in columns]
             has_labels = "labels" in columns
         elif "messages" in columns:
-            self.encode, needed = self._encode_messages, ["messages"]
+            self.encode, needed = self._encode_messages, [name for name in ("messages", "tools") if name in columns]
         elif "prompt" in columns and "completion" in columns:
             self.encode, needed = self._encode_completion, ["prompt", "completion"]
         elif self.text_column in columns:
@@ -171,14 +171,15 @@ class Encoder:
         template = self.tokenizer.chat_template
         if not template:
             raise UsageError(f"{locations[0]}: the tokenizer has no chat template: give one with --chat_template FILE")
-        for i, messages in enumerate(batch["messages"]):
+        tools = batch.get("tools") or [None] * len(batch["messages"])
+        for chat in zip(batch["messages"], locations, tools, strict=True):
             if "generation %}" in template:
-                yield Document(*tokenize_marked_chat(self.tokenizer, messages, locations[i]))
+                yield Document(*tokenize_marked_chat(self.tokenizer, *chat))
             else:
-                yield self._encode_chat(messages, locations[i])
+                yield self._encode_chat(*chat)
 
-    def _encode_chat(self, messages: list[dict], location) -> Document:
-        text, turns = render_chat(self.tokenizer, messages, location)
+    def _encode_chat(self, messages: list[dict], location, tools: Any) -> Document:
+        text, turns = render_chat(self.tokenizer, messages, location, tools)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
         labels = []

@@ -213,6 +213,28 @@ def test_messages_with_generation_marks_in_the_template(folder, tokenizer):
     assert tokenizer.decode(target_rows(batch)[0]) == "self importelse row"
 
 
+MARKED = "{{% if m.role == 'assistant' %}}{{% generation %}}{0}{{% endgeneration %}}{{% else %}}{0}{{% endif %}}"
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_tools_and_reasoning_of_a_row_reach_the_model(folder, tokenizer, marked):
+    words = "{% if m.thinking %}{{ m.thinking }}: {% endif %}{{ m.content }}"
+    (folder / "tools.jinja").write_text(
+        "{% for tool in tools or [] %}<|system|>{{ tool.name }}{% for key in tool.of %} {{ key }}{% endfor %}. {% endfor %}"
+        "{% for m in messages %}<|{{ m.role }}|>"
+        + (MARKED.format(words) if marked else words)
+        + ". {% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    chats = as_rows(CHATS[1][::-1], CHATS[1][::-1])
+    chats[0]["messages"][1]["thinking"] = "row"
+    chats[0]["tools"] = [{"name": "def", "of": {"if": 1}}, {"name": "return", "of": {"else": 1}}]
+    _, rows, batch, _ = open_batch(folder, chats, chat_template=folder / "tools.jinja")
+    texts = [tokenizer.decode(row["input_ids"]) for row in rows]
+    chat = "<|user|>self. <|assistant|>"
+    assert texts == [f"<|system|>def if. <|system|>return else. {chat}row: import. ", f"{chat}import. "]
+    assert tokenizer.decode(target_rows(batch)[0]).startswith("row: import")
+
+
 def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     pairs = [("def f", "return für"), ("", "x 漢"), ("if", "")]
     _, rows, batch, _ = open_batch(folder, [{"prompt": p, "completion": c} for p, c in pairs])

@@ -1,5 +1,7 @@
 """Chats: the assistant's turns in the text of any template."""
 
+import json
+
 import pytest
 from transformers import AutoTokenizer
 
@@ -102,6 +104,8 @@ def turns(*roles):
         (["text"], ""),
         ("text", ""),
         ([CHAT[0], CALL], "tool_calls of turn 1"),
+        ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
+        ([CHAT[0], CHAT[1] | {"thinking": "why"}], "does not write the thinking of turn 1"),
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no content"),
         (turns("user", "Assistant"), "turn 1 has the role 'Assistant'"),
         (turns("user", "gpt", "user", "assistant"), "turn 1 has the role 'gpt'"),
@@ -133,6 +137,33 @@ def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer, monkeypat
     text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CALL], "row 3")
     assert text[a:b].startswith('[{"function"')
     assert "None" not in text
+
+
+THINKING = LOOP + "<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+THINKING += "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+
+
+def test_reasoning_that_the_template_writes_is_trained_on(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
+    text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "row 3")
+    assert text[a:b] == "<think>why</think>hello\n"
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
+
+
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
+def test_tools_of_a_row_are_given_to_the_template(tokenizer, monkeypatch, tools):
+    """Arrow gives all tools the same parameters, which are null where a tool has none of that name."""
+    with pytest.raises(UsageError, match=r"row 3: `messages`.* does not write the `tools`.*--chat_template"):
+        render_chat(tokenizer, CHAT, "row 3", tools)
+    template = "{% if tools %}<|tools|>{{ tools | tojson }}\n{% endif %}" + kit.CHATML
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    text, turns = render_chat(tokenizer, CHAT, "row 3", tools)
+    plain, _ = render_chat(tokenizer, CHAT, "row 3")
+    head = text.removesuffix(plain)
+    assert json.loads(head.removeprefix("<|tools|>"))[0]["function"]["parameters"] == {"x": {"type": "int"}}
+    assert [text[a:b] for a, b in turns] == ["hello<|endoftext|>\n"] * 2
 
 
 def test_dropped_words_are_warned_about_once(tokenizer, monkeypatch, capsys):
