@@ -204,7 +204,7 @@ def test_bad_input_is_named_and_leaves_nothing(here, name):
         ("checkpoint: nowhere", {"checkpoint": "nowhere"}),
         ("checkpoint|--model_name_or_path", {"checkpoint": ""}),
         ("--checkpoin: unknown field; did you mean checkpoint?", SAVED | {"checkpoin": "model"}),
-        ("checkpoint: model", {"checkpoint": "model"}),
+        ("checkpoint: |model does not hold the configuration", {"checkpoint": "model"}),
         ("validation_file: no.jsonl: no such file", SAVED | {"validation_file": "no.jsonl"}),
         ("no validation data", SAVED | {"dataset_name": "folder"}),
     ],
