@@ -22,6 +22,8 @@ from src.training.schedules import make_schedule, total_steps, warmup_updates
 from src.training.step import ModelWithLoss
 from src.training.techniques import Techniques, make_techniques
 
+FEW_STEPS = 10  # of an epoch: fewer are warned of
+
 
 def plan_table(
     cfg: RunConfig,
@@ -106,6 +108,12 @@ def run_notes(cfg: RunConfig, splits: dict, techniques: Techniques, start: Path 
     if cfg.warmup_steps > total:
         notes.append(
             f"warning: warmup_steps is {cfg.warmup_steps:g}, but the run has only {total} steps: all are warmup"
+        )
+    per_epoch = sizes_of_run(cfg, splits["train"].stats["examples"] or 0).per_epoch  # a stream: unknown
+    if not cfg.max_steps and 0 < per_epoch < FEW_STEPS:
+        notes.append(
+            f"warning: an epoch has only {per_epoch} step{'s' * (per_epoch > 1)} of up to {cfg.global_batch_size} examples: "
+            "for more updates give a smaller global_batch_size, or more epochs"
         )
     if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
         notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")

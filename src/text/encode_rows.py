@@ -18,6 +18,14 @@ from src.text.tokenization import IGNORED, batches_by_size, require_text, token_
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
 MEANINGFUL += " token_type_ids seq_lengths cu_seqlens weight weights sample_weight tools"
+OTHER_FORMATS = {  # columns of a format -> how to convert it
+    "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
+    "'completion': row['output']}).to_json(NEW)",
+    "conversations": "; ShareGPT's column: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'messages': [{'role': {'human': 'user', 'gpt': 'assistant'}.get(turn['from'], "
+    "turn['from']), 'content': turn['value']} for turn in row['conversations']]}).to_json(NEW)",
+}
 OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
 
@@ -58,9 +66,10 @@ class Encoder:
             self.encode, needed = self._encode_text, [self.text_column]
             has_labels = False
         else:
+            hint = next((hint for names, hint in OTHER_FORMATS.items() if {*names.split()} <= {*columns}), "")
             raise UsageError(
                 f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
-                "--text_column), `messages`, `prompt` and `completion`, or `input_ids`"
+                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{hint}"
             )
         if self.tokenizer is None and "input_ids" not in columns:
             raise UsageError(f"{split} data: the rows hold text, but there is no tokenizer: give --tokenizer_name")

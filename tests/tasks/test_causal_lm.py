@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -244,6 +245,23 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     # Without a prompt nothing predicts the first token.
     assert target_rows(batch) == [t if h else t[1:] for h, t in zip(heads, tails, strict=True)]
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
+
+
+ALPACA = {"instruction": "def", "input": "f", "output": "return"}
+SHAREGPT = {"conversations": [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]}
+
+
+@pytest.mark.parametrize(
+    "row, text", [(ALPACA, "def\nf\nreturn"), (SHAREGPT, f"<|user|>def{EOS}\n<|assistant|>return")]
+)
+def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenizer, row, text):
+    with pytest.raises(UsageError, match="no usable column") as error:
+        open_batch(folder, [row])
+    conversion = str(error.value).partition("convert the file once, by ")[2]
+    values = {"FILE": str(folder / "rows.jsonl"), "NEW": str(folder / "new.jsonl"), "datasets": datasets}
+    exec(conversion, values)
+    _, rows, _, _ = open_batch(folder, [json.loads((folder / "new.jsonl").read_text())])
+    assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
 
 
 @pytest.mark.parametrize("packing", [True, False])
