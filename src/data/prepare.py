@@ -11,7 +11,7 @@ import pickle
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -34,7 +34,7 @@ from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
-from src.runtime import console
+from src.runtime import console, private_apis
 from src.storage import atomic_folder
 from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
@@ -193,11 +193,17 @@ def in_processes(processes: int, function: Callable[[Any], Any], items: list) ->
             for item in items:
                 waiting.append(pool.submit(_call, item))
                 if len(waiting) > 2 * processes:
-                    yield waiting.popleft().result()
+                    yield _result(pool, waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
+                yield _result(pool, waiting.popleft())
         except BrokenProcessPool:
             raise Failure("a process that prepares data died, perhaps because host memory was full") from None
+
+
+def _result(pool: ProcessPoolExecutor, future: Future) -> Any:
+    while not wait([future], 1.0).done:
+        private_apis.end_broken_pool(pool)
+    return future.result()
 
 
 _inherited: list[Callable[[Any], Any]] = []  # the function of a child process

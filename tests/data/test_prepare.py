@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -201,6 +202,35 @@ def test_failing_process_ends_the_preparation(fields_of, tmp_path, small, monkey
     with pytest.raises((UsageError, Failure), match="a cosmic ray" if how == "error" else "host memory was full"):
         opened(fields, tmp_path / "cache")
     assert digest(tmp_path / "cache") == {}
+
+
+HALF_SENT = """
+import os, signal
+from multiprocessing.connection import Connection
+from src.config.errors import Failure
+from src.data.prepare import in_processes
+
+def half(item):
+    def send(self, message, *_):
+        os.write(self.fileno(), bytes(message)[:2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if item == 3:
+        Connection._send = send
+    return bytes(1 << 20)
+
+try:
+    list(in_processes(2, half, list(range(20))))
+except Failure as error:
+    print(error)
+"""
+
+
+def test_process_killed_while_it_sends_rows_ends_the_preparation():
+    ended = subprocess.run(
+        [sys.executable, "-c", HALF_SENT], cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert "host memory was full" in ended.stdout, ended.stderr
 
 
 def test_rename_after_a_kill_and_files_of_another_size(fields_of, tmp_path, monkeypatch):
