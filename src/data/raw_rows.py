@@ -145,14 +145,20 @@ def _csv_tables(self, base_files, files_iterables):
         yield from self.unchecked_tables(base_files, files_iterables)
         return
     open_file = getattr(module, "open", open)  # the `open` of datasets also reads URLs
+    # `datasets` would cast the columns of later files and splits to the types of the first one: 007 to 7, 2 to true
+    types = {name: pa.string() for name, f in (self.info.features or {}).items() if getattr(f, "dtype", "") == "string"}
     for shard, files in enumerate(files_iterables):
-        batches = (batch for file in files for batch in _read_csv(partial(open_file, file, "rb"), file, config.sep))
+        batches = (
+            batch for file in files for batch in _read_csv(partial(open_file, file, "rb"), file, config.sep, types)
+        )
         for number, batch in enumerate(batches):
             yield Key(shard, number), pa.Table.from_batches([batch])
 
 
-def _read_csv(open_file: Callable, file: str, delimiter: str) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a CSV file, whose columns are numbers, bools or text. Raise UsageError for a bad row."""
+def _read_csv(open_file: Callable, file: str, delimiter: str, types: dict) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a CSV file, whose columns are numbers, bools or text. Raise UsageError for a bad row.
+
+    `types` are those of the columns of earlier files, and get those of this file."""
     from pyarrow import csv as arrow_csv
 
     parse = arrow_csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
@@ -173,9 +179,11 @@ def _read_csv(open_file: Callable, file: str, delimiter: str) -> Iterator[pa.Rec
         convert.column_types = dict.fromkeys(names, pa.string())
         with open_csv() as reader:
             first = next(iter(reader), pa.RecordBatch.from_pylist([], reader.schema))
-        texts = [field for field, column in zip(schema, first.columns, strict=True) if _is_text(field.type, column)]
-        convert.column_types = {field.name: pa.string() for field in texts}
+        columns = zip(schema, first.columns, strict=True)
+        inferred = {field.name: pa.string() if _is_text(field.type, cells) else field.type for field, cells in columns}
+        convert.column_types = inferred | types
         with open_csv() as reader:
+            types.update(inferred | types)
             yield from reader
     except (pa.ArrowInvalid, UnicodeDecodeError) as error:
         raise UsageError(f"{file}: {one_line(error)}") from error

@@ -186,6 +186,24 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     assert '"def f"' in rows["text"]
 
 
+def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
+    """`datasets` would cast later files and splits: 007 to 7, and 2 in a column of bools to True."""
+    names = ("train-0.csv", "train-1.csv", "validation.csv")
+    contents = ["text,n\nab,x\n", "text,n\ncd,007\n", "text,n\nef,TRUE\n"]
+    write(tmp_path / "data", dict(zip(names, contents, strict=True)))
+    cfg = run_config(dataset_name=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+    cells = [load_raw_rows(find_sources(cfg, name)[""], cfg).rows["n"][:] for name in ("train", "validation")]
+    assert cells == [["x", "007"], ["TRUE"]]
+
+    bools = "text,n\n" + "ab,true\n" * 2_000_000
+    write(
+        tmp_path / "data",
+        {"train-0.csv": bools, "train-1.csv": "text,n\ncd,2\n", "validation.csv": "text,n\nef,true\n"},
+    )
+    with pytest.raises(UsageError, match=r"train-1.csv: .* invalid value '2'"):
+        load_raw_rows(find_sources(cfg, "train")[""], cfg)
+
+
 @pytest.mark.parametrize(
     "cells",
     [["12345678901234567891", "2"], ["true", "1", "0"], ["0x1F", "31"], ["2024-01-01", "2024-01-02"]],
