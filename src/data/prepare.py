@@ -62,8 +62,9 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
             shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
-    for name, entry in atomic_folder.read_manifest(folder).get("files", {}).items():
-        if (folder / name).stat().st_size != entry["size"]:
+    sizes = {name: entry["size"] for name, entry in atomic_folder.read_manifest(folder).get("files", {}).items()}
+    for name, size in (sizes or {atomic_folder.MANIFEST: None}).items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
     return folder
 

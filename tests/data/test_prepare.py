@@ -182,7 +182,7 @@ def test_mutant_that_writes_in_place(fields_of, tmp_path, small, monkeypatch):
 
     monkeypatch.setattr(prepare.atomic_folder, "publish", in_place)
     killed(fields_of("rows"), tmp_path / "cache", tmp_path / "out")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match="is damaged"):
         opened(fields_of("rows"), tmp_path / "cache")
 
 
@@ -245,6 +245,10 @@ def test_rename_after_a_kill_and_files_of_another_size(fields_of, tmp_path, monk
     lengths.write_bytes(lengths.read_bytes()[:-4])
     with pytest.raises(UsageError, match=f"{lengths} is damaged: remove the folder"):
         opened(fields_of("rows"), tmp_path)
+    for missing in (lengths, stats.with_name("manifest.json")):
+        missing.unlink()
+        with pytest.raises(UsageError, match=f"{missing} is damaged: remove the folder"):
+            opened(fields_of("rows"), tmp_path)
 
 
 def test_data_is_prepared_before_the_process_group_exists(tmp_path, monkeypatch):
