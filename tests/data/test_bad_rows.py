@@ -186,6 +186,16 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     assert '"def f"' in rows["text"]
 
 
+def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+    """Python and `datasets` skip it without a word."""
+    write(tmp_path / "data", {"train.jsonl": lines(ROW)})
+    write(tmp_path / "data/more", {"train.jsonl": lines(ROW)})
+    allowed = os.access  # root may read every folder
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "more" and allowed(path, mode))
+    with pytest.raises(UsageError, match="data/more cannot be read: Permission denied"):
+        find_sources(run_config(dataset_name=str(tmp_path / "data")), "train")
+
+
 def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
     """`datasets` would cast later files and splits: 007 to 7, and 2 in a column of bools to True."""
     names = ("train-0.csv", "train-1.csv", "validation.csv")
