@@ -11,7 +11,7 @@ import pickle
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -34,7 +34,7 @@ from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
-from src.runtime import console
+from src.runtime import console, private_apis
 from src.storage import atomic_folder
 from src.storage.cache_folder import cache_root
 from src.storage.shared_work import SharedWork
@@ -62,8 +62,9 @@ def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -
             shutil.rmtree(of_host, ignore_errors=True)  # another host was faster
 
     work.run_once(folder, prepare, f"preparing {source.split} data")
-    for name, entry in atomic_folder.read_manifest(folder).get("files", {}).items():
-        if (folder / name).stat().st_size != entry["size"]:
+    sizes = {name: entry["size"] for name, entry in atomic_folder.read_manifest(folder).get("files", {}).items()}
+    for name, size in (sizes or {atomic_folder.MANIFEST: None}).items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size:
             raise UsageError(f"cache_dir: {folder / name} is damaged: remove the folder {folder}, and start again")
     return folder
 
@@ -193,11 +194,17 @@ def in_processes(processes: int, function: Callable[[Any], Any], items: list) ->
             for item in items:
                 waiting.append(pool.submit(_call, item))
                 if len(waiting) > 2 * processes:
-                    yield waiting.popleft().result()
+                    yield _result(pool, waiting.popleft())
             while waiting:
-                yield waiting.popleft().result()
+                yield _result(pool, waiting.popleft())
         except BrokenProcessPool:
             raise Failure("a process that prepares data died, perhaps because host memory was full") from None
+
+
+def _result(pool: ProcessPoolExecutor, future: Future) -> Any:
+    while not wait([future], 1.0).done:
+        private_apis.end_broken_pool(pool)
+    return future.result()
 
 
 _inherited: list[Callable[[Any], Any]] = []  # the function of a child process

@@ -4,6 +4,7 @@ Tests: tests/data/test_dataset.py, tests/data/test_bad_rows.py and tests/storage
 """
 
 import dataclasses
+import errno
 import glob
 import os
 import stat
@@ -179,6 +180,9 @@ def _expand(pattern: str, field: str) -> list[str]:
 def _list_folder(folder: str, field: str) -> list[str]:
     """Return all files below a folder except hidden ones. Raise UsageError for what `datasets` skips silently."""
     paths = [path for path in sorted(Path(folder).rglob("*")) if "/." not in str(path)[len(folder) :]]
+    for path in (Path(folder), *paths):
+        if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):  # `rglob` would skip its files
+            raise UsageError(f"{field}: {path} cannot be read: {os.strerror(errno.EACCES)}")
     return [_require_readable(str(path), field) for path in paths if path.is_symlink() or not path.is_dir()]
 
 

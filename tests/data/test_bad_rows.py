@@ -55,7 +55,10 @@ BAD = {
         {"a.csv": "text,n\n" + "ab,1\n" * 10_100 + "cd,2,\n"}, "a.csv: |Row #10102: Expected 2 columns, got 3"
     ),
     "too few": Case({"a.csv": "id,text\n1,ab\n2\n"}, "a.csv: |Row #3: Expected 2 columns, got 1"),
-    "open quote": Case({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: Expected 2 columns, got 1"),
+    "open quote": Case({"a.csv": 'text,n\nab,1\n"cd,2\nef,3\n'}, "a.csv: |Row #3: not valid CSV"),
+    "open quote in the last column": Case({"a.csv": 'n,text\n1,ab\n2,"cd\n3,ef\n'}, "a.csv: |Row #3: not valid CSV"),
+    "open quote in the only column": Case({"a.csv": 'text\nab\n"cd\nef\n'}, "a.csv: |Row #3: not valid CSV"),
+    "text after a quote": Case({"a.csv": 'text,n\n"ab "cd" ef",1\n'}, "a.csv: |Row #2: not valid CSV"),
     "column twice": Case({"a.csv": "text,text\nab,cd\n"}, "a.csv: the column `text` is named twice"),
     "type of a late cell": Case({"a.csv": "text,n\n" + "ab,1\n" * 4_000_000 + "cd,x\n"}, "a.csv: |Row #4000002|'x'"),
     "not UTF-8": Case({"a.csv": b"text\nx def\n\xe9t\xe9 def\n"}, "a.csv: |UTF8"),
@@ -181,6 +184,48 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     finally:
         Json._generate_tables = checked
     assert '"def f"' in rows["text"]
+
+
+def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
+    """Python and `datasets` skip it without a word."""
+    write(tmp_path / "data", {"train.jsonl": lines(ROW)})
+    write(tmp_path / "data/more", {"train.jsonl": lines(ROW)})
+    allowed = os.access  # root may read every folder
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "more" and allowed(path, mode))
+    with pytest.raises(UsageError, match="data/more cannot be read: Permission denied"):
+        find_sources(run_config(dataset_name=str(tmp_path / "data")), "train")
+
+
+def test_csv_files_of_a_folder_have_the_types_of_the_first(tmp_path):
+    """`datasets` would cast later files and splits: 007 to 7, and 2 in a column of bools to True."""
+    names = ("train-0.csv", "train-1.csv", "validation.csv")
+    contents = ["text,n\nab,x\n", "text,n\ncd,007\n", "text,n\nef,TRUE\n"]
+    write(tmp_path / "data", dict(zip(names, contents, strict=True)))
+    cfg = run_config(dataset_name=str(tmp_path / "data"), cache_dir=str(tmp_path / "cache"))
+    cells = [load_raw_rows(find_sources(cfg, name)[""], cfg).rows["n"][:] for name in ("train", "validation")]
+    assert cells == [["x", "007"], ["TRUE"]]
+
+    bools = "text,n\n" + "ab,true\n" * 2_000_000
+    write(
+        tmp_path / "data",
+        {"train-0.csv": bools, "train-1.csv": "text,n\ncd,2\n", "validation.csv": "text,n\nef,true\n"},
+    )
+    with pytest.raises(UsageError, match=r"train-1.csv: .* invalid value '2'"):
+        load_raw_rows(find_sources(cfg, "train")[""], cfg)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    [["12345678901234567891", "2"], ["true", "1", "0"], ["0x1F", "31"], ["2024-01-01", "2024-01-02"]],
+    ids=["integers over int64", "bool words and numbers", "hexadecimal", "dates"],
+)
+def test_csv_cells_that_are_no_plain_numbers_keep_their_text(open_data, tmp_path, cells):
+    """pyarrow would round such integers to float64, make True of 1, and 31 of 0x1F."""
+    file = write(tmp_path, {"a.csv": "text,n\n" + "".join(f"ab,{cell}\n" for cell in cells)})[0]
+    raw = load_raw_rows(
+        find_sources(run_config(train_file=[str(file)]), "train")[""], run_config(cache_dir=str(tmp_path))
+    )
+    assert raw.rows["n"][:] == cells
 
 
 def test_csv_dialect_of_a_dataset_card(open_data, tmp_path):

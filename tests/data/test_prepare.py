@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -181,7 +182,7 @@ def test_mutant_that_writes_in_place(fields_of, tmp_path, small, monkeypatch):
 
     monkeypatch.setattr(prepare.atomic_folder, "publish", in_place)
     killed(fields_of("rows"), tmp_path / "cache", tmp_path / "out")
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(UsageError, match="is damaged"):
         opened(fields_of("rows"), tmp_path / "cache")
 
 
@@ -203,6 +204,35 @@ def test_failing_process_ends_the_preparation(fields_of, tmp_path, small, monkey
     assert digest(tmp_path / "cache") == {}
 
 
+HALF_SENT = """
+import os, signal
+from multiprocessing.connection import Connection
+from src.config.errors import Failure
+from src.data.prepare import in_processes
+
+def half(item):
+    def send(self, message, *_):
+        os.write(self.fileno(), bytes(message)[:2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if item == 3:
+        Connection._send = send
+    return bytes(1 << 20)
+
+try:
+    list(in_processes(2, half, list(range(20))))
+except Failure as error:
+    print(error)
+"""
+
+
+def test_process_killed_while_it_sends_rows_ends_the_preparation():
+    ended = subprocess.run(
+        [sys.executable, "-c", HALF_SENT], cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+    assert "host memory was full" in ended.stdout, ended.stderr
+
+
 def test_rename_after_a_kill_and_files_of_another_size(fields_of, tmp_path, monkeypatch):
     """A preparation that was killed before its last rename is used; one with a truncated file is refused."""
     opened(fields_of("rows"), tmp_path)
@@ -215,6 +245,10 @@ def test_rename_after_a_kill_and_files_of_another_size(fields_of, tmp_path, monk
     lengths.write_bytes(lengths.read_bytes()[:-4])
     with pytest.raises(UsageError, match=f"{lengths} is damaged: remove the folder"):
         opened(fields_of("rows"), tmp_path)
+    for missing in (lengths, stats.with_name("manifest.json")):
+        missing.unlink()
+        with pytest.raises(UsageError, match=f"{missing} is damaged: remove the folder"):
+            opened(fields_of("rows"), tmp_path)
 
 
 def test_data_is_prepared_before_the_process_group_exists(tmp_path, monkeypatch):
