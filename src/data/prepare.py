@@ -43,7 +43,7 @@ from src.tasks import Task, base
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
-CODE = ("prepare.py", "raw_rows.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
+CODE = ("prepare.py", "raw_rows.py", "csv_reader.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
