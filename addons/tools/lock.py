@@ -1,6 +1,6 @@
 """Write the pins of requirements.txt and requirements-extra.txt from uv.lock: `make lock`. Needs uv.
 
-Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/test_requirements.py.
+Ranges are in pyproject.toml; names and comments in both files stay. Tests: tests/addons/tools/test_lock.py.
 """
 
 import re
@@ -24,13 +24,16 @@ def locked_versions() -> dict[str, str]:
     return {package["name"]: package["version"] for package in packages if "version" in package}
 
 
+def with_pins(text: str, versions: dict[str, str]) -> str:
+    """Return the text of a requirements file with these versions; names, comments and other lines stay."""
+    return PIN.sub(lambda pin: f"{pin[1]}=={versions[normalized(pin[1])]}", text)
+
+
 def main() -> None:
     subprocess.run(["uv", "lock", "--upgrade"], cwd=REPOSITORY, check=True)
     versions = locked_versions()
-    for file in FILES:
-        text = (REPOSITORY / file).read_text(encoding="utf-8")
-        pinned = PIN.sub(lambda pin: f"{pin[1]}=={versions[normalized(pin[1])]}", text)
-        (REPOSITORY / file).write_text(pinned, encoding="utf-8")
+    for file in map(REPOSITORY.joinpath, FILES):
+        file.write_text(with_pins(file.read_text(encoding="utf-8"), versions), encoding="utf-8")
 
 
 if __name__ == "__main__":
