@@ -13,7 +13,7 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.data.batch_plan import PlanConfig, StepSizes, steps_per_epoch
+from src.data.batch_plan import PlanConfig, StepSizes
 from src.tasks.base import Task
 
 
@@ -114,7 +114,7 @@ class WarmupSizes(StepSizes):
     def _after(self) -> tuple[int, int, int, int]:
         """(epoch, step in the epoch, first position) of the first step after the warmup, steps left in this epoch."""
         epoch, within, start = self._table[-1].tolist()
-        return epoch, within, start, steps_per_epoch(self.num_examples - start, self.global_batch)
+        return epoch, within, start, -(-(self.num_examples - start) // self.global_batch)
 
     def locate(self, step: int) -> tuple[int, int]:
         if step < self.warmup.steps:

@@ -17,7 +17,6 @@ from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
-from src.training.evaluation import is_size
 from src.training.step import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run
@@ -158,7 +157,10 @@ class TechniqueChain(Techniques):
             if average:
                 with exchanged(run.strategy, run.model, average):
                     found = evaluate()
-            own = {f"{name}/{key}": value for key, value in (found or {}).items() if not is_size(key)}
+            sizes = ("weight", "examples")  # of the data, the same for all weights
+            own = {
+                f"{name}/{key}": value for key, value in (found or {}).items() if key.rpartition("/")[2] not in sizes
+            }
             metrics = None if found is None else metrics | own
         return metrics
 

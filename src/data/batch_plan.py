@@ -18,11 +18,6 @@ from src.data.row_order import Quotas, derive_seed, example_ids, splitmix64
 OVERHEAD = 1 / 32  # fixed cost of a forward pass, as a share of the token budget
 
 
-def steps_per_epoch(num_examples: int, global_batch: int) -> int:
-    """Return the number of steps in an epoch. The last one holds the remaining examples."""
-    return -(-num_examples // global_batch)
-
-
 @dataclass(frozen=True)
 class StepSizes:
     """The positions of an epoch that each step takes: the last step of an epoch takes the remaining ones.
@@ -34,8 +29,8 @@ class StepSizes:
 
     @property
     def per_epoch(self) -> int:
-        """Steps of an epoch."""
-        return steps_per_epoch(self.num_examples, self.global_batch)
+        """Steps of an epoch. The last one holds the remaining examples."""
+        return -(-self.num_examples // self.global_batch)
 
     def locate(self, step: int) -> tuple[int, int]:
         """Return (epoch, step in the epoch) of step `step` of the run, both counted from 0."""

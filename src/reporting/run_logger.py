@@ -146,7 +146,6 @@ class RunLogger:
             if kind in last:
                 chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
                 self.say(f"\n{kind}\n{table(in_unit(chosen, self.task.unit))}")
-        self.say(self.gpu_use.summary())
         step = max((line["step"] for line in last.values()), default=0)
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", step, 0, **outcome)

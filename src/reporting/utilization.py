@@ -61,7 +61,7 @@ class GpuUse:
     def __init__(self, run: Run):
         """Count the FLOPs of a token in a row of mean length."""
         accelerator, stats = run.strategy.accelerator, run.datasets["train"].stats
-        self.device, self.processes, self.flops, self.most = accelerator.device, accelerator.num_processes, 0.0, 0
+        self.device, self.processes, self.flops = accelerator.device, accelerator.num_processes, 0.0
         if self.device.type != "cuda":
             return
         if run.task.unit == "tokens" and stats["examples"]:  # of a stream the length is not known
@@ -76,14 +76,5 @@ class GpuUse:
             return {}
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        self.most = max(self.most, peak)
         speeds = speed(self.flops * tokens_per_second / self.processes, self.peak) if self.flops else {}
         return speeds | {"gpu_memory_gib": peak / 2**30}
-
-    def summary(self) -> str:
-        """Return the most memory that tensors have taken on this process's GPU; an empty string on other devices."""
-        if self.device.type != "cuda":
-            return ""
-        most = max(self.most, torch.cuda.max_memory_allocated(self.device))
-        total = torch.cuda.get_device_properties(self.device).total_memory
-        return f"\ngpu memory  at most {most / 2**30:.1f} of {total / 2**30:.1f} GiB (main process)"

@@ -128,11 +128,6 @@ def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
     warn(text)
 
 
-def is_size(key: str) -> bool:
-    """Return whether a metric is a size of the data, which is the same for all weights."""
-    return key.rpartition("/")[2] in ("weight", "examples")
-
-
 def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
     """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
     from accelerate.utils import broadcast_object_list

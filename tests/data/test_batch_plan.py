@@ -14,7 +14,6 @@ from src.data.batch_plan import (
     evaluation_order,
     plan,
     split_into_micro_batches,
-    steps_per_epoch,
     training_order,
 )
 from src.data.row_order import BLOCK, epoch_order, permute
@@ -58,7 +57,7 @@ def test_epoch_order_looks_random():
 )
 def test_epoch_holds_every_example_once(n, batch, micro):
     seen = []
-    steps = steps_per_epoch(n, batch)
+    steps = StepSizes(n, batch).per_epoch
     for step in range(steps):
         micro_batches = plan(PlanConfig(n, batch, micro, 0, LENGTHS), 2, step)
         sizes = [len(m.ids) for m in micro_batches]
@@ -69,7 +68,7 @@ def test_epoch_holds_every_example_once(n, batch, micro):
 
 
 def test_examples_of_a_step_do_not_depend_on_micro_batch_size():
-    for step in range(steps_per_epoch(1003, 32)):
+    for step in range(StepSizes(1003, 32).per_epoch):
         sets = [
             {int(i) for m in plan(PlanConfig(1003, 32, micro, 0, LENGTHS), 1, step) for i in m.ids}
             for micro in (1, 4, 7, 32)
@@ -130,7 +129,7 @@ def test_sorting_by_length_leaves_little_padding(micro, batch, bar, naive):
 
     def padding(step_lengths):
         real = rectangle = 0
-        for step in range(steps_per_epoch(n, batch)):
+        for step in range(StepSizes(n, batch).per_epoch):
             ids = np.concatenate([m.ids for m in plan(PlanConfig(n, batch, micro, 0), 0, step)])
             for part, _ in split_into_micro_batches(ids, micro, step_lengths):
                 real += lengths[part].sum()
@@ -192,7 +191,7 @@ def test_epoch_is_the_dataset_for_any_split_and_resume(case):
     rng = np.random.default_rng(case)
     n, batch, epoch = int(rng.integers(1, 300)), int(rng.integers(1, 70)), int(rng.integers(0, 3))
     lengths = rng.integers(1, 60, n)
-    per_epoch = steps_per_epoch(n, batch)
+    per_epoch = StepSizes(n, batch).per_epoch
     first, stop = epoch * per_epoch, (epoch + 1) * per_epoch
     resumed = int(rng.integers(first, stop + 1))
     seen = []

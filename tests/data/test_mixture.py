@@ -8,7 +8,7 @@ import pytest
 
 from src.config.errors import UsageError
 from src.data import batch_plan
-from src.data.batch_plan import PlanConfig, steps_per_epoch, training_order
+from src.data.batch_plan import PlanConfig, StepSizes, training_order
 from src.data.row_order import example_ids, mixture_quotas
 from tests.helpers import kit
 
@@ -54,7 +54,7 @@ def test_mutant_that_draws_with_replacement():
 def test_mixture_ids_do_not_depend_on_the_split(weights):
     quotas = mixture_quotas(ROWS, weights)
     whole = [example_ids(s * 10, min(142, s * 10 + 10), 142, 3, 1, quotas).tolist() for s in range(15)]
-    first = steps_per_epoch(142, 10)
+    first = StepSizes(142, 10).per_epoch
     for world, micro, tokens in ((1, 10, None), (2, 3, None), (3, 4, 60)):
         lengths = np.arange(142) % 50 + 1
         seen = [[] for _ in range(15)]
