@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -41,9 +42,14 @@ def test_first_two_commands():
 
 
 def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
-    """Two processes train four steps and evaluate 40 rows; one process evaluates them again."""
+    """Two processes train four steps on a file of one's own and evaluate 40 rows; one process evaluates them again."""
+    assert "make train NPROC=2 ARGS='--train_file data/mine.jsonl --validation_file data/held_out.jsonl'" in COMMANDS
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text(
+        "".join(json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n" * 20}) + "\n" for n in range(300))
+    )
     short = f"--max_steps 4 --warmup_steps 1 --max_eval_examples 40 --sample_tokens 5 --resume never --output_dir {tmp_path}/run"
-    text = shell(f"make train NPROC=2 ARGS='{short}'")
+    text = shell(f"make train NPROC=2 ARGS='--train_file {mine} --validation_file {mine} {short}'")
     assert "def " in text.split("A sample of the trained model")[1]
     assert str(tmp_path / "run" / "final") in text
     reported = kit.Run(tmp_path / "run").kind("eval")[-1]
@@ -90,8 +96,20 @@ def test_make_targets_exist():
         assert re.search(rf"^  {target}\s", text, re.M), target
 
 
-def test_readme_is_two_screens_with_eight_guarantees():
-    assert len(README.splitlines()) <= 110
+def test_readme_shows_the_step_of_train_py():
+    """The loop's step and `compute_gradient` without its docstring, line by line."""
+    (block,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    train = (kit.REPOSITORY / "train.py").read_text()
+    parts = block.strip("\n").split("\n\n")
+    assert len(parts) == 3
+    assert textwrap.indent(parts[0], 8 * " ") + "\n" in train
+    assert parts[1] + "\n" in train
+    assert parts[2] + "\n" in train
+    assert all(word in block for word in ("no_sync", "backward", "optimizer_step", "seed_everything"))
+
+
+def test_readme_is_short_with_eight_guarantees():
+    assert len(README.splitlines()) <= 140
     assert len(re.findall(r"^\| .* \| `tests/[\w/]+\.py` \|$", README, re.M)) == 8
 
 
