@@ -99,18 +99,19 @@ def python(folder: Path, *words, timeout: float = 600) -> str:
 
 
 def test_core_alone_trains_and_evaluates_to_the_same_digits(core, tmp_path):
+    """Without arguments, the sample of the README's first command; eval.py takes the newest run."""
     flags = [*SHORT, "--cache_dir", str(tmp_path / "cache")]
-    runs = []
-    for name, folder in (("alone", core), ("full", kit.REPOSITORY)):  # the first one also makes the sample
-        run = tmp_path / name
-        assert "configs/stdlib_lm.yaml" in python(folder, "train.py", *flags, "--output_dir", run)
-        python(folder, "eval.py", "--checkpoint", run, "--cache_dir", tmp_path / "cache")
-        runs.append(run)
-    alone, full = runs
+    none = subprocess.run([sys.executable, "eval.py"], cwd=core, capture_output=True, text=True, check=False)
+    assert none.returncode == 2
+    assert "runs/" in none.stderr.strip().splitlines()[-1]
+    assert "configs/stdlib_lm.yaml" in python(core, "train.py", *flags).splitlines()[0]
+    assert not (core / "data").exists()  # the sample is not written into the clone
+    alone, full = core / "runs" / "stdlib_lm", tmp_path / "full"
+    assert "runs/stdlib_lm" in python(core, "eval.py", "--cache_dir", tmp_path / "cache").splitlines()[0]
+    python(kit.REPOSITORY, "train.py", *flags, "--output_dir", full)
     assert kit.timeless(alone) == kit.timeless(full)
     assert kit.same(kit.Run(alone).weights, kit.Run(full).weights)
-    assert json.loads((alone / "eval.json").read_text()) == json.loads((full / "eval.json").read_text())
-    assert json.loads((alone / "eval.json").read_text())["loss"] == kit.Run(alone).kind("eval")[-1]["loss"]
+    assert json.loads((alone / "eval.json").read_text())["loss"] == kit.Run(full).kind("eval")[-1]["loss"]
 
 
 def test_core_alone_passes_its_fast_tests(core):

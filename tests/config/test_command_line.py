@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,30 +45,6 @@ def test_train_and_eval_from_other_folders_report_the_same_loss(files, tmp_path)
     assert values["examples"] == reported["examples"] == 20
     assert str(reported["loss"]) in printed  # to the last digit
     assert "global batch" not in printed  # only training has one
-
-
-def test_commands_without_arguments_in_a_fresh_clone(tmp_path):
-    """The sample is trained and evaluated; its data is not written into the clone."""
-    for name in ("train.py", "eval.py", "src", "samples", "configs"):
-        copy = shutil.copytree if (kit.REPOSITORY / name).is_dir() else shutil.copy
-        copy(kit.REPOSITORY / name, tmp_path / name)
-    none = command(sys.executable, "eval.py", folder=tmp_path)
-    assert none.returncode == 2
-    assert "runs/" in none.stderr.strip().splitlines()[-1]
-
-    small = ["--max_eval_examples", 4, "--sample_tokens", 1, "--max_length", 32]
-    done = command(sys.executable, "train.py", "--max_steps", 6, *small, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "configs/stdlib_lm.yaml" in done.stdout.splitlines()[0]
-    run = kit.Run(tmp_path / "runs" / "stdlib_lm")
-    assert [line["step"] for line in run.kind("train")] == [6]
-    assert not (tmp_path / "data").exists()
-
-    done = command(sys.executable, "eval.py", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "runs/stdlib_lm" in done.stdout.splitlines()[0]
-    values = json.loads((run.folder / "eval.json").read_text())
-    assert values["loss"] == run.kind("eval")[-1]["loss"]
 
 
 @pytest.fixture

@@ -120,9 +120,10 @@ def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
     assert text.count("saving after this step") == 1
     assert f"Stopped by Ctrl-C at step {step:,}. Saved to {tmp_path / 'run'}" in text
 
-    make = [*MAKE_TRAIN, f"CONFIG={run_file}", f"ARGS=--max_steps {step + 2}"]
-    subprocess.run(make, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, check=True, timeout=300)
-    assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
+    if processes == 2:  # and resumes on one
+        make = [*MAKE_TRAIN, f"CONFIG={run_file}", f"ARGS=--max_steps {step + 2}"]
+        subprocess.run(make, cwd=kit.REPOSITORY, env=PLAIN_ENVIRONMENT, check=True, timeout=300)
+        assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
 
 
 def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path):
