@@ -70,7 +70,7 @@ RUN_FILES = "run_files_are_valid_and_begin_with_their_command"
 SHORT = kit.flags(max_steps=3, warmup_steps=1, max_length=64, max_eval_examples=8, eval_steps=2, sample_tokens=1)
 # Fast tests of the core, which also look at documents, run files, fields and the plan.
 SELECTION = ["tests/test_rooms.py", "tests/config/test_schema.py", "tests/data/test_batch_plan.py"]
-SELECTION += ["tests/training/test_state.py", "tests/storage/test_jsonl.py"]
+SELECTION += ["tests/training/test_schedules.py", "tests/storage/test_jsonl.py"]
 SELECTION += [f"tests/reporting/test_readme.py::test_{name}" for name in ("links_between_documents", RUN_FILES)]
 
 

@@ -25,7 +25,6 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from src import text
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
 from src.data.arrow_columns import COUNTS, column_readers, keep_encoded
@@ -43,6 +42,7 @@ from src.tasks import Task, base
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together
 BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
+TEXT = Path(__file__).parents[1] / "text"
 CODE = ("prepare.py", "raw_rows.py", "csv_reader.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
 
 
@@ -89,10 +89,10 @@ def encode_files(task: Task) -> list[Path]:
     """Return the files of the code behind a task's `encode`: src/text, those of its classes, and `encode_helpers`.
 
     Of a task that is a folder, all its files."""
-    files = [Path(module.__file__ or "") for module in (text, *task.encode_helpers)]
+    files = [Path(module.__file__ or "") for module in task.encode_helpers]
     files += [Path(inspect.getfile(c)) for c in type(task).__mro__ if c not in (base.Task, object)]
     every = [file.parent.glob("*.py") if file.stem == "__init__" else [file] for file in files]
-    return sorted({path for files in every for path in files})
+    return sorted({path for files in (TEXT.glob("*.py"), *every) for path in files})
 
 
 # ---- all rows of a split ---------------------------------------------------------------------------------------------
