@@ -36,13 +36,7 @@ TASK_TYPES = {  # for the Auto classes of peft
     "token_classification": "TOKEN_CLS",
     "embeddings": "FEATURE_EXTRACTION",
 }
-REFUSED_TYPES = {  # peft would train them, but to a wrong result
-    "adalora": "it changes its ranks and its loss in every step",
-    "poly": "it needs a task for each row",
-    "xlora": "it mixes other adapters",
-    "shadow": "peft does not inject it into a model",
-    "osf": "it replaces the weights of the base model",
-}
+REFUSED_TYPES = ("adalora", "poly", "xlora", "shadow", "osf")  # they need more than layers in a model: wrong results
 REFUSED_OPTIONS = {
     "peft_type": "give type",
     "megatron_core": "it imports a module by name",
@@ -87,17 +81,11 @@ def read_options(cfg: Any) -> tuple[type, Any]:
     given = {name: value for name, value in cfg.peft.items() if value is not None}
     configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    works = sorted(name for name in configs if _why_refused(name, configs[name], tuners.get(name)) is None)
+    works = sorted(name for name in configs if _can_train(name, configs[name], tuners.get(name)))
     name = str(given.pop("type", "lora")).lower()
-    if name not in configs:
-        raise UsageError(
-            f"peft: type: unknown value {name!r}{did_you_mean(name, works)}; choose from {', '.join(works)}"
-        )
-    if why := _why_refused(name, configs[name], tuners.get(name)):
-        raise UsageError(f"peft: type is {name}, which cannot train here: {why}; choose from {', '.join(works)}")
+    if name not in works:
+        raise UsageError(f"peft: type is {name}{did_you_mean(name, works)}; choose from {', '.join(works)}")
     if "target" in given:
-        if "target_modules" in given:
-            raise UsageError("peft: target and target_modules are the same option: keep one")
         given["target_modules"] = given.pop("target")
     if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
@@ -112,12 +100,11 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(f"peft: {one_line(error)}") from error
 
 
-def _why_refused(name: str, config: type, tuner: Any) -> str | None:
-    if name in REFUSED_TYPES:
-        return REFUSED_TYPES[name]
-    if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
-        return "it changes the forward pass of the model instead of layers in it"
-    return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+def _can_train(name: str, config: type, tuner: Any) -> bool:
+    """Return whether a type only adds layers with weights of their own, which a checkpoint then holds."""
+    if name in REFUSED_TYPES or tuner is None or getattr(tuner, "uses_shared_state", True):
+        return False
+    return "target_modules" in vars(config)["__dataclass_fields__"]
 
 
 # ---- injection -------------------------------------------------------------------------------------------------------
@@ -140,21 +127,19 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
         config.init_lora_weights = True  # loaded below
     names, tied = list(model.state_dict()), _tied(model)
     is_open = config.target_modules is None and not getattr(config, "target_parameters", None)
-    if is_open and _architecture(model) not in (getattr(kind, "target_module_mapping", None) or {}):
+    architecture = getattr(getattr(model, "config", None), "model_type", None)
+    if is_open and architecture not in (getattr(kind, "target_module_mapping", None) or {}):
         config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
         found = _new_head(model, getattr(task, "new_head", ()))
         config.modules_to_save = [*(config.modules_to_save or []), *found] or None
-    leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _has_matrix(part)})
     torch.manual_seed(cfg.seed)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
             tuner = kind(model, config, adapter_name=NAME)
     except Exception as error:
-        raise UsageError(
-            f"peft: {one_line(error)} (linear layers and convolutions of this model: {', '.join(leaves)})"
-        ) from error
+        raise UsageError(f"peft: {one_line(error)}") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or name in getattr(task, "new_head", ()))  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
@@ -170,21 +155,13 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
 
 
 def _check_names(model: torch.nn.Module, given: dict[str, Any]) -> None:
-    """Raise UsageError for a name of a module that the model lacks: peft ignores it if another one exists."""
+    """Raise UsageError for a target that the model lacks: peft ignores it if another one exists."""
     modules = [f".{name}" for name, _ in model.named_modules()]
-    for field, before in (("target", "."), ("target_modules", "."), ("modules_to_save", "")):
-        for name in given[field] if isinstance(given.get(field), list) else ():
-            if not any(module.endswith(f"{before}{name}") for module in modules):
-                leaves = sorted({module.rpartition(".")[2] for module in modules})
-                raise UsageError(f"peft: {field}: this model has no module {name!r}{did_you_mean(name, leaves)}")
-
-
-def _architecture(model: torch.nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
-
-
-def _has_matrix(module: torch.nn.Module) -> bool:
-    return isinstance(module, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)) or type(module).__name__ == "Conv1D"
+    targets = given.get("target", given.get("target_modules"))
+    for name in targets if isinstance(targets, list) else ():
+        if not any(module.endswith(f".{name}") for module in modules):
+            near = did_you_mean(name, {module.rpartition(".")[2] for module in modules})
+            raise UsageError(f"peft: target: this model has no module {name!r}{near}")
 
 
 def _new_head(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:

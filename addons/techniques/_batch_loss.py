@@ -105,7 +105,7 @@ def _backward_in_two_passes(
     task: Task = model_with_loss.task
     is_first_step = strategy.is_first_step
     vectors, places = _global_vectors(strategy, model_with_loss, module, step_batch)
-    loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses, unequal = [], set()
@@ -116,8 +116,6 @@ def _backward_in_two_passes(
             for name, gradient in gradients.items():
                 scaled = gradient[rows] * factor if rows else 0.0  # a dummy batch adds nothing
                 product = product + (again[name] * scaled).sum()
-            if not product.requires_grad:
-                raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
             strategy.backward(module, product, micro)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
@@ -131,19 +129,13 @@ def _backward_in_two_passes(
 
 
 def _gradient_of_vectors(
-    task: Task, batch_loss: BatchLoss, vectors: Vectors, weight: float
+    batch_loss: BatchLoss, vectors: Vectors, weight: float
 ) -> tuple[torch.Tensor, Vectors, Vectors]:
     """Return (loss of the global batch, its gradient by each floating-point vector, further sums) on every rank."""
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
     out = batch_loss.batch_loss(leaves, weight)
-    if "loss" not in out:
-        raise UsageError(
-            f"task {task.cfg.task}: `batch_loss` returned {', '.join(out) or 'nothing'}, but no sum named loss"
-        )
     loss = out["loss"]
-    if not loss.requires_grad:
-        raise UsageError(f"task {task.cfg.task}: the loss of `batch_loss` depends on no floating-point vector")
     gradients = torch.autograd.grad(loss, list(floating.values()), materialize_grads=True)
     return loss.detach(), dict(zip(floating, gradients, strict=True)), further_sums(out)
 
@@ -215,22 +207,14 @@ def _check_columns(task: Task, parts: list[_Part]) -> dict[str, tuple[tuple[int,
     first = parts[0]
     expected = {name: (shape[1:], dtype) for name, (shape, dtype) in first.columns.items()}
     for part in parts:
-        for name, (shape, _) in part.columns.items():
-            if shape[:1] != (part.rows,):
-                raise UsageError(
-                    f"task {task.cfg.task}: `represent` returned `{name}` of shape {shape} for a micro-batch of "
-                    f"{part.rows} rows: the first dimension must be the rows"
-                )
         if {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
             raise UsageError(
-                f"task {task.cfg.task}: `represent` returned {_in_words(first)} for one micro-batch and "
-                f"{_in_words(part)} for another: names, dtypes and shapes behind the rows must be the same"
+                f"task {task.cfg.task}: `represent` returned {first.columns} for one micro-batch and {part.columns} for "
+                "another: names, dtypes and shapes behind the rows must be the same"
             )
+        if any(shape[:1] != (part.rows,) for shape, _ in part.columns.values()):
+            raise UsageError(f"task {task.cfg.task}: `represent` returned {part.columns} for {part.rows} rows")
     return expected
-
-
-def _in_words(part: _Part) -> str:
-    return ", ".join(f"`{name}` {shape} {dtype}" for name, (shape, dtype) in part.columns.items())
 
 
 def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarray, dict[int, int]]:
