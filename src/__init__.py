@@ -11,26 +11,21 @@ PACKAGES = ["torch", "accelerate", "transformers", "datasets", "tokenizers", "sa
 PACKAGES += ["yaml", "pydantic", "filelock", "xxhash"]
 
 
-def find_problem(version, packages):
+def find_problem(version):
     """Return why this Python cannot run the project, or None."""
     if tuple(version[:2]) < OLDEST_PYTHON:
-        numbers = OLDEST_PYTHON + tuple(version[:3])
         return (
             "Python %d.%d or newer is needed, found %d.%d.%d at %s: install a newer one and name it, for example "
-            "make setup PYTHON=python3.12" % (numbers + (sys.executable,))
+            "make setup PYTHON=python3.12" % (OLDEST_PYTHON + tuple(version[:3]) + (sys.executable,))
         )
     from importlib.util import find_spec
 
-    missing = [name for name in packages if find_spec(name) is None]
-    if missing:
-        return "%s lacks %s: run make setup, then make train or .venv/bin/python train.py" % (
-            sys.executable,
-            ", ".join(missing),
-        )
+    if __name__ != "__main__" and any(find_spec(name) is None for name in PACKAGES):
+        return "%s lacks a package of requirements.txt: run make setup, then make train" % sys.executable
     return None
 
 
-_problem = find_problem(sys.version_info, () if __name__ == "__main__" else PACKAGES)
+_problem = find_problem(sys.version_info)
 if _problem:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         sys.stderr.write("error: %s\n" % _problem)

@@ -78,22 +78,16 @@ def without_addons(cfg: RunConfig) -> RunConfig:
     return RunConfig(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(RunConfig)})
 
 
-def missing_addon(name: str) -> str | None:
-    """Return the path of the add-on that declares the field `name` in configs/schema.json, but is not here."""
-    addon = _fields_in_schema().get(name, {}).get("x-add-on")
-    return addon if addon and not any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")) else None
+def missing_addon(name: str, value: Any = None) -> str | None:
+    """Return a sentence if the field `name`, or its `value`, is of an add-on that is not here.
 
-
-def missing_choice(field: str, value: Any) -> str | None:
-    """Return a sentence if `value` of `task` or `lr_scheduler_type` names an add-on that is not here."""
-    room, rules = {"task": "tasks", "lr_scheduler_type": "schedules"}.get(field), _fields_in_schema().get(field, {})
-    if not room or value not in rules.get("enum", ()):
+    configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
+    schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
+    rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
+    addon = f"addons/{room}/{value}" if room and value in rules.get("enum", ()) else rules.get("x-add-on")
+    if not addon or any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")):
         return None
-    return f"{field}: {value} is an add-on that is not here: restore addons/{room}/{value}, or choose another one"
-
-
-def _fields_in_schema() -> dict[str, dict]:
-    return json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
+    return f"{name}: this is of the add-on {addon}, which is not here: restore it, or remove this from the run file"
 
 
 def functions_of_addons(cfg: RunConfig, name: str) -> list[Callable[..., Any]]:

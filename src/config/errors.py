@@ -42,16 +42,10 @@ def one_line(error: BaseException, length: int = 300) -> str:
     return " ".join(str(error).split())[:length] or type(error).__name__
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """Return the most similar of `names`, or None if none is similar enough to be what the user meant."""
-    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
-    return close[0] if close else None
-
-
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return '; did you mean X?' for the nearest of `names`, or an empty string."""
-    close = nearest(name, names)
-    return f"; did you mean {close}?" if close else ""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def list_errors(errors: list[str]) -> str:

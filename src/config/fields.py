@@ -220,8 +220,7 @@ def read_value(kind: type, name: str, value: Any) -> Any:
 
 
 def _sentence(problem: Any) -> str:
-    text = problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
-    return "the value is empty: omit the field, or give a value" if problem["type"] == "string_too_short" else text
+    return problem["msg"].removeprefix("Value error, ").replace("Input should", "it should")
 
 
 def _sentence_of_mapping(problem: Any, rules: Option) -> str:

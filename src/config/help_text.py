@@ -62,8 +62,7 @@ def format_help(task: str, core: dict[str, dict], options: dict[str, dict], also
         for name, field in fields.items():
             heading = field.get("x-group", heading)
             groups[heading] = groups.get(heading) or parser.add_argument_group(heading)
-            text = f"{field['description']}{_choices(field)}{_default(field)}".replace("%", "%%")
-            groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=text)
+            groups[heading].add_argument(f"--{name}", metavar=_placeholder(field), help=_help(field))
     return parser.format_help().rstrip()
 
 
@@ -73,20 +72,14 @@ def _placeholder(field: dict[str, Any]) -> str:
     return f"{_placeholder(field['items'])} …" if "items" in field else PLACEHOLDERS[field["type"]]
 
 
-def _choices(field: dict[str, Any]) -> str:
-    return f"; one of {', '.join(map(str, field['enum']))}" if "enum" in field else ""
-
-
-def _default(field: dict[str, Any]) -> str:
-    """Return ' (default: X)', or an empty string if the help already names the default."""
-    default = field["default"]
-    if "(default: " in field["description"]:
-        return ""
-    if default in (None, []):
-        return " (default: none)"
-    if isinstance(default, list):
-        return f" (default: {' '.join(map(str, default))})"
-    return f" (default: {str(default).lower() if isinstance(default, bool) else default})"
+def _help(field: dict[str, Any]) -> str:
+    """Return the help text with all choices, and with the default unless the text names it already."""
+    text, default = field["description"], field["default"]
+    text += f"; one of {', '.join(map(str, field['enum']))}" if "enum" in field else ""
+    if "(default: " not in text:
+        words = map(str, default) if isinstance(default, list) else [str(default).replace("None", "none")]
+        text += f" (default: {' '.join(words).replace('True', 'true').replace('False', 'false') or 'none'})"
+    return text.replace("%", "%%")
 
 
 # ---- the JSON schema -------------------------------------------------------------------------------------------------

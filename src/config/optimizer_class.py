@@ -32,15 +32,13 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     """Return the class that `optim` names. Raise UsageError if there is none, or if it evaluates other weights."""
     import torch
 
-    package, _, given = optim.rpartition("/")
-    name, classes, problem = normalized(BUILT_IN.get(given, given)), _classes(torch.optim), ""
-    if package == PACKAGE or name not in classes:
+    name, classes, problem = normalized(BUILT_IN.get(optim, optim)), _classes(torch.optim), ""
+    if optim.startswith(f"{PACKAGE}/") or name not in classes:
         try:
-            classes = _classes(importlib.import_module(PACKAGE)) | ({} if package else classes)
+            classes = classes | _classes(importlib.import_module(PACKAGE))
         except ImportError as error:
-            problem = f" (for those of {PACKAGE}, pip install {PACKAGE}: {error})"
-            classes = {} if package else classes
-    if package not in ("", PACKAGE) or name not in classes:
+            problem, name = f" ({PACKAGE} has more of them: {error})", name if name not in classes else ""
+    if name not in classes:
         near = did_you_mean(name, classes)
         raise UsageError(f"optim is {optim}: not a class of torch.optim or {PACKAGE}{near}{problem}")
     if hasattr(classes[name], "eval"):  # nothing here calls it before an evaluation or a save
@@ -79,15 +77,13 @@ def optimizer_arguments(cfg: RunConfig, optimizer: type) -> dict[str, Any]:
             raise UsageError(f"optim_args: {name} is set by {field}: remove it")
         if name not in accepted:  # some classes take any name, and ignore it
             raise UsageError(f"optim_args: {optimizer.__name__} has no argument {name}{did_you_mean(name, accepted)}")
-    if "lr" not in accepted:
-        raise UsageError(f"optim is {cfg.optim}, which has no learning rate: choose another optimizer")
     ignored = [] if from_fields or getattr(optimizer_addon(cfg.optim), "reads_adam_fields", False) else [*ADAM_FIELDS]
     ignored = [name for name in ignored if getattr(cfg, name) != getattr(RunConfig, name)]
     ignored += ["weight_decay"] if cfg.weight_decay and "weight_decay" not in accepted else []
     if ignored:
-        hint = "give its own arguments in optim_args, or --weight_decay 0"
+        fix = "give optim_args, or --weight_decay 0"
         raise UsageError(
-            f"{ignored[0]} is {getattr(cfg, ignored[0]):g}, which {optimizer.__name__} does not read: {hint}"
+            f"{ignored[0]} is {getattr(cfg, ignored[0]):g}, which {optimizer.__name__} does not read: {fix}"
         )
     values = {"betas": (cfg.adam_beta1, cfg.adam_beta2), "eps": cfg.adam_epsilon, "momentum": cfg.adam_beta1}
     lists = {name: tuple(value) for name, value in given.items() if isinstance(value, list)}  # betas are tuples

@@ -14,12 +14,10 @@ from typing import Any, NamedTuple, get_args
 import yaml
 
 from src.config.addons import (
-    addon_names,
     addons_with_fields,
     config_type,
     functions_of_addons,
     missing_addon,
-    missing_choice,
 )
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.fields import as_list, declared_options, field_types, read_value, read_words
@@ -125,13 +123,13 @@ def parse(
     values, errors = {}, []
     for name, (source, value) in given.items():
         if name not in types:
-            errors.append(f"{source}{name}: {_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
+            errors.append(f"{source}{_explain_unknown(name, task, tasks, [*types, *(also or {})])}")
         elif value not in NOTHING or type(None) not in get_args(types[name]):
             try:
                 read = read_words if source == "--" else read_value
                 values[name] = read(core_type if name in field_types(core_type) else options_type, name, value)
             except ValueError as error:
-                errors.append(f"{source}{missing_choice(name, (as_list(value) or [None])[-1]) or error}")
+                errors.append(f"{source}{missing_addon(name, (as_list(value) or [None])[-1]) or error}")
     if errors:
         raise UsageError(list_errors(errors))
     values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
@@ -163,7 +161,7 @@ def _task(given: dict[str, Given], tasks: Tasks) -> str:
     task = str(value[-1] if isinstance(value, list) and value else value)
     if task not in tasks:
         choices = f"task: unknown value {task!r}{did_you_mean(task, tasks)}; choose from {', '.join(tasks)}"
-        raise UsageError(missing_choice("task", task) or choices)
+        raise UsageError(missing_addon("task", task) or choices)
     return task
 
 
@@ -171,34 +169,30 @@ def _explain_unknown(name: str, task: str, tasks: Tasks, names: list[str]) -> st
     """Return why `name` is no field of this run, and what to give instead."""
     for other in tasks:
         if other != task and name in field_types(tasks[other]()):
-            return f"it belongs to task {other}, but the task of this run is {task}"
-    if addon := missing_addon(name):
-        return f"a field of the add-on {addon}, which is not here: restore it, or remove the field"
+            return f"{name}: it belongs to task {other}, but the task of this run is {task}"
+    if sentence := missing_addon(name):
+        return sentence
     if name in NAMES_ELSEWHERE:
-        return f"unknown field; {NAMES_ELSEWHERE[name]}"
-    if name in addon_names("techniques"):
-        return f"unknown field; give techniques: {{{name}: {{OPTION: VALUE, …}}}}"
+        return f"{name}: unknown field; {NAMES_ELSEWHERE[name]}"
     names = [*names, *(field for addon in addons_with_fields() for field in field_types(addon.Fields))]
-    return f"unknown field{did_you_mean(name, names)}"
+    return f"{name}: unknown field{did_you_mean(name, names)}"
 
 
 def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     """Split a command line into ({name of a flag: words after it}, path of --config or None)."""
     flags: dict[str, list[str]] = {}
     name = ""
-    for number, word in enumerate(argv):
+    for word in argv:
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             name = name.replace("-", "_")
             if name == "config" and name in flags:
-                raise UsageError(
-                    "--config: give it once, with one run file (in YAML; with make: make train CONFIG=FILE)"
-                )
+                raise UsageError("--config: give it once (with make: make train CONFIG=FILE)")
             flags[name] = [value] if equals else []
         elif flags:
             flags[name].append(word)
         elif word != "-h":
-            raise UsageError(f"{word!r}: expected a flag, --NAME VALUE{_suggest_flag(argv[number:])}")
+            raise UsageError(f"{word!r}: expected a flag: --NAME VALUE, as in --config configs/stdlib_lm.yaml")
     for name in [name for name, words in flags.items() if name.startswith("no_") and not words]:
         flags |= {name.removeprefix("no_"): ["false"]}
         del flags[name]
@@ -206,15 +200,6 @@ def split_flags(argv: list[str]) -> tuple[dict[str, list[str]], str | None]:
     if len(paths) != 1:
         raise UsageError(f"--config: expected one run file, found {' '.join(paths) or 'none'}")
     return {name: words for name, words in flags.items() if name not in ("help", "schema")}, paths[0] or None
-
-
-def _suggest_flag(words: list[str]) -> str:
-    """Return '; did you mean --NAME …?' for words that stand in place of a flag, or an empty string."""
-    if words[0].endswith((".yaml", ".yml", ".json")):
-        return f"; did you mean --config {words[0]}?"
-    name, _, value = words[0].lstrip("-\u2013\u2014").partition("=")  # -name, a long dash, name=value
-    flag = did_you_mean(name, [f"--{name}" for name in ("config", *declared_options(RunConfig))])
-    return flag.replace("?", f" {value or ' '.join(words[1:])}?")
 
 
 # ---- back to YAML ----------------------------------------------------------------------------------------------------

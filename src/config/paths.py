@@ -79,12 +79,8 @@ def read_yaml(path: str | Path) -> dict:
         text = file.read_text(encoding="utf-8")
         value = json.loads(text) if file_format == "JSON" else yaml.load(text, Loader)
     except FileNotFoundError:
-        near = [
-            *Path(path).parent.glob("*.yaml"),
-            *(f"configs/{each.name}" for each in REPOSITORY.glob("configs/*.yaml")),
-        ]
-        hint = did_you_mean(str(path), map(str, near))
-        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{hint}") from None
+        near = did_you_mean(str(path), (f"configs/{each.name}" for each in REPOSITORY.glob("configs/*.yaml")))
+        raise UsageError(f"{path}: no such file, here or in {REPOSITORY}{near}") from None
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UsageError(f"{path}: not readable as {file_format}: {' '.join(str(error).split())}") from None
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

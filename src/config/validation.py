@@ -51,10 +51,8 @@ def one_model(cfg: RunConfig) -> Iterator[str]:
 
 def trained_model(cfg: RunConfig) -> Iterator[str]:
     if cfg.model_config:
-        yield (
-            f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, give --checkpoint "
-            f"{cfg.output_dir} without --config (it has its own config); for other models give --model_name_or_path"
-        )
+        fix = f"give --checkpoint {cfg.output_dir} without --config, or --model_name_or_path"
+        yield f"model_config is {cfg.model_config}, which means random weights: to evaluate a trained run, {fix}"
     elif not cfg.model_name_or_path:
         yield "no model: give --checkpoint or --model_name_or_path"
 
@@ -78,10 +76,7 @@ def evaluation_data(cfg: RunConfig) -> Iterator[str]:
     if not cfg.dataset_name and not cfg.validation_file and not cfg.mixture and not (cfg.train_file and held_out):
         yield f"no data: give --validation_file or --dataset_name {TRY}"
     if cfg.dataset_split and not held_out:
-        yield (
-            f"dataset_split is {cfg.dataset_split}, the split to train on: an evaluation reads the split validation, or "
-            "test if there is none: remove dataset_split"
-        )
+        yield f"dataset_split is {cfg.dataset_split}, the split to train on: remove it, to evaluate the split validation"
 
 
 def one_source(cfg: RunConfig) -> Iterator[str]:
@@ -117,10 +112,7 @@ def sources_of_mixture(cfg: RunConfig) -> Iterator[str]:
 def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
     size = cfg.per_device_batch_size
     if size != "auto" and size > cfg.global_batch_size:
-        yield (
-            f"per_device_batch_size is {size}: more than global_batch_size, which is {cfg.global_batch_size}; a forward pass "
-            "cannot hold more than one optimizer step"
-        )
+        yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
 
 
 def usable_schedule(cfg: RunConfig) -> Iterator[str]:
@@ -132,12 +124,6 @@ def usable_schedule(cfg: RunConfig) -> Iterator[str]:
         yield f"lr_scheduler_type is {cfg.lr_scheduler_type}, which acts after evaluations: give --eval_steps"
 
 
-def settings_of_groups(cfg: RunConfig) -> Iterator[str]:
-    for pattern, fields in (cfg.parameter_groups or {}).items():
-        if not fields:
-            yield f"parameter_groups: {pattern}: give lr_factor, weight_decay or both as {{NAME: VALUE}}"
-
-
 def ignored_requests(cfg: RunConfig) -> Iterator[str]:
     """Yield a warning for each field without effect, and for a direction of the best metric that is probably wrong."""
     if cfg.warmup_steps and not cfg.warmup_start_lr and cfg.lr_scheduler_type == "constant":
@@ -147,10 +133,7 @@ def ignored_requests(cfg: RunConfig) -> Iterator[str]:
     name, _ = best_by(cfg)
     last = name.split("/")[-1].lower()
     if cfg.greater_is_better is None and (last in LOWER_IS_BETTER or last.endswith(("_error", "_error_rate"))):
-        yield (
-            f"metric_for_best_model is {name}: the evaluation with the GREATEST {name} counts as the best, because the name does "
-            "not end in loss (transformers' rule). If smaller is better, give --greater_is_better false"
-        )
+        yield f"metric_for_best_model is {name}, and the GREATEST is the best: otherwise give --greater_is_better false"
     uses = cfg.metric_for_best_model or cfg.early_stopping_patience or follows_evaluations(cfg)
     if cfg.greater_is_better is not None and not uses:
         yield "greater_is_better is ignored: give metric_for_best_model or early_stopping_patience, too"
@@ -178,12 +161,5 @@ def _not_writable(folder: Path) -> str | None:
 
 
 RULES = (trusted_attention, one_source, sources_of_mixture, usable_schedule, writable_folders)
-TRAINING_RULES = (
-    *RULES,
-    one_model,
-    training_data,
-    micro_batch_within_global_batch,
-    settings_of_groups,
-    optimizer_errors,
-)
+TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, optimizer_errors)
 EVALUATION_RULES = (*RULES, trained_model, evaluation_data)

@@ -225,10 +225,8 @@ def test_new_field_is_one_line(here):
         (["--xyzzy", "1"], ["--xyzzy: unknown field"]),
         (["--config", "configs/stdlib_llm.yaml"], ["no such file", "did you mean configs/stdlib_lm.yaml?"]),
         (["--config", "a.yaml", "--config", "b.yaml"], ["--config: give it once"]),
-        (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "did you mean --config configs/stdlib_lm.yaml?"]),
-        (["-max_steps", "6"], ["'-max_steps': ", "did you mean --max_steps 6?"]),
-        (["\u2014max_step", "6"], ["did you mean --max_steps 6?"]),
-        (["max_steps=6"], ["did you mean --max_steps 6?"]),
+        (["configs/stdlib_lm.yaml"], ["'configs/stdlib_lm.yaml': ", "--config configs/stdlib_lm.yaml"]),
+        (["-max_steps", "6"], ["'-max_steps': expected a flag"]),
     ],
 )
 def test_errors_of_the_command_line(here, argv, parts):

@@ -176,16 +176,11 @@ class KeepsAnObject(Own):
         state["queue"] = collections.deque([1])
 
 
-class NoRate(torch.optim.Optimizer):
-    def __init__(self, params, weight_decay=0.0):
-        super().__init__(params, {"weight_decay": weight_decay})
-
-
 @pytest.fixture
 def package(monkeypatch):
     """The optimizers above in place of the package pytorch_optimizer."""
     module = ModuleType("pytorch_optimizer")
-    vars(module).update({kind.__name__: kind for kind in (Own, KeepsAnObject, NoRate)})
+    vars(module).update({kind.__name__: kind for kind in (Own, KeepsAnObject)})
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", module)
 
 
@@ -210,7 +205,6 @@ def test_a_state_that_no_checkpoint_can_hold_ends_all_ranks_at_the_first_save(tm
     [
         ({"optim": "owm"}, "optim is owm: not a class of torch.optim or pytorch_optimizer; did you mean own"),
         ({"optim": "own", "optim_args": {"betta": 1}}, "Own has no argument betta"),
-        ({"optim": "no_rate"}, "no learning rate"),
     ],
 )
 def test_what_a_package_lacks_or_would_ignore_is_refused(package, given, text):
