@@ -15,8 +15,7 @@ import xxhash
 from src.config.errors import warn
 from src.config.fields import option
 from src.data import sources
-from src.data.arrow_columns import MEDIA, keep_encoded
-from src.data.prepared_split import Split
+from src.data.prepared_split import MEDIA, Split, keep_encoded
 from src.data.raw_rows import RawRows
 from src.data.row_errors import read_rows
 from src.data.sources import Source

@@ -11,7 +11,7 @@ import pyarrow as pa
 from addons.streaming import remote_files
 from addons.streaming.sources import StreamSource
 from src.config.errors import UsageError
-from src.data.arrow_columns import column_readers, keep_encoded
+from src.data.prepared_split import column_readers, keep_encoded
 from src.data.raw_rows import explain_read_error, replace_readers
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.row_order import derive_seed, permute

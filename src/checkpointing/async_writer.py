@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from src.checkpointing.tensor_files import write_index
-from src.config.errors import Failure, UsageError, warn
+from src.config.errors import DiskError, Failure, UsageError, is_disk_error, warn
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
-from src.storage.disk_errors import DiskError, is_disk_error
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

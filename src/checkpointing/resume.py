@@ -19,7 +19,7 @@ from src.config.schema import RunConfig
 from src.distributed.host_group import run_on_main
 from src.distributed.strategies import Strategy
 from src.distributed.strategy_checks import check_only_tensors
-from src.runtime import run_lock, run_status
+from src.runtime import run_status
 from src.storage import atomic_folder
 from src.tasks import Task
 from src.training.techniques import Techniques
@@ -59,7 +59,7 @@ def find_start(cfg: RunConfig, strategy: Strategy, task: Task, splits: dict) -> 
     def choose() -> Start:
         current = identity(strategy.accelerator, cfg, splits)
         if folder.is_dir():
-            run_lock.lock_run_folder(folder)
+            run_status.lock_run_folder(folder)
             for path in (folder / "final", folder / "checkpoints" / "step_*"):
                 atomic_folder.remove_unfinished(path.parent, path.name)
         checkpoint, notes = find_checkpoint(cfg, task.options, current)
@@ -148,7 +148,7 @@ def archive_stale_outputs(output_dir: Path, start: Start) -> None:
     """Rename old outputs that would not fit this run; the main process calls this. Nothing is deleted.
 
     For a new run these are all outputs, for a resumed run the final model and the checkpoints after its start."""
-    run_lock.lock_run_folder(output_dir)
+    run_status.lock_run_folder(output_dir)
     stale = [output_dir / "final"]
     if start.checkpoint and start.is_same_run:
         step = read_state(start.checkpoint)["progress"]["step"]  # not from the name: a user may have renamed the folder

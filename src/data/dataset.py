@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from src.config import parsing, validation
 from src.config.addons import follows_evaluations, function_of_addon, functions_of_addons
-from src.config.errors import UsageError
+from src.config.errors import UsageError, is_unwritable
 from src.config.schema import RunConfig
 from src.data.mixture import Mixture
 from src.data.prepare import prepare_rows
@@ -19,7 +19,6 @@ from src.data.sources import Source, fetch_source, find_sources
 from src.runtime import console
 from src.runtime.exit_codes import run_main
 from src.storage.cache_folder import cache_root
-from src.storage.disk_errors import is_unwritable
 from src.storage.shared_work import SharedWork
 from src.tasks import OPTIONS, Task, make_task
 

@@ -27,8 +27,7 @@ import xxhash
 
 from src.config.errors import Failure, UsageError
 from src.config.schema import RunConfig
-from src.data.arrow_columns import COUNTS, column_readers, keep_encoded
-from src.data.prepared_split import ARRAYS, ROWS, STATS, SUMS
+from src.data.prepared_split import ARRAYS, COUNTS, ROWS, STATS, SUMS, column_readers, keep_encoded
 from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.row_errors import encode_rows, read_rows, refuse_mixed_types
 from src.data.sources import Source
@@ -43,7 +42,7 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
 TEXT = Path(__file__).parents[1] / "text"
-CODE = ("prepare.py", "raw_rows.py", "csv_reader.py", "arrow_columns.py")  # in the cache key, besides that of `encode`
+CODE = ("prepare.py", "raw_rows.py", "csv_reader.py", "prepared_split.py")  # in the cache key, besides that of `encode`
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:

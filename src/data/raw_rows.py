@@ -15,14 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from src.config.errors import UsageError, one_line
+from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.data import csv_reader
 from src.data.row_errors import json_error, line_of
 from src.data.sources import Source, named_files
 from src.runtime import private_apis
-from src.storage import disk_errors
 from src.storage.cache_folder import cache_root
 
 if TYPE_CHECKING:
@@ -151,7 +150,7 @@ def _read_errors(source: Source, files: Sequence[str] = ()) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if isinstance(cause := _root_cause(error), OSError) and cause.errno in disk_errors.FULL:
+        if isinstance(cause := _root_cause(error), OSError) and cause.errno in DISK_FULL:
             raise cause from error
         raise UsageError(explain_read_error(source, error, files)) from error
 

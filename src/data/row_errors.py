@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
-from src.config.errors import Failure, UsageError, one_line
-from src.data.arrow_columns import record_batch
-from src.storage import disk_errors
+from src.config.errors import DISK_FULL, Failure, UsageError, one_line
+from src.data.prepared_split import record_batch
 from src.tasks import Task
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ def encode_rows(
     except (UsageError, Failure, MemoryError):
         raise
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in disk_errors.FULL:
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
             raise
         i, reason = _first_failing(lambda i: encode(i, i + 1), len(locations)) or (0, error)
         if isinstance(reason, UsageError):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
-from src.runtime import run_lock, run_status
+from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
 
@@ -128,7 +128,7 @@ class StopSignals:
                 run_status.write_status(self.folder, "stopped", status["step"], EXIT_STOPPED, reason)
 
     def _poll(self) -> None:
-        if not run_lock.keep_lock(self.folder):  # first, because the files below could be those of another run
+        if not run_status.keep_lock(self.folder):  # first, because the files below could be those of another run
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"

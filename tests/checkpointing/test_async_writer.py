@@ -14,9 +14,9 @@ from safetensors import SafetensorError
 
 import train
 from src.checkpointing import async_writer, checkpoint_folder, checkpointer, model_folder, tensor_files
+from src.config.errors import DiskError, is_disk_error
 from src.config.parsing import RunConfig
 from src.storage import atomic_folder
-from src.storage.disk_errors import DiskError, is_disk_error
 from src.training.train_state import TrainState
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import STEPS, at_step, command, same_state, saved

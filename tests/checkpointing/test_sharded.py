@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from src.checkpointing import async_writer
 from src.checkpointing.async_writer import collect_shards, write_shard
 from src.checkpointing.tensor_files import TensorReader, assign_tensors_to_ranks, file_name, write_index
-from src.config.errors import Failure, UsageError
+from src.config.errors import DiskError, Failure, UsageError
 from src.distributed.host_group import HostGroup
 from src.distributed.sharded_tensors import gather_full, is_partial
 from src.storage import atomic_folder
-from src.storage.disk_errors import DiskError
 from tests.helpers import kit
 
 # ---- which rank writes what --------------------------------------------------------------------------------------------

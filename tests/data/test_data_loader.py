@@ -14,8 +14,8 @@ import torch
 
 from src.config.schema import RunConfig
 from src.data import data_loader
-from src.data.arrow_columns import column_readers
 from src.data.batch_plan import PlanConfig, training_order
+from src.data.prepared_split import column_readers
 from src.tasks import causal_lm
 from tests.helpers import kit
 
@@ -290,13 +290,13 @@ def test_numbers_and_lists_are_not_copied(data, tmp_path):
 
 
 def test_mutant_that_copies_columns(monkeypatch):
-    from src.data import arrow_columns
+    from src.data import prepared_split
 
     def copying(column):
         if column.type in (pa.int32(), pa.int64(), pa.float64()):
             return column.to_numpy(zero_copy_only=False).copy().__getitem__
         return lambda i: np.array(column[i].as_py(), dtype=object)
 
-    monkeypatch.setattr(arrow_columns, "_reader", copying)
+    monkeypatch.setattr(prepared_split, "_reader", copying)
     batch = pa.record_batch(list(COLUMNS.values()), names=list(COLUMNS))
     assert set(_copies(batch)) == ZERO_COPY

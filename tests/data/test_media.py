@@ -9,7 +9,7 @@ import pytest
 
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.data import arrow_columns
+from src.data import prepared_split
 from src.data.dataset import prepare_datasets
 from src.data.prepared_split import repeated
 from src.tasks import base
@@ -31,7 +31,7 @@ class Pictures(base.Task):
 
     def inspect_columns(self, examples, split):
         features = {"pixels": datasets.Array3D(SHAPE, "uint8"), "flat": datasets.List(datasets.Value("uint8"))}
-        return ["image"], datasets.Features(features | dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
+        return ["image"], datasets.Features(features | dict.fromkeys(prepared_split.COUNTS, datasets.Value("int64")))
 
     def encode(self, batch, locations):
         self.seen += batch["image"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import train
-from src.runtime import run_lock, run_status
+from src.runtime import run_status
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
 from tests.helpers.stopping import begin, check_resumes, check_stopped, recipe
@@ -28,7 +28,7 @@ def straight(tiny, tmp_path_factory) -> kit.Run:
 @pytest.fixture
 def short_wait(monkeypatch) -> None:
     """Wait half a second for the lock of a run folder."""
-    monkeypatch.setattr(run_lock, "lock_run_folder", partial(run_lock.lock_run_folder, patience=0.5))
+    monkeypatch.setattr(run_status, "lock_run_folder", partial(run_status.lock_run_folder, patience=0.5))
 
 
 def exit_code(folder: Path, launcher_code: int = 1) -> int:
@@ -92,11 +92,11 @@ def test_missing_locks_are_warned_about_once(tmp_path, monkeypatch, capsys):
     def no_locks(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(run_lock, "_locks", {})
+    monkeypatch.setattr(run_status, "_locks", {})
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for _ in range(3):  # a start locks its folder three times
-        run_lock.lock_run_folder(tmp_path / "run")
-    assert run_lock.keep_lock(tmp_path / "run")
+        run_status.lock_run_folder(tmp_path / "run")
+    assert run_status.keep_lock(tmp_path / "run")
     assert capsys.readouterr().err.count("cannot be locked (No locks available)") == 1
 
 

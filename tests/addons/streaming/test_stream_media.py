@@ -6,7 +6,7 @@ import PIL.Image
 import pytest
 
 from src.config.errors import UsageError
-from src.data import arrow_columns
+from src.data import prepared_split
 from tests.data.test_media import SHAPE, Encoded, Pictures, broken_image, opened
 from tests.helpers import images, kit
 
@@ -52,11 +52,11 @@ def test_messages_of_a_stream_are_decoded(tmp_path):
 
     class Chats(Pictures):
         def inspect_columns(self, examples, split):
-            return ["messages"], datasets.Features(dict.fromkeys(arrow_columns.COUNTS, datasets.Value("int64")))
+            return ["messages"], datasets.Features(dict.fromkeys(prepared_split.COUNTS, datasets.Value("int64")))
 
         def encode(self, batch, locations):
             self.seen += batch["messages"]
-            return {name: [1] * len(locations) for name in arrow_columns.COUNTS}
+            return {name: [1] * len(locations) for name in prepared_split.COUNTS}
 
     task, _ = opened(Chats, tmp_path, train_file=[str(file)])
     stream_task, _ = opened(Chats, tmp_path, train_file=[str(file)], **STREAM)
