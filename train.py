@@ -77,15 +77,15 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
         if due.log():
-            logger.train_line(state)
+            logger.train_line()
         if due.evaluate():
             with run.meter.paused():
                 metrics = techniques.evaluate(score(), score)  # None if a stop request interrupted it
             if metrics:
-                logger.eval_line(state, metrics)
+                logger.eval_line(metrics)
                 checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
-                    logger.train_line(state)
+                    logger.train_line()
         if due.save() or save_requested:
             checkpoints.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():
@@ -113,7 +113,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
             norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
-        logger.add_step(state, losses, totals, data_seconds)
+        logger.add_step(losses, totals, data_seconds)
         replica_check.check_replicas(strategy, model, state.step, due.replica_check())
 
     if not due.complete():

@@ -70,23 +70,6 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
     return list(groups.values())
 
 
-def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
-    """Return one line for each group: parameters, rate, weight decay; an empty text without special groups."""
-    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or optimizer_addon(cfg.optim)):
-        return ""
-    texts = [
-        f"{_count(group['params']):,} at rate × {group.get('lr_factor', 1):.4g}, weight decay {group['weight_decay']:g}"
-        + " (hidden layers)" * group.get("hidden", False)
-        for group in parameter_groups(model, cfg)
-    ]
-    frozen = _count(p for p in named_parameters(model).values() if not p.requires_grad)
-    return "; ".join(texts + [f"{frozen:,} frozen"] * bool(frozen))
-
-
-def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-
-
 def dimensions(parameter: torch.nn.Parameter) -> int:
     """Return the number of dimensions of a parameter, which may be sharded."""
     return len(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: under ZeRO-3
