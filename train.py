@@ -21,7 +21,7 @@ from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, evaluation, optimizers, schedules, smoke
-from src.training.step import StepBatch, StepLosses, StepTotals, build_model, naming_a_smaller_batch
+from src.training.step import StepBatch, StepLosses, StepTotals, build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
 
@@ -131,7 +131,7 @@ def compute_gradient(strategy, module: torch.nn.Module, batch: StepBatch, total_
     every rank non-finite. Nothing here waits for the device."""
     scale = strategy.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
     device, outputs = strategy.accelerator.device, []
-    with naming_a_smaller_batch(strategy.cfg, batch), strategy.accumulation():
+    with strategy.accumulation():
         for micro, rows in batch:
             inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
             data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank
