@@ -21,7 +21,7 @@ from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
 from src.training import auto_batch_size, evaluation, optimizers, schedules, smoke
-from src.training.step import StepBatch, StepLosses, StepTotals, build_model, naming_a_smaller_batch
+from src.training.step import StepBatch, StepLosses, StepTotals, build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
 
@@ -77,15 +77,15 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     while True:
         # ---- log, evaluate and save if due at this step; a resumed run first repeats what was interrupted here -------
         if due.log():
-            logger.train_line(state)
+            logger.train_line()
         if due.evaluate():
             with run.meter.paused():
                 metrics = techniques.evaluate(score(), score)  # None if a stop request interrupted it
             if metrics:
-                logger.eval_line(state, metrics)
+                logger.eval_line(metrics)
                 checkpoints.update_best(metrics)  # an unknown metric_for_best_model ends the run here, after a save
                 if due.log():  # early stopping made this step the last one
-                    logger.train_line(state)
+                    logger.train_line()
         if due.save() or save_requested:
             checkpoints.save()  # copies to CPU memory, then writes in a background thread
         if due.finished():
@@ -113,7 +113,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
             norm, skipped = optimizer_step(strategy, module, optimizer, lr, cfg.max_grad_norm)
             state.add_update(norm, skipped, batch, losses)
             techniques.after_update(skipped)
-        logger.add_step(state, losses, totals, data_seconds)
+        logger.add_step(losses, totals, data_seconds)
         replica_check.check_replicas(strategy, model, state.step, due.replica_check())
 
     if not due.complete():
@@ -131,7 +131,7 @@ def compute_gradient(strategy, module: torch.nn.Module, batch: StepBatch, total_
     every rank non-finite. Nothing here waits for the device."""
     scale = strategy.data_world_size / total_weight  # backends average gradients over ranks; this makes them a sum
     device, outputs = strategy.accelerator.device, []
-    with naming_a_smaller_batch(strategy.cfg, batch), strategy.accumulation():
+    with strategy.accumulation():
         for micro, rows in batch:
             inputs = {name: value.to(device, non_blocking=True) for name, value in rows.inputs.items()}
             data_loader.seed_everything(micro.seed)  # dropout depends on the micro-batch, not on the rank

@@ -221,9 +221,9 @@ def train_ours(case: Case, folder: Path) -> None:
     clock = Clock()
 
     class Timed(train.RunLogger):
-        def add_step(self, state, *values):
-            super().add_step(state, *values)
-            clock.step_done(state.step)
+        def add_step(self, *values):
+            super().add_step(*values)
+            clock.step_done(self.state.step)
 
     train.RunLogger = Timed
     train.main([str(word) for name, value in ours_flags(case, folder).items() for word in (f"--{name}", value)])

@@ -88,7 +88,7 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
     class Interleave(train.RunLogger):
         def __init__(self, *known):
             super().__init__(*known)
-            self.accelerator = self.strategy.accelerator
+            self.accelerator = self.run.strategy.accelerator
             ranks, model = self.accelerator.num_processes, task.build()  # the initial weights of ours
             if ranks > 1:
                 options = {"broadcast_buffers": False, "gradient_as_bucket_view": True}
@@ -114,8 +114,8 @@ def measure(case: str, loss: str, folder: Path, clock) -> dict:
             self.accelerator.wait_for_everyone()
             self.mark = clock()
 
-        def _line(self, kind, step, values):
-            super()._line(kind, step, values)
+        def _line(self, kind, values):
+            super()._line(kind, values)
             losses["ours"].append(values["loss"])
 
         def say(self, text):

@@ -17,8 +17,8 @@ from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
-from src.training.evaluation_plan import Block
-from src.training.step import StepBatch, StepLosses, naming_a_smaller_batch, widen
+from src.training.evaluation import Part
+from src.training.step import StepBatch, StepLosses, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
@@ -62,18 +62,20 @@ class BatchLossTask(Task):
         return compute_gradient(self, strategy, module, batch, total_weight)
 
     def sums_by_block(
-        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
+        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Part]
     ) -> tuple[list[str], np.ndarray]:
-        """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
+        """Return names and sums like those of `table` with the sums of `batch_loss`, at the first micro-batch of a block.
 
         `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
-        found = []
+        by_block = []
         for block in blocks:
             sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
             vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
-            found.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
-        keys = ["weight", *sorted(found[0].keys() - {"weight"})]
-        return keys, np.array([[sums[key] for key in keys] for sums in found])
+            by_block.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
+        keys = ["weight", *sorted(by_block[0].keys() - {"weight"})]
+        result = np.zeros((len(table), len(keys)))
+        result[[block.micro_batches.start for block in blocks]] = [[sums[key] for key in keys] for sums in by_block]
+        return keys, result
 
 
 class _Part(NamedTuple):
@@ -93,7 +95,7 @@ def compute_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with naming_a_smaller_batch(strategy.cfg, step_batch), strategy.accumulation():
+    with strategy.accumulation():
         losses, sums = _backward_in_two_passes(batch_loss, strategy, module, step_batch, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 

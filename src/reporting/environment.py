@@ -20,7 +20,6 @@ from src.distributed.init_accelerator import num_nodes
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder, hub
 
-MAX_DIFF = 5_000_000  # characters of code.diff
 PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "tokenizers", "safetensors", "numpy")
 
 
@@ -44,42 +43,33 @@ def write_environment(folder: Path, strategy: Strategy, cfg: RunConfig, unit: st
     atomic_folder.rewrite(file, json.dumps(values, indent=1))
     (folder / "code.diff").unlink(missing_ok=True)
     if diff:
-        atomic_folder.rewrite(folder / "code.diff", redact(diff[:MAX_DIFF]))
+        atomic_folder.rewrite(folder / "code.diff", redact(diff))
 
 
 def code_version() -> tuple[str | None, str]:
-    """Return (git commit of this code, diff to it with the names of untracked Python and YAML files).
-
-    The commit is None if git does not track train.py, for git may have found another repository in a parent folder."""
-    if not _git("ls-files", "--error-unmatch", "train.py"):
-        return None, ""
-    commit = _git("rev-parse", "HEAD").strip()
-    diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", ".")
-    new = _git("ls-files", "--others", "--exclude-standard", "--", "*.py", "*.yaml", "*.yml")
-    return commit or None, diff + "".join(f"# not in git: {name}\n" for name in new.splitlines())
-
-
-def _git(*words: str) -> str:
-    """Return the output of a git command in this repository, or an empty text if it fails.
-
-    The options keep git from running programs that are named in the repository's git configuration."""
-    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *words]
+    """Return (git commit of this code, diff to it), or (None, "") if git does not track train.py."""
+    # Without fsmonitor, ext-diff and textconv, git runs no program that the repository's configuration names.
+    git = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false"]
+    commands = (["ls-files", "--error-unmatch", "train.py"], ["rev-parse", "HEAD"])
+    commands += (["diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", "."],)
     try:
-        done = subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=True, timeout=60)
+        done = [
+            subprocess.run(git + words, capture_output=True, cwd=REPOSITORY, check=True, timeout=60)
+            for words in commands
+        ]
     except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode(errors="replace")
+        return None, ""
+    _, commit, diff = (each.stdout.decode(errors="replace") for each in done)
+    return commit.strip(), diff
 
 
 def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
     """Return device, precision, strategy, world size and nodes; for training also the global batch."""
     accelerator, device = strategy.accelerator, strategy.accelerator.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    if device.type == "cpu":
-        name += f", {_plural(torch.get_num_threads(), 'thread')} per rank"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     compute_dtype = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     values = {
-        "device": f"{device.type} ({name})",
+        "device": f"{device.type} ({name}, {torch.get_num_threads()} threads per rank)",
         "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,
@@ -88,20 +78,13 @@ def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
     return values | ({"global_batch": arithmetic(cfg, strategy.data_world_size)} if training else {})
 
 
-def arithmetic(cfg: RunConfig, world_size: int) -> str:
+def arithmetic(cfg: RunConfig, ranks: int) -> str:
     """Format the global batch as examples = micro-batches = ranks × accumulation steps."""
-    batch, ranks = cfg.global_batch_size, _plural(world_size, "rank")
+    batch, on_ranks = cfg.global_batch_size, f"{ranks} rank{'s' * (ranks > 1)}"
     if cfg.per_device_batch_tokens:
-        return f"{batch} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens on {ranks}, exact sum"
+        return f"{batch} examples = micro-batches of up to {cfg.per_device_batch_tokens:,} tokens on {on_ranks}"
     size = int(cfg.per_device_batch_size)  # `auto` is resolved by now
-    micro_batches = -(-batch // size)
-    accumulated = -(-micro_batches // world_size)
-    even = micro_batches % world_size == 0 and batch % size == 0
-    of = f"{'' if even else 'up to '}{size} = {ranks} × {accumulated} accumulated"
-    return (
-        f"{batch} examples = {micro_batches} micro-batches of {of}{'' if even else ' (fewer on some ranks), exact sum'}"
-    )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"
+    count = -(-batch // size)
+    up_to = "up to " if count % ranks or batch % size else ""
+    accumulated = f"{up_to}{-(-count // ranks)} accumulated"
+    return f"{batch} examples = {count} micro-batches of {up_to}{size} = {on_ranks} × {accumulated}"

@@ -28,13 +28,12 @@ class Ledger(jsonl.JsonlWriter):
         super().__init__(Path(cfg.output_dir, FILE))
         jsonl.truncate_after(self.path, lambda line: line["step"] <= step)
         if not self.path.exists() or not self.path.stat().st_size:
-            plan = {name: getattr(cfg, name) for name in ("global_batch_size", "seed")}
-            plan = {"examples": train_set.stats["examples"]} | plan | fields_of_addons_with(cfg, "change_plan")
-            plan |= {"quotas": train_set.quotas} if train_set.quotas else {}
-            self.add({"step": 0, "after": step, "plan": plan})
+            plan = {"examples": train_set.stats["examples"], "global_batch_size": cfg.global_batch_size}
+            plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, "change_plan")
+            self.add({"step": 0, "after": step, "plan": plan | ({"quotas": q} if (q := train_set.quotas) else {})})
 
     def add_step(self, step: int, examples: float, low: float, high: float) -> None:
         """Queue the line of one step. Lines are written every FLUSH_EVERY steps and before each checkpoint."""
-        self.add({"step": step, "examples": int(examples), "ids": hash_text(low, high)})
+        self.waiting.append(f'{{"step": {step}, "examples": {int(examples)}, "ids": "{hash_text(low, high)}"}}\n')
         if len(self.waiting) >= FLUSH_EVERY:
             self.try_flush()

@@ -3,8 +3,6 @@
 Add values to the train lines and eval lines here. Tests: tests/reporting/test_run_logger.py.
 """
 
-import json
-import logging
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -21,7 +19,7 @@ from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
 from src.reporting.utilization import GpuUse
 from src.runtime import console, run_status
-from src.runtime.console import Console, exact, in_unit, table
+from src.runtime.console import Console, exact, table
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
 from src.storage.jsonl import strict_json
@@ -29,42 +27,40 @@ from src.training.step import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
 
-log = logging.getLogger("run")
-
 
 class RunLogger:
     """Counts steps on all ranks; writes files and prints on the main process only."""
 
     def __init__(self, run: Run, start: Start, due: Intervals, techniques: Techniques, lr_at: Callable[[int], float]):
         """Print the plan. If steps are left, truncate the files to the state of `run` and start trackers (a collective)."""
-        self.cfg, self.strategy, self.hosts, self.task = run.cfg, run.strategy, run.hosts, run.task
-        self.train_set, self.meter = run.datasets["train"], run.meter
-        self.is_main, self.folder = self.strategy.accelerator.is_main_process, Path(run.cfg.output_dir)
+        self.run, self.cfg, self.state = run, run.cfg, run.state
+        accelerator, is_training = run.strategy.accelerator, not due.complete()
+        self.is_main, self.folder = accelerator.is_main_process, Path(run.cfg.output_dir)
         self.metrics = jsonl.JsonlWriter(self.folder / "metrics.jsonl")
         self.gpu_use = GpuUse(run)
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
-        is_training = not due.complete()
+        self.last: dict[str, dict] = {}  # the last train line and eval line
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
-            console.log_to(self.folder / "logs" / f"rank_{self.strategy.accelerator.process_index}.log")
+            console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
             plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
-            self.say(table(plan | topology(self.strategy, run.cfg)))
-            notes = start.notes + run_notes(run.cfg, run.datasets, techniques, start.checkpoint, run.state.step)
-            for note in notes + self.strategy.buffers.notes():
+            self.say(table(plan | topology(run.strategy, run.cfg)))
+            self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
+            for note in start.notes + run_notes(run.cfg, run.datasets, techniques) + run.strategy.buffers.notes():
                 self.say(note)
             if is_training:
                 record_exit_in(self.folder)
-                self._begin_files(run)
+                self._begin_files()
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        self.console = Console(self.is_main and is_training, run.num_steps, run.task.unit, run.state.step)
+        self.console = Console(self.is_main and is_training, run.num_steps, run.task.unit, self.state.step)
         if is_training:
             # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
-            self.hosts.sum([0.0])
+            run.hosts.sum([0.0])
         else:
             self.say(
-                f"nothing is left to train: this run is complete at step {run.state.step:,}; to train another run, give "
+                f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
                 "--output_dir, or --resume never to start over"
             )
 
@@ -73,64 +69,55 @@ class RunLogger:
         if self.is_main and text:
             console.say(text)
 
-    def _begin_files(self, run: Run) -> None:
-        """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to the state of `run`, start the trackers."""
+    def _begin_files(self) -> None:
+        """Write the files of a start, truncate metrics.jsonl and ledger.jsonl to the state, start the trackers."""
         if not self.is_main:
             return
-        state = run.state
-        atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(self.cfg, self.task.options))
-        write_environment(self.folder, self.strategy, self.cfg, self.task.unit, state.step)
+        run, step = self.run, self.state.step
+        atomic_folder.rewrite(self.folder / "config.yaml", to_yaml(run.cfg, run.task.options))
+        write_environment(self.folder, run.strategy, run.cfg, run.task.unit, step)
         # Steps after the checkpoint are computed again. So is an evaluation that was unfinished when it was saved.
-        jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, state))
-        self.ledger = Ledger(self.cfg, self.train_set, state.step)
+        jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, self.state))
+        self.ledger = Ledger(run.cfg, run.datasets["train"], step)
         run.files += [self.metrics, self.ledger]
-        run_status.write_status(self.folder, "running", state.step)
-        if self.strategy.accelerator.log_with:
-            self.trackers = Trackers(self.strategy.accelerator, self.cfg, state.step)
+        run_status.write_status(self.folder, "running", step)
+        if run.strategy.accelerator.log_with:
+            self.trackers = Trackers(run.strategy.accelerator, run.cfg, step)
 
-    # ---- in the loop -------------------------------------------------------------------------------------------------
-
-    def add_step(self, state: TrainState, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
+    def add_step(self, losses: StepLosses | None, totals: StepTotals, data_seconds: float) -> None:
         """Count one step without waiting for the device."""
-        self.meter.add(losses, totals, data_seconds)
+        self.run.meter.add(losses, totals, data_seconds)
         if self.ledger:
-            self.ledger.add_step(state.step, totals.examples, totals.hash_low, totals.hash_high)
+            self.ledger.add_step(self.state.step, totals.examples, totals.hash_low, totals.hash_high)
         self.console.step()
 
-    def train_line(self, state: TrainState) -> None:
+    def train_line(self) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
+        state, run = self.state, self.run
         state.finish_update(self.cfg.max_skipped_steps)
         state.logged = state.step
-        epoch = self.train_set.epoch_at(state.step, self.cfg)
-        values = {"epoch": epoch} | self.meter.line(self.hosts)
-        values |= {
-            "learning_rate": state.learning_rate,
-            "grad_norm": state.grad_norm,
-            "skipped": state.step - state.updates,
-        }
-        values |= self.gpu_use.line(values["tokens_per_second"])
+        values = {"epoch": run.datasets["train"].epoch_at(state.step, self.cfg)} | run.meter.line(run.hosts)
+        values |= {"learning_rate": state.learning_rate, "grad_norm": state.grad_norm}
+        values |= {"skipped": state.step - state.updates} | self.gpu_use.line(values["tokens_per_second"])
         values |= state.line_values | compiled_graphs(self.cfg)
         state.line_values = {}
-        self._line("train", state.step, values)
+        self._line("train", values)
 
-    def eval_line(self, state: TrainState, metrics: dict) -> None:
+    def eval_line(self, metrics: dict) -> None:
         """Write an eval line."""
-        self._line("eval", state.step, metrics)
+        self._line("eval", metrics)
 
-    def _line(self, kind: str, step: int, values: dict) -> None:
+    def _line(self, kind: str, values: dict) -> None:
         """Append one line to metrics.jsonl, print it, and send it to the trackers."""
         if not self.is_main:
             return
         numbers = {name: float(value) if torch.is_tensor(value) else value for name, value in values.items()}
-        line = strict_json({"kind": kind, "step": step} | numbers)
+        line = self.last[kind] = strict_json({"kind": kind, "step": self.state.step} | numbers)
         self.metrics.add(line)
         self.metrics.try_flush()
         if self.trackers:
             self.trackers.add(line)
-        log.info("%s", json.dumps(line))
         self.console.line(line)
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
         """Print the summary, the last metrics and the task's sample; write status.json."""
@@ -138,17 +125,13 @@ class RunLogger:
         self.console.end()
         if not self.is_main:
             return
-        if sample:
-            self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}")
+        self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")
+        for kind, line in self.last.items():
+            names = ["step", "loss"] if kind == "train" else [name for name in line if name != "kind"]
+            self.say(f"\n{kind}\n{table({name: exact(line[name]) for name in names})}")
         self.metrics.try_flush()
-        last = {line["kind"]: line for line in jsonl.read_lines(self.metrics.path)}
-        for kind, names in (("train", ("step", "loss", "tokens_per_second")), ("eval", None)):
-            if kind in last:
-                chosen = {k: exact(v) for k, v in last[kind].items() if k != "kind" and (names is None or k in names)}
-                self.say(f"\n{kind}\n{table(in_unit(chosen, self.task.unit))}")
-        step = max((line["step"] for line in last.values()), default=0)
         with suppress(OSError):
-            run_status.write_status(self.folder, "complete", step, 0, **outcome)
+            run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)
         self.say(f"\nrun    {self.folder.resolve()}\nmodel  {(self.folder / 'final').resolve()}")
 
 

@@ -5,7 +5,6 @@ Tests: tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
 """
 
 import json
-import logging
 import math
 import os
 import queue
@@ -28,8 +27,7 @@ from src.storage import atomic_folder
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-START_TIMEOUT = 10.0  # seconds that the first step waits for trackers to start
-CLOSE_TIMEOUT = 10.0  # seconds that a process waits at its end for trackers to close
+TIMEOUT = 10.0  # seconds that the first step waits for trackers to start, and the end of a process for them to close
 MAX_QUEUED = 100_000  # lines; trackers that fall further behind lose lines
 FILE = "trackers.json"  # in the run folder: the run id for wandb
 
@@ -38,21 +36,21 @@ class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
 
     def __init__(self, accelerator: "Accelerator", cfg: RunConfig, step: int):
-        """Start the trackers of a run that begins or resumes at `step`; wait up to START_TIMEOUT for them.
+        """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
 
         Their packages must be imported before dataloader workers are forked."""
         self.queue: queue.Queue = queue.Queue(MAX_QUEUED)  # (values, step) of each line; None ends the thread
-        self.warned, self.deadline = set[str](), math.inf  # the first close() sets it; later ones cannot extend it
-        self.busy = ""  # name of the tracker that was called last
-        terminal, started = sys.stdin, threading.Event()
-        arguments = (accelerator, cfg, tracker_options(cfg, step), started)
+        self.started, self.deadline = threading.Event(), math.inf  # a second close() cannot extend the first one's wait
+        self.busy, self.warned = "", set[str]()  # the tracker that was called last; those that failed
+        arguments = (accelerator, cfg, tracker_options(cfg, step))
         self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
+        terminal = sys.stdin
         with open(os.devnull) as sys.stdin:  # a tracker that asks for a password would wait forever
             self.thread.start()
             on_exit(self.close)
-            if not started.wait(START_TIMEOUT):
-                warn(f"report_to: {self.busy} has not started in {START_TIMEOUT:g} s; training does not wait for it")
+            if not self.started.wait(TIMEOUT):
+                warn(f"report_to: {self.busy} has not started in {TIMEOUT:g} s; training does not wait for it")
         sys.stdin = terminal
 
     def add(self, line: dict) -> None:
@@ -62,47 +60,43 @@ class Trackers:
             self.queue.put_nowait(({f"{line['kind']}/{name}": value for name, value in numbers.items()}, line["step"]))
 
     def close(self, seconds: float | None = None) -> bool:
-        """Close all trackers; return True if they closed within `seconds` (default CLOSE_TIMEOUT), else warn."""
-        seconds = CLOSE_TIMEOUT if seconds is None else seconds
+        """Close all trackers; return True if they closed within `seconds` (default TIMEOUT) of the first call."""
+        seconds = TIMEOUT if seconds is None else seconds
         self.deadline = min(self.deadline, time.monotonic() + seconds)
         with suppress(queue.Full):
             self.queue.put_nowait(None)
         self.thread.join(max(0.0, self.deadline - time.monotonic()))
-        if self.thread.is_alive() and "close" not in self.warned:
-            self.warned.add("close")
+        if self.thread.is_alive():
             warn(f"report_to: {self.busy} has not closed in {seconds:g} s, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
-    def _run(self, accelerator: "Accelerator", cfg: RunConfig, options: dict, started: threading.Event) -> None:
+    def _run(self, accelerator: "Accelerator", cfg: RunConfig, options: dict) -> None:
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
         fields = {k: v if isinstance(v, int | float | str) else str(v) for k, v in redact_all(vars(cfg)).items()}
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")
         names, trackers = list(map(str, accelerator.log_with)), []
         for name in names:  # one at a time, so that an error of one does not stop the others
             accelerator.log_with, accelerator.trackers = [name], []
-            self._try(name, "could not start", accelerator.init_trackers, project, fields, options)
+            self._try(name, "start", accelerator.init_trackers, project, fields, options)
             trackers += accelerator.trackers
-        for tracker in trackers:
-            if url := getattr(tracker.tracker, "url", None):  # of wandb, whose own messages are off
-                print(f"{tracker.name}: {url}", flush=True)
         accelerator.log_with, accelerator.trackers = names, list(trackers)  # for accelerator.get_tracker
-        started.set()
+        self.started.set()
         for values, step in iter(self.queue.get, None):
             for tracker in trackers:  # as in accelerator.log
-                self._try(tracker.name, "could not log a line", tracker.log, values, step=step)
+                self._try(tracker.name, "log a line", tracker.log, values, step=step)
         for tracker in trackers:
-            self._try(tracker.name, "could not close", tracker.finish)
+            self._try(tracker.name, "close", tracker.finish)
 
     def _try(self, name: str, what: str, call: Callable, *args, **kwargs) -> None:
-        """Call a tracker. Warn about its first error."""
+        """Call a tracker; warn of its first error."""
         self.busy = name
         try:
             call(*args, **kwargs)
         except BaseException as error:  # SystemExit too: nothing above would catch it in a thread
             if name not in self.warned:
                 self.warned.add(name)
-                logging.getLogger("run").warning("report_to: %s %s", name, what, exc_info=True)
-                warn(f"report_to: {name} {what} ({type(error).__name__}: {one_line(error)}); training continues")
+                reason = f"{type(error).__name__}: {one_line(error)}"
+                warn(f"report_to: {name} could not {what} ({reason}); training continues")
 
 
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
@@ -111,11 +105,12 @@ def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:
     previous = atomic_folder.read_json(folder / FILE).get("run_id") if step else None
     run_id = env.get("WANDB_RUN_ID") or previous or uuid.uuid4().hex
     atomic_folder.rewrite(folder / FILE, json.dumps({"run_id": run_id}))
-    wandb = {"id": run_id, "resume": env.get("WANDB_RESUME") or "allow"}
-    wandb |= {"name": cfg.run_name or env.get("WANDB_NAME") or folder.name}
-    wandb |= {"dir": env.get("WANDB_DIR") or str(folder)}
     env.setdefault("WANDB_SILENT", "true")
     env.setdefault("WANDB_CONSOLE", "off")  # do not upload the console output as well
-    env.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")  # a kill loses the last 1 s, not 15 s
-    tensorboard = {"purge_step": step + 1}  # steps after the checkpoint are computed again
-    return {"wandb": wandb, "mlflow": {"run_name": cfg.run_name or folder.name}, "tensorboard": tensorboard}
+    name = cfg.run_name or env.get("WANDB_NAME") or folder.name
+    resume, place = env.get("WANDB_RESUME") or "allow", env.get("WANDB_DIR") or str(folder)
+    return {
+        "wandb": {"id": run_id, "resume": resume, "name": name, "dir": place},
+        "mlflow": {"run_name": cfg.run_name or folder.name},
+        "tensorboard": {"purge_step": step + 1},  # steps after the checkpoint are computed again
+    }

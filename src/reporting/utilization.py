@@ -8,27 +8,14 @@ from torch import nn
 
 from src.training.train_state import Run
 
-# Dense TFLOP/s (without sparsity) of NVIDIA's data sheets. A name is part of torch.cuda.get_device_name(); the first
-# match counts. float32 products use TF32 only if PyTorch was told so, so float32 has no peak here.
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-    "L4": 121.0,
-    "A10G": 70.0,
-    "RTX 4090": 165.0,
-    "V100": 125.0,
-    "T4": 65.0,
-}
+# Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0, "A100": 312.0}
+PEAK_TFLOPS |= {"L40S": 362.0, "L4": 121.0, "A10G": 70.0, "RTX 4090": 165.0, "V100": 125.0, "T4": 65.0}
 
 
 def peak_tflops(device_name: str, dtype: torch.dtype | None) -> float | None:
     """Return the peak rate of a device's products in a 16-bit `dtype`, or None if it is not known."""
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in (torch.bfloat16, torch.float16):  # float32 may or may not use TF32
         return None
     return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
@@ -49,12 +36,6 @@ def flops_per_token(model: nn.Module, row_length: float) -> float:
     return sum((6 if p.requires_grad else 4) * p.numel() for p in weights) + 12 * layers * hidden * row_length
 
 
-def speed(flops_per_second: float, peak: float | None) -> dict[str, float]:
-    """Return `tflops` of a device and, if its peak (in TFLOP/s) is known, `mfu`, as a train line has them."""
-    tflops = flops_per_second / 1e12
-    return {"tflops": tflops} | ({"mfu": tflops / peak} if peak else {})
-
-
 class GpuUse:
     """What a train line says of this process's GPU: speed, if rows are of tokens, and memory. On a CPU nothing."""
 
@@ -71,10 +52,12 @@ class GpuUse:
         self.peak = peak_tflops(torch.cuda.get_device_name(self.device), dtype)
 
     def line(self, tokens_per_second: float) -> dict[str, float]:
-        """Return `gpu_memory_gib`, the peak since the last call, `tflops` of this device and `mfu`."""
+        """Return `gpu_memory_gib`, the peak since the last call, `tflops` of this device and, if known, `mfu`."""
         if self.device.type != "cuda":
             return {}
-        peak = torch.cuda.max_memory_allocated(self.device)
+        values = {"gpu_memory_gib": torch.cuda.max_memory_allocated(self.device) / 2**30}
         torch.cuda.reset_peak_memory_stats(self.device)
-        speeds = speed(self.flops * tokens_per_second / self.processes, self.peak) if self.flops else {}
-        return speeds | {"gpu_memory_gib": peak / 2**30}
+        if self.flops:
+            values["tflops"] = self.flops * tokens_per_second / self.processes / 1e12
+            values |= {"mfu": values["tflops"] / self.peak} if self.peak else {}
+        return values

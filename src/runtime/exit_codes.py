@@ -170,9 +170,11 @@ def _describe(error: BaseException) -> str:
     """Return the traceback, or the message of an error that is explained; if memory ran out, also what to do."""
     text = str(error) if isinstance(error, UsageError | Failure) else traceback.format_exc()
     if is_out_of_memory(error):
-        both = "a smaller --per_device_batch_size (in an evaluation, --per_device_eval_batch_size)"
-        smaller = getattr(error, "smaller_batch", both)  # set in a forward or backward pass of training
-        text += f"\nrank {_rank()} ran out of memory: give {smaller}; the same command then resumes from the last checkpoint"
+        text += (
+            f"\nrank {_rank()} ran out of memory: give half the --per_device_batch_size (the global batch stays the same; "
+            "in an evaluation, --per_device_eval_batch_size), or --gradient_checkpointing true; the same command then "
+            "resumes from the last checkpoint"
+        )
     return text
 
 

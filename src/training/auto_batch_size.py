@@ -17,10 +17,8 @@ LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an
 
 
 def choose_batch_size(strategy: Strategy, cfg: RunConfig, module: torch.nn.Module, task: Task, train_set: Split) -> int:
-    """Return per_device_batch_size. For `auto`, return the largest power of two for which the longest rows fit in
-    memory on every rank, up to a rank's share of the global batch.
-
-    Each size is tried by a forward and backward pass. Sharded models are refused before (strategy_checks.py)."""
+    """Return per_device_batch_size. For `auto`, return the largest power of two for which a forward and backward pass
+    over the longest rows fits on every rank, up to its share of the global batch; strategy_checks.py refuses shards."""
     if cfg.per_device_batch_size != "auto":
         return cfg.per_device_batch_size
     share = max(1, cfg.global_batch_size // strategy.accelerator.num_processes)
@@ -28,29 +26,25 @@ def choose_batch_size(strategy: Strategy, cfg: RunConfig, module: torch.nn.Modul
     if strategy.accelerator.device.type == "cpu":
         return min(size, LARGEST_ON_CPU)
     with strategy.buffers.unchanged():
-        while size > 1 and any_rank_lacks_memory(strategy, module, task, train_set.rows(train_set.longest(size))):
+        while size > 1 and strategy.hosts.sum([lacks_memory(strategy, module, task, train_set, size)])[0]:
             size //= 2
     return size
 
 
-def any_rank_lacks_memory(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dict]) -> bool:
-    """Return whether a forward and backward pass over `rows` does not fit in memory on some rank. Collective."""
-    return strategy.hosts.sum([float(not fits(strategy, module, task, rows))])[0] > 0
-
-
-def fits(strategy: Strategy, module: torch.nn.Module, task: Task, rows: list[dict]) -> bool:
-    """Return whether a forward and backward pass over `rows` fits in memory beside the optimizer's moments."""
+def lacks_memory(strategy: Strategy, module: torch.nn.Module, task: Task, train_set: Split, size: int) -> bool:
+    """Return whether a pass over `size` rows does not fit in memory beside the optimizer's moments."""
     # Without DDP: a rank could wait for an all-reduce that another rank, out of memory, never reaches.
     device, module, moments = strategy.accelerator.device, strategy.accelerator.unwrap_model(module), []
     try:
+        rows = train_set.rows(train_set.longest(size))
         moments = [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
         out = module({name: value.to(device) for name, value in task.collate(rows, training=True).inputs.items()})
         torch.stack([value.float().sum() for value in out.values() if value.requires_grad]).sum().backward()
-        return True
+        return False
     except RuntimeError as error:
         if not exit_codes.is_out_of_memory(error):
             raise
-        return False
+        return True
     finally:
         moments.clear()
         module.zero_grad(set_to_none=True)

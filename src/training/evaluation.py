@@ -3,22 +3,26 @@
 Tests: tests/training/test_evaluation.py and tests/conformance/.
 """
 
+import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import replace
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from src.config.errors import Failure, UsageError, warn
 from src.config.schema import RunConfig
+from src.data.batch_plan import MicroBatch, evaluation_order
 from src.data.data_loader import read_batches, seed_everything
+from src.distributed.host_group import run_on_main
 from src.distributed.strategies import Strategy
 from src.runtime import console
-from src.tasks import Task
-from src.training.evaluation_plan import TIMES_SEEN, Results, Source, make_plan, share_of_rank
+from src.tasks import Batch, Task
 
-ASK = 8  # micro-batches between two all-reduces of the stop requests
+ASK = 8  # micro-batches between two all-reduces of the stop requests; then their results are copied to the host
 
 
 @torch.no_grad()
@@ -36,69 +40,152 @@ def evaluate(
     one kind of device, because the micro-batches, their sums and the order of adding these do not depend on that
     number. Memory: a few numbers per micro-batch.
     """
-    plan = make_plan(split, cfg, task)
-    accelerator, rounds = strategy.accelerator, -(-len(plan.micro_batches) // strategy.data_world_size)
-    mine = share_of_rank(strategy, plan.micro_batches, rounds)
+    plan, accelerator = make_plan(split, cfg, task), strategy.accelerator
+    mine = plan.micro_batches[strategy.data_rank :: strategy.data_world_size]
+    rounds = -(-len(plan.micro_batches) // strategy.data_world_size)
+    if strategy.is_sharded:  # each forward pass is a collective
+        mine += [replace(plan.micro_batches[0], dummy=True)] * (rounds - len(mine))
     results = Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
-    with _evaluating(module, cfg), _one_thread(accelerator.device):
-        bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
-        pin_memory = accelerator.device.type == "cuda"
-        batches = iter(read_batches(split, task, iter(mine), cfg, pin_memory, training=False))
-        for number in range(rounds):
-            if stopping and number % ASK == 0 and strategy.hosts.sum([stopping()])[0]:
-                bar.close()
+
+    def forward(micro: MicroBatch, batch: Batch) -> tuple[MicroBatch, Batch, dict[str, torch.Tensor]]:
+        seed_everything(micro.seed)
+        return micro, batch, module({k: v.to(accelerator.device, non_blocking=True) for k, v in batch.inputs.items()})
+
+    bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
+    with _evaluating(module, cfg), _one_thread(accelerator.device), closing(bar):
+        batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
+        for _ in range(0, rounds, ASK):
+            if stopping and strategy.hosts.sum([stopping()])[0]:
                 return None
-            item = next(batches, None)
-            if item is None:  # this rank has one micro-batch fewer than others
-                continue
-            micro, batch = item
-            seed_everything(micro.seed)
-            inputs = {name: value.to(accelerator.device, non_blocking=True) for name, value in batch.inputs.items()}
-            out = module(inputs)
-            if not micro.dummy:
-                results.add(micro, batch, out)
-            bar.update()
-        results.flush()
-        bar.close()
+            outputs = [forward(*item) for item in islice(batches, ASK)]
+            for output in outputs:
+                results.add(*output)  # waits for the device
+            bar.update(len(outputs))
     return _combine(strategy, task, results)
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Consecutive examples of an evaluation: a source of a mixture, or a global batch of a loss over whole batches."""
+
+    name: str  # of the source; empty without a mixture
+    rows: slice
+    micro_batches: slice
+
+
+class Plan(NamedTuple):
+    """All micro-batches of an evaluation; they do not depend on the number of processes."""
+
+    micro_batches: list[MicroBatch]
+    first_row: list[int]  # by micro-batch: an example's id minus this is its row among all evaluated examples
+    sources: list[Part]
+    blocks: list[Part]  # of `global_batch_size` rows, for a task with `sums_by_block`; micro-batches never cross them
+
+    @property
+    def examples(self) -> int:
+        return self.sources[-1].rows.stop
+
+
+def make_plan(split, cfg: RunConfig, task: Task) -> Plan:
+    """Return the plan of an evaluation of at most `cfg.max_eval_examples` rows of each source of `split`."""
+    plan, micro, begin = Plan([], [], [], []), cfg.per_device_eval_batch_size, 0
+    size = cfg.global_batch_size if hasattr(task, "sums_by_block") else None
+    for name, first_id, part in split.segments():
+        count, first = min(len(part), cfg.max_eval_examples or len(part)), len(plan.micro_batches)
+        for each in evaluation_order(count, micro, cfg.seed, part.lengths, size):
+            plan.micro_batches.append(replace(each, ids=each.ids + first_id, index=len(plan.micro_batches)))
+            plan.first_row.append(first_id - begin)
+        plan.sources.append(Part(name, slice(begin, begin + count), slice(first, len(plan.micro_batches))))
+        for start in range(begin, begin + count, size or count):
+            stop = min(start + (size or count), begin + count)
+            after = first - (start - stop) // micro
+            plan.blocks.append(Part(name, slice(start, stop), slice(first, after)))
+            first = after
+        begin += count
+    return plan
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
+class Results:
+    """This rank's sums by micro-batch and values by example, on the host; zero if another rank computes them."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.columns: dict[str, np.ndarray] = {}
+        self.times_seen = np.zeros(plan.examples)
+        self.signatures: set[str] = (
+            set()
+        )  # what a micro-batch returned, as JSON: {name: "sum" or [dtype, *shape of a row]}
+
+    def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
+        """Store what the forward pass of a micro-batch returned; this waits for the device."""
+        if micro.dummy:
+            return
+        sums = {name: value for name, value in out.items() if value.dim() == 0} | batch.sums
+        rows = {name: value for name, value in out.items() if value.dim()}
+        dtypes = {name: "float64" if value.is_floating_point() else "int64" for name, value in rows.items()}
+        signature = dict.fromkeys(sums, "sum") | {name: [dtypes[name], *rows[name].shape[1:]] for name in rows}
+        self.signatures.add(json.dumps(signature, sort_keys=True))
+        if len(self.signatures) > 1:  # `signature` raises an error
+            return
+        for name, value in (sums | {"weight": batch.weight}).items():
+            self.sums(name)[micro.index] = float(value)
+        places = micro.ids - self.plan.first_row[micro.index]
+        for name, value in rows.items():
+            self.values(name, value.shape[1:])[places] = value.double().cpu().numpy()
+        self.times_seen[places] += 1
+
+    def sums(self, name: str) -> np.ndarray:
+        """Return the sums of all micro-batches."""
+        return self.columns.setdefault(name, np.zeros(len(self.plan.micro_batches)))
+
+    def values(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the values of all examples, (examples, *shape)."""
+        return self.columns.setdefault(name, np.zeros((self.plan.examples, *shape)))
+
+    def signature(self, strategy: Strategy) -> dict:
+        """Return what micro-batches returned; raise UsageError on all ranks if some returned other names or shapes."""
+        first, *others = strategy.hosts.union(self.signatures)
+        if others:  # no table could hold their values
+            raise UsageError(
+                f"the task returns {first} for some micro-batches of an evaluation, but {others[0]} for others: return "
+                "the same names and widths for all rows, with the value 0 where there is nothing to count"
+            )
+        return json.loads(first)
+
+
 def _combine(strategy: Strategy, task: Task, results: Results) -> dict:
     """Return the eval line of metrics.jsonl from all ranks' results; for a mixture, also each source's metrics."""
-    plan = results.plan
-    names, columns = _names_on_all_ranks(strategy, results)
-    table = np.zeros((len(plan.micro_batches), len(names))) if results.table is None else results.table
-    table = strategy.hosts.sum(table).numpy()  # exact: each entry is one rank's number plus zeros
-    values = {}
-    for name, (shape, dtype) in columns.items():
-        mine = results.per_example.get(name)
-        total = strategy.hosts.sum(np.zeros((plan.examples, *shape)) if mine is None else mine)
-        values[name] = total.numpy().astype(dtype, copy=False)
-    assert (values.pop(TIMES_SEEN) == 1).all(), "an example was evaluated more than once, or not at all"
+    plan, signature = results.plan, results.signature(strategy)
+    assert (strategy.hosts.sum(results.times_seen) == 1).all(), "not every example was evaluated exactly once"
+    names = ["weight", *(name for name, rows in signature.items() if rows == "sum")]
+    # Exact: each entry is one rank's number plus zeros.
+    table = strategy.hosts.sum(np.stack([results.sums(name) for name in names], axis=1)).numpy()
+    values = {
+        name: strategy.hosts.sum(results.values(name, rows[1:])).numpy().astype(rows[0], copy=False)
+        for name, rows in signature.items()
+        if rows != "sum"
+    }
     if sums_by_block := getattr(task, "sums_by_block", None):  # a loss over a whole batch
         names, table = _on_main(strategy, lambda: sums_by_block(names, table, values, plan.blocks))
     line = _divide(task, names, table, plan.examples)
     if plan.sources[0].name:
-        line = _with_sources(task, names, table, plan.sources, line)
+        parts = {s.name: (table[s.micro_batches], s.rows.stop - s.rows.start) for s in plan.sources}
+        by_source = {name: _divide(task, names, rows, count) for name, (rows, count) in parts.items()}
+        with_targets = [numbers for numbers in by_source.values() if numbers["weight"]]
+        # Drop a total that some source lacks: bits_per_byte, for example, is unknown for pretokenized rows.
+        line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
+        line |= {f"{name}/{key}": value for name, numbers in by_source.items() for key, value in numbers.items()}
     if values:
         line |= _on_main(strategy, lambda: task.row_metrics(values))
     # JSON knows no number of numpy, which a task's metrics may be.
     return {name: value.item() if isinstance(value, np.generic) else value for name, value in line.items()}
-
-
-def _with_sources(task: Task, names: list[str], table: np.ndarray, sources: list[Source], line: dict) -> dict:
-    by_source = {s.name: _divide(task, names, table[s.rows], s.examples) for s in sources}
-    with_targets = [numbers for numbers in by_source.values() if numbers["weight"]]
-    # Drop a total that some source lacks: bits_per_byte, for example, is unknown for pretokenized rows.
-    line = {key: value for key, value in line.items() if all(key in numbers for numbers in with_targets)}
-    for name, numbers in by_source.items():
-        line |= {f"{name}/{key}": value for key, value in numbers.items()}
-    return line
 
 
 def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> dict:
@@ -109,50 +196,25 @@ def _divide(task: Task, names: list[str], table: np.ndarray, examples: int) -> d
     return line | (task.metrics(total, weight) if weight else {})
 
 
+def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
+    """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
+    with _one_thread(torch.device("cpu")):
+        return run_on_main(strategy.accelerator, compute)
+
+
 def check_finite(metrics: dict, cfg: RunConfig, step: int) -> None:
     """Warn of metrics that are not finite; with stop_on_nan_metric raise Failure. Empty sets do not count, with whatever
     weights they were evaluated (ema/SOURCE/loss)."""
     empty = tuple(
-        f"/{key.removesuffix('weight')}loss" for key, n in metrics.items() if key.endswith("weight") and not n
+        f"/{key.removesuffix('weight')}loss" for key in metrics if key.endswith("weight") and not metrics[key]
     )
-    bad = [
-        f"{name} is {value}"
-        for name, value in metrics.items()
-        if isinstance(value, float) and not np.isfinite(value) and not f"/{name}".endswith(empty)
-    ]
-    if not bad:
-        return
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+    bad = [f"{n} is {v}" for n, v in numbers.items() if not np.isfinite(v) and not f"/{n}".endswith(empty)]
     text = f"evaluation at step {step}: {', '.join(bad)}"
-    if cfg.stop_on_nan_metric:
+    if bad and cfg.stop_on_nan_metric:
         raise Failure(f"{text} (stop_on_nan_metric). The state is saved; to resume from an earlier one, give --resume")
-    warn(text)
-
-
-def _on_main(strategy: Strategy, compute: Callable[[], Any]) -> Any:
-    """Compute metrics on the main process and broadcast them: all ranks decide by them (best model, early stop)."""
-    from accelerate.utils import broadcast_object_list
-
-    with _one_thread(torch.device("cpu")):
-        return broadcast_object_list([compute() if strategy.accelerator.is_main_process else None])[0]
-
-
-def _names_on_all_ranks(strategy: Strategy, results: Results) -> tuple[list[str], dict[str, tuple]]:
-    """Return (sum names, {per-example name: (shape, dtype)}) of a rank with results; some may have none.
-
-    Raise UsageError on all ranks if micro-batches have different names or widths."""
-    from accelerate.utils import gather_object
-
-    columns = {name: (value.shape[1:], value.dtype) for name, value in sorted(results.per_example.items())}
-    per_rank = [(results.names, columns, results.seen)]
-    if strategy.accelerator.num_processes > 1:
-        per_rank = gather_object(per_rank)
-    seen = sorted(set().union(*(seen for *_, seen in per_rank)))
-    if len(seen) > 1:  # no table could hold their values
-        raise UsageError(
-            f"the task returns ({', '.join(seen[0])}) for some micro-batches of an evaluation, but ({', '.join(seen[1])}) for "
-            "others: return the same names and widths for all rows, with the value 0 where there is nothing to count"
-        )
-    return max(per_rank, key=lambda of_rank: len(of_rank[0]))[:2]
+    if bad:
+        warn(text)
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ src/config/optimizer_class.py finds the class or the add-on. A pattern is a whol
 `*` stands for any text: `*.attn.*`. Tests: tests/training/test_optimizers.py, tests/training/test_parameter_groups.py.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -29,17 +29,14 @@ def make_optimizer(cfg: RunConfig, model: torch.nn.Module, fused: bool = True) -
     if not groups:
         raise UsageError("no parameter of the model is trainable: requires_grad is False for all of them")
     cls = find_class(cfg.optim)
-    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls)
-    if cls in FUSED:
-        options["fused"] = fused
+    options = {"lr": cfg.learning_rate} | optimizer_arguments(cfg, cls) | ({"fused": fused} if cls in FUSED else {})
     try:
         if addon := optimizer_addon(cfg.optim):
             return addon.make(cfg, cls, groups, options)
         return cls(groups, **options)
     except Exception as error:
-        raise UsageError(
-            f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters: {error}"
-        ) from error
+        text = f"optim is {cfg.optim}: {cls.__name__} refuses its arguments or parameters: {error}"
+        raise UsageError(text) from error
 
 
 def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
@@ -70,23 +67,6 @@ def parameter_groups(model: torch.nn.Module, cfg: RunConfig) -> list[dict]:
     return list(groups.values())
 
 
-def describe_groups(model: torch.nn.Module, cfg: RunConfig) -> str:
-    """Return one line for each group: parameters, rate, weight decay; an empty text without special groups."""
-    if not (cfg.parameter_groups or cfg.lr_layer_decay or cfg.freeze or optimizer_addon(cfg.optim)):
-        return ""
-    texts = [
-        f"{_count(group['params']):,} at rate × {group.get('lr_factor', 1):.4g}, weight decay {group['weight_decay']:g}"
-        + " (hidden layers)" * group.get("hidden", False)
-        for group in parameter_groups(model, cfg)
-    ]
-    frozen = _count(p for p in named_parameters(model).values() if not p.requires_grad)
-    return "; ".join(texts + [f"{frozen:,} frozen"] * bool(frozen))
-
-
-def _count(parameters: Iterable[torch.nn.Parameter]) -> int:
-    return sum(getattr(p, "ds_numel", p.numel()) for p in parameters)
-
-
 def dimensions(parameter: torch.nn.Parameter) -> int:
     """Return the number of dimensions of a parameter, which may be sharded."""
     return len(getattr(parameter, "ds_shape", parameter.shape))  # ds_shape: under ZeRO-3
@@ -95,37 +75,23 @@ def dimensions(parameter: torch.nn.Parameter) -> int:
 def layer_depths(model: torch.nn.Module) -> tuple[dict[str, int], int]:
     """Return ({parameter name: depth}, number of layers n): 0 before the layers, 1 … n in them, n + 1 after them.
 
-    Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter
-    between two lists has the depth of the layer before it. Raise UsageError if the model has no such list."""
-    model = model.model if isinstance(model, ModelWithLoss) else model
-    depth_of_module: dict[int, int] = {}
-    for layer in _layers(model):
-        depth_of_module[id(layer)] = len(depth_of_module) + 1
-    count = len(depth_of_module)
-    if not count:
+    Layers are the elements of the outermost ModuleLists, in the order of the model; a parameter between two lists has
+    the depth of the layer before it. Raise UsageError if the model has no such list."""
+    names, layers = list(named_parameters(model)), []
+    for path, module in (model.model if isinstance(model, ModelWithLoss) else model).named_modules():
+        if isinstance(module, torch.nn.ModuleList) and not f"{path}.".startswith(tuple(layers)):
+            layers += [f"{plain_name(path)}.{i}." for i in range(len(module))]
+    layer_of = {name: number for number, layer in enumerate(layers, 1) for name in names if name.startswith(layer)}
+    if not layer_of:
         raise UsageError(
             f"lr_layer_decay or optim: {type(model).__name__} has no ModuleList of layers: remove the field, or hold the "
             "layers in a torch.nn.ModuleList"
         )
-    layer_of = {
-        id(p): depth_of_module[id(m)] for m in model.modules() if id(m) in depth_of_module for p in m.parameters()
-    }
-    parameters = named_parameters(model)
-    last_in_layers = [name for name, p in parameters.items() if id(p) in layer_of][-1]
+    last = max(names.index(name) for name in layer_of)
     depths, depth = {}, 0
-    for name, parameter in parameters.items():
-        depths[name] = depth = layer_of.get(id(parameter), depth)
-        if name == last_in_layers:
-            depth = count + 1
-    return depths, count
-
-
-def _layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    for child in module.children():
-        if isinstance(child, torch.nn.ModuleList):
-            yield from child
-        else:
-            yield from _layers(child)
+    for i, name in enumerate(names):
+        depths[name] = depth = layer_of.get(name, depth if i < last else len(layers) + 1)
+    return depths, len(layers)
 
 
 # ---- names -----------------------------------------------------------------------------------------------------------
@@ -139,17 +105,11 @@ def named_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 def matching(pattern: str, names: Iterable[str], field: str) -> list[str]:
     """Return the names that the pattern of `field` matches; raise UsageError if there is none."""
-    names = list(names)
     if matches := [name for name in names if fnmatchcase(name, pattern)]:
         return matches
-    similar = did_you_mean(pattern, names) or f"; the names are {', '.join(names[:5])}, …"
-    raise UsageError(f"{field}: {pattern} matches no parameter{similar} (* stands for any text)")
+    raise UsageError(f"{field}: {pattern} matches no parameter{did_you_mean(pattern, names)} (* stands for any text)")
 
 
 def first_match(patterns: Iterable[str], names: Iterable[str], field: str) -> dict[str, str]:
     """Return {name: first pattern that matches it}; raise UsageError for a pattern that matches no name."""
-    names, pattern_of = list(names), {}
-    for pattern in patterns:
-        for name in matching(pattern, names, field):
-            pattern_of.setdefault(name, pattern)
-    return pattern_of
+    return {name: pattern for pattern in [*patterns][::-1] for name in matching(pattern, names, field)}

@@ -8,10 +8,15 @@ from collections.abc import Callable
 
 import torch
 
-from src.config.addons import follows_evaluations, schedule_addon
+from src.config.addons import schedule_addon
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
+
+
+def total_steps(cfg: RunConfig, examples: int) -> int:
+    """Return the number of optimizer steps of the whole run, from max_steps or num_train_epochs."""
+    return cfg.max_steps or sizes_of_run(cfg, examples).steps_of(cfg.num_train_epochs)
 
 
 def warmup_updates(cfg: RunConfig, total: int) -> int:
@@ -21,22 +26,17 @@ def warmup_updates(cfg: RunConfig, total: int) -> int:
 
 def make_schedule(cfg: RunConfig, total: int) -> Callable[[int], float]:
     """Return a function from completed updates to learning rate, for a run of `total` updates."""
-    warmup, start, kwargs = warmup_updates(cfg, total), cfg.warmup_start_lr, dict(cfg.lr_scheduler_kwargs or {})
+    warmup, kwargs, name = warmup_updates(cfg, total), dict(cfg.lr_scheduler_kwargs or {}), cfg.lr_scheduler_type
     try:
-        if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):
-            raise TypeError("it takes no arguments")  # transformers would ignore them
         factor = _factor(cfg, warmup, total, kwargs)
         if not all(0 <= factor(update) < math.inf for update in (0, total // 2, total - 1)):
             raise ValueError("a learning rate would be negative, or not finite")
     except (TypeError, ValueError, ZeroDivisionError, OverflowError) as error:
-        raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {cfg.lr_scheduler_type}: {error}") from error
-
-    def learning_rate(updates: int) -> float:
-        if start and updates < warmup:
-            return start + (cfg.learning_rate - start) * updates / warmup
-        return cfg.learning_rate * factor(updates)
-
-    return learning_rate
+        raise UsageError(f"lr_scheduler_kwargs: {kwargs} is not valid for {name}: {error}") from error
+    peak, start = cfg.learning_rate, cfg.warmup_start_lr
+    if not start:
+        return lambda updates: peak * factor(updates)
+    return lambda n: start + (peak - start) * n / warmup if n < warmup else peak * factor(n)
 
 
 def _factor(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[int], float]:
@@ -47,21 +47,10 @@ def _factor(cfg: RunConfig, warmup: int, total: int, kwargs: dict) -> Callable[[
         return lambda n: n / warmup if n < warmup else addon.factor((n - warmup) / left, **kwargs)
     from transformers import get_scheduler
 
+    if kwargs and cfg.lr_scheduler_type in ("constant", "constant_with_warmup"):
+        raise TypeError("it takes no arguments")  # transformers would ignore them
     if cfg.lr_scheduler_type == "warmup_stable_decay":
         kwargs.setdefault("num_decay_steps", total // 5)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=cfg.learning_rate)
     scheduler = get_scheduler(cfg.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=kwargs)
     return scheduler.lr_lambdas[0]
-
-
-def after_evaluation(cfg: RunConfig, state: dict | None, value: float | None, greater: bool) -> dict | None:
-    """Return the state of a schedule that follows evaluations, after one with the metric `value`; None for others.
-
-    The state is JSON; its `factor` multiplies the learning rate."""
-    addon = schedule_addon(cfg)
-    return addon.after_evaluation(cfg, state, value, greater) if addon and follows_evaluations(cfg) else None
-
-
-def total_steps(cfg: RunConfig, examples: int) -> int:
-    """Return the number of optimizer steps of the whole run, from max_steps or num_train_epochs."""
-    return cfg.max_steps or sizes_of_run(cfg, examples).steps_of(cfg.num_train_epochs)

@@ -3,8 +3,7 @@
 Tests: tests/training/test_step.py and tests/conformance/.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +29,10 @@ class ModelWithLoss(torch.nn.Module):
         self.model, self.task = model, task
         self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
         private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
-        self.tied = tied_names(model)
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.tied = [several for several in names.values() if len(several) > 1]  # names of the same parameter
 
     def tie_weights(self) -> None:
         """Tie weights again: accelerate shards a copy of the model on the meta device, which has lost the ties."""
@@ -45,14 +47,6 @@ class ModelWithLoss(torch.nn.Module):
         return loss(self.model, inputs)
 
 
-def tied_names(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [group for group in names.values() if len(group) > 1]
-
-
 def build_model(
     cfg: RunConfig,
     strategy: Strategy,
@@ -62,11 +56,10 @@ def build_model(
 ) -> ModelWithLoss:
     """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
     checkpointing as `cfg` says."""
-    model = strategy.build_model(task, weights)
-    model_with_loss = ModelWithLoss(model, task)
-    change_model(model_with_loss, cfg)
-    compile_and_recompute(model, cfg, strategy.accelerator.device)
-    return model_with_loss
+    model = ModelWithLoss(strategy.build_model(task, weights), task)
+    change_model(model, cfg)
+    compile_and_recompute(model.model, cfg, strategy.accelerator.device)
+    return model
 
 
 class StepTotals(NamedTuple):
@@ -93,27 +86,19 @@ class StepTotals(NamedTuple):
         return cls(*sums[:9], forwards=sums[9:])
 
 
-@contextmanager
-def naming_a_smaller_batch(cfg: RunConfig, batch: StepBatch) -> Iterator[None]:
-    """Add to an error within the flag with which the next start needs less memory, for the message of this rank."""
-    try:
-        yield
-    except RuntimeError as error:  # perhaps out of memory
-        rows = max(len(micro.ids) for micro, _ in batch)
-        size = f"size {rows // 2}"
-        if cfg.per_device_batch_tokens:
-            size = f"tokens {cfg.per_device_batch_tokens // 2}"
-        flag = f"--per_device_batch_{size} (the global batch stays the same, with more accumulation)"
-        vars(error)["smaller_batch"] = flag if rows > 1 else "--gradient_checkpointing true, or shorter rows"
-        raise
-
-
 def batch_counts(batch: StepBatch) -> list[float]:
     """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's micro-batches."""
-    real = [(micro, rows) for micro, rows in batch if not micro.dummy]
-    sums = [sum(float(getattr(rows, name)) for _, rows in real) for name in ("weight", "tokens", "padded_tokens")]
-    ids = np.concatenate([micro.ids for micro, _ in real]) if real else np.zeros(0, np.int64)
-    return [*sums, float(len(ids)), *hash_ids(ids)]
+    weight, tokens, padded_tokens, ids = 0.0, 0.0, 0.0, [np.zeros(0, np.int64)]
+    for micro, rows in batch:
+        if not micro.dummy:
+            weight, tokens, padded_tokens = (
+                weight + rows.weight,
+                tokens + rows.tokens,
+                padded_tokens + rows.padded_tokens,
+            )
+            ids.append(micro.ids)
+    every = np.concatenate(ids)
+    return [float(weight), float(tokens), float(padded_tokens), float(len(every)), *hash_ids(every)]
 
 
 class StepLosses(NamedTuple):
@@ -138,20 +123,3 @@ def widen(value: torch.Tensor) -> torch.Tensor:
     """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
     value = value.detach()
     return (value.cpu() if value.device.type == "mps" else value).double()
-
-
-class DeviceFlag:
-    """A bool being computed on the device, as `tensor`; reading it on the host does not wait for later work."""
-
-    def __init__(self, value: torch.Tensor):
-        self.event, self.tensor = None, value
-        if value.is_cuda:
-            value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record()
-        self.value = value
-
-    def __bool__(self) -> bool:
-        if self.event is not None:
-            self.event.synchronize()
-        return bool(self.value)

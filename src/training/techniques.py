@@ -11,8 +11,7 @@ import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.distributed.strategies import Strategy
-from src.training.step import StepBatch, StepLosses
+from src.training.step import StepLosses
 from src.training.train_state import Run
 
 
@@ -32,14 +31,7 @@ class Techniques:
         src/checkpointing/ calls it before it loads a checkpoint."""
         return {}
 
-    def compute_gradient(
-        self,
-        compute: Callable[..., StepLosses],
-        strategy: Strategy,
-        module: torch.nn.Module,
-        batch: StepBatch,
-        total_weight: float,
-    ) -> StepLosses:
+    def compute_gradient(self, compute: Callable, strategy, module, batch, total_weight: float) -> StepLosses:
         """Fill `.grad` with the gradient of the step and return the losses, by `compute` of train.py."""
         return compute(strategy, module, batch, total_weight)
 

@@ -8,10 +8,11 @@ import math
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from src.config.addons import schedule_addon
 from src.config.errors import Failure, UsageError, did_you_mean
 from src.config.schema import RunConfig, best_by
 from src.distributed.host_group import HostGroup
@@ -19,19 +20,42 @@ from src.distributed.strategies import Strategy
 from src.storage.jsonl import JsonlWriter
 from src.tasks import Task
 from src.training.meter import Meter
-from src.training.schedules import after_evaluation
-from src.training.step import DeviceFlag, ModelWithLoss, StepBatch, StepLosses
+from src.training.step import ModelWithLoss, StepBatch, StepLosses
 
 SMOKE_STEPS = 2
 
 
-class UpdateResult(NamedTuple):
-    """An update that the device may still be computing, with the data for a report if it is skipped."""
+class Update:
+    """The last update, which the device may still be computing, with the data for a report if it is skipped."""
 
-    skipped: DeviceFlag  # the loss or the gradient of some rank was not finite, or a technique skipped it
-    step: int
-    batch: StepBatch
-    losses: StepLosses  # of these micro-batches
+    def __init__(self, skipped: torch.Tensor, step: int, batch: StepBatch, losses: StepLosses):
+        self.step, self.batch, self.losses, self.event = step, batch, losses, None
+        self.skipped = skipped  # the loss or the gradient of some rank was not finite, or a technique skipped it
+        if skipped.is_cuda:  # reading this copy does not wait for later work
+            self.skipped = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(skipped, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def was_skipped(self) -> bool:
+        if self.event is not None:
+            self.event.synchronize()
+        return bool(self.skipped)
+
+    def report(self, norm: float) -> None:
+        """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss. A technique skips finite ones."""
+        real = [
+            (micro.ids.tolist(), loss)
+            for (micro, _), loss in zip(self.batch, self.losses.losses.tolist(), strict=True)
+            if not micro.dummy
+        ]
+        ids = [i for of_micro, _ in real for i in of_micro]
+        bad = [i for of_micro, loss in real if not math.isfinite(loss) for i in of_micro]
+        what = f"the loss of examples {bad} is" if bad else f"the gradient (here, of examples {ids}) is"
+        what += f" a spike of norm {norm:.4g}" if math.isfinite(norm) and not bad else " not finite"
+        text = f"step {self.step}: {what}; the update is skipped on all ranks, no weight or moment has changed"
+        logging.getLogger("run").warning("%s", text)
+        if bad or os.environ.get("RANK", "0") == "0":
+            print(f"warning: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -54,7 +78,7 @@ class TrainState:
     stream: dict | None = None  # position in training data that is read during training; None: the step tells it
 
     def __post_init__(self):  # what is never saved
-        self.pending: UpdateResult | None = None  # the last update, not yet counted
+        self.pending: Update | None = None  # not yet counted
         self.line_values: dict[str, torch.Tensor | float | None] = {}  # further values of the next train line
 
     @property
@@ -65,26 +89,25 @@ class TrainState:
     def add_update(self, grad_norm: torch.Tensor, skipped: torch.Tensor, batch: StepBatch, losses: StepLosses) -> None:
         """Note an update that the device may still be computing; `finish_update` counts it."""
         self.grad_norm = grad_norm
-        self.pending = UpdateResult(DeviceFlag(skipped), self.step, batch, losses)
+        self.pending = Update(skipped, self.step, batch, losses)
 
     def finish_update(self, max_skipped: int) -> None:
         """Count the last update as done or skipped; raise Failure on all ranks if `max_skipped` were skipped in a row.
 
         This may wait for the device, so call it when the next gradient is already queued."""
-        pending, self.pending = self.pending, None
-        if pending is None:
+        update, self.pending = self.pending, None
+        if update is None:
             return
-        skipped = bool(pending.skipped)
-        self.updates += not skipped
-        self.skipped = self.skipped + 1 if skipped else 0
-        if not skipped:
+        if not update.was_skipped():
+            self.updates, self.skipped = self.updates + 1, 0
             return
+        self.skipped += 1
         norm = float("nan") if self.grad_norm is None else float(self.grad_norm)
-        report_skipped(pending, norm)
+        update.report(norm)
         if self.skipped >= max_skipped:
             reason = "the gradient spiked" if math.isfinite(norm) else "the loss or the gradient was not finite"
             raise Failure(
-                f"{self.skipped} updates in a row were skipped because {reason}, the last at step {pending.step} "
+                f"{self.skipped} updates in a row were skipped because {reason}, the last at step {update.step} "
                 f"(max_skipped_steps is {max_skipped}). Skipped updates do not change the weights. Lower learning_rate, or "
                 "check the examples named above and in logs/; the same command resumes from the last checkpoint"
             )
@@ -107,9 +130,9 @@ class TrainState:
         if name not in metrics:
             hint = f"{did_you_mean(name, metrics)}; it has {', '.join(metrics)}"
             raise UsageError(f"metric_for_best_model: an evaluation has no {name!r}{hint}")
-        self.evaluated = self.step
-        value = metrics[name]
-        self.plateau = after_evaluation(cfg, self.plateau, value, self.best_greater)
+        self.evaluated, value = self.step, metrics[name]
+        if follow := getattr(schedule_addon(cfg), "after_evaluation", None):
+            self.plateau = follow(cfg, self.plateau, value, self.best_greater)
         sign = -1 if self.best_greater else 1
         if value is not None and math.isfinite(value) and (self.best is None or sign * value < sign * self.best):
             self.best, self.best_step, self.evals_without_improvement = value, self.step, 0
@@ -129,10 +152,8 @@ class Intervals:
 
     def finished(self) -> bool:
         """Return whether training is over: all steps are done, or early stopping has ended it."""
-        patience = self.cfg.early_stopping_patience
-        return self.state.step >= self.num_steps or (
-            bool(patience) and self.state.evals_without_improvement >= patience
-        )
+        patience, stale = self.cfg.early_stopping_patience, self.state.evals_without_improvement
+        return self.state.step >= self.num_steps or (bool(patience) and stale >= patience)
 
     def every(self, steps: int | None) -> bool:
         """Return whether this step ends an interval of `steps` steps, or the run."""
@@ -165,21 +186,19 @@ class Intervals:
 
     def outcome(self) -> dict:
         """Return fields of status.json: early stopping and, if metric_for_best_model is set, the best evaluation."""
-        state = self.state
-        has_best = bool(self.cfg.metric_for_best_model and state.best_step)
+        state, is_early = self.state, self.finished() and self.state.step < self.num_steps
         best = {"best_step": state.best_step, "best_metric": state.best_metric, "best_value": state.best}
-        is_early = self.finished() and state.step < self.num_steps
+        has_best = self.cfg.metric_for_best_model and state.best_step
         return {"stopped_early": is_early} | (best if has_best else dict.fromkeys(best))
 
     def early_stop_message(self) -> str:
         """Return the message about early stopping, or an empty string if the run did not stop early."""
-        if not self.outcome()["stopped_early"]:
-            return ""
-        count = self.state.evals_without_improvement
-        return (
-            f"stopped early at step {self.state.step:,} of {self.num_steps:,}: {self.state.best_metric} has not improved for "
-            f"{count} evaluation{'s' * (count > 1)} (early_stopping_patience)"
+        count, text = (
+            self.state.evals_without_improvement,
+            f"stopped early at step {self.state.step:,} of {self.num_steps:,}",
         )
+        text += f": {self.state.best_metric} has not improved for {count} evaluation{'s' * (count > 1)}"
+        return text + " (early_stopping_patience)" if self.outcome()["stopped_early"] else ""
 
 
 @dataclass(eq=False)
@@ -206,19 +225,3 @@ class Run:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """Return the trainable parameters by name; sharded ones are DTensors."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-
-
-def report_skipped(result: UpdateResult, norm: float) -> None:
-    """Log a skipped update and print it on rank 0 and on ranks with a non-finite loss.
-
-    If the gradient's norm is finite, a technique skipped the update."""
-    rank = os.environ.get("RANK", "0")
-    losses = [(micro, loss) for (micro, _), loss in zip(result.batch, result.losses.losses.tolist(), strict=True)]
-    ids = [i for micro, _ in losses if not micro.dummy for i in micro.ids.tolist()]
-    bad = [i for micro, loss in losses if not micro.dummy and not math.isfinite(loss) for i in micro.ids.tolist()]
-    what = f"the loss of examples {bad} is" if bad else f"the gradient (here, of examples {ids}) is"
-    what += f" a spike of norm {norm:.4g}" if math.isfinite(norm) and not bad else " not finite"
-    text = f"step {result.step}: {what}; the update is skipped on all ranks, no weight or moment has changed"
-    logging.getLogger("run").warning("%s", text)
-    if bad or rank == "0":
-        print(f"warning: rank {rank}, {text}", file=sys.stderr, flush=True)

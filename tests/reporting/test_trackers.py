@@ -108,7 +108,7 @@ def _train(argv, folder, timeout, rank=None, act=_fail):
     import train
 
     _register()
-    trackers.START_TIMEOUT = trackers.CLOSE_TIMEOUT = timeout
+    trackers.TIMEOUT = timeout
     if os.environ["RANK"] == str(rank):
         original, calls = train.optimizer_step, []
 

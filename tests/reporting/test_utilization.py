@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from src.reporting.utilization import flops_per_token, peak_tflops, speed
+from src.reporting.utilization import flops_per_token, peak_tflops
 from tests.helpers import kit
 
 
@@ -44,8 +44,3 @@ def test_peak_of_devices():
     assert peak_tflops("NVIDIA H100 PCIe", torch.float16) == 756
     assert peak_tflops("NVIDIA H200", torch.float32) is None
     assert peak_tflops("a device of tomorrow", torch.bfloat16) is None
-
-
-def test_speed_of_a_line():
-    assert speed(494.5e12, 989.0) == {"tflops": 494.5, "mfu": 0.5}
-    assert speed(3e12, None) == {"tflops": 3.0}

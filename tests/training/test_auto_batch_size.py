@@ -40,8 +40,8 @@ def _search(files, limits: list[int]):
     model_with_loss.forward = bounded
     module = accelerator.prepare(model_with_loss)
 
-    sizes, rows = [16], splits["train"].rows(np.arange(16))
-    while sizes[-1] > 1 and auto_batch_size.any_rank_lacks_memory(strategy, module, task, rows[: sizes[-1]]):
+    sizes, lacks = [16], auto_batch_size.lacks_memory
+    while sizes[-1] > 1 and strategy.hosts.sum([lacks(strategy, module, task, splits["train"], sizes[-1])])[0]:
         sizes.append(sizes[-1] // 2)
     return sizes, tried, all(p.grad is None for p in module.parameters())
 
@@ -87,4 +87,4 @@ def test_other_errors_of_a_forward_pass_are_raised(files):
         accelerator=SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda module: module)
     )
     with pytest.raises(RuntimeError, match="size"):
-        auto_batch_size.fits(strategy, module, task, splits["train"].rows(np.arange(2)))
+        auto_batch_size.lacks_memory(strategy, module, task, splits["train"], 2)

@@ -128,14 +128,8 @@ def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent
     assert abs(with_repeats - loss / targets) > 1e-6
 
 
-MORE_SUMS = (
-    "(bytes, correct, long, loss) for some micro-batches of an evaluation, but (bytes, correct, loss) for others"
-)
-WIDER = "(bytes, correct, loss, spread (rows, 1)) for some micro-batches of an evaluation, but (bytes, correct, loss, spread (rows, 3))"
-
-
-@pytest.mark.parametrize("world, name, said", [(1, "long", MORE_SUMS), (2, "spread", WIDER)])
-def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tmp_path, monkeypatch, world, name, said):
+@pytest.mark.parametrize("world, name", [(1, "long"), (2, "spread")])
+def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tmp_path, monkeypatch, world, name):
     """Otherwise a sum would be dropped, ranks that begin with other rows would add up tables of other columns, and numpy
     would repeat a vector of length 1."""
     loss = causal_lm.Task.loss
@@ -150,7 +144,8 @@ def test_other_names_or_widths_of_some_rows_are_refused_on_all_ranks(trained, tm
     flags = kit.flags(checkpoint=trained.folder, per_device_eval_batch_size=50, output_dir=tmp_path / "eval")
     codes, texts = kit.run_command("eval.py", *flags, folder=tmp_path / "here", world=world)
     assert codes == [2] * world
-    assert said in "".join(texts)
+    assert "for some micro-batches of an evaluation, but" in "".join(texts)
+    assert f'"{name}": ' in "".join(texts)
 
 
 def _same_weights(*names) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.training.optimizers import describe_groups, layer_depths, make_optimizer, parameter_groups
+from src.training.optimizers import layer_depths, make_optimizer, parameter_groups
 from tests.helpers import kit, technique_runs
 
 DECAY = 0.5
@@ -118,12 +118,3 @@ def test_the_first_matching_pattern_decides():
     assert of[id(model.decoder[0].weight)]["weight_decay"] == 0.1
     assert of[id(model.decoder[1].weight)]["lr_factor"] == 3.0
     assert "lr_factor" not in of[id(model.head.weight)]
-
-
-def test_the_plan_counts_the_parameters_of_each_group():
-    cfg = RunConfig(parameter_groups={"head.*": {"lr_factor": 10}}, freeze=["embed.*"], weight_decay=0.1)
-    make_optimizer(cfg, model := TwoLists())
-    text = describe_groups(model, cfg)
-    assert "4 at rate × 10, weight decay 0.1" in text
-    assert "6 frozen" in text
-    assert not describe_groups(model, RunConfig())
