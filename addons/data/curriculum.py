@@ -44,11 +44,6 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
         yield f"{given[0]} is {getattr(cfg, given[0])}, but {missing} is missing: give both, or neither"
 
 
-def columns(cfg: Any) -> list[str]:
-    """Return the column that is read."""
-    return [cfg.curriculum_column]
-
-
 def _column(cfg: Any) -> Column | None:
     """Return the column of difficulties, None for the lengths of rows."""
     name = cfg.curriculum_column

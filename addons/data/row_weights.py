@@ -38,11 +38,6 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
         )
 
 
-def columns(cfg: Any) -> list[str]:
-    """Return the column that is read."""
-    return [cfg.sample_weight_column]
-
-
 def _column(cfg: Any) -> Column:
     return Column("sample_weight_column", cfg.sample_weight_column, weights=True)
 

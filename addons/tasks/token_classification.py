@@ -23,7 +23,7 @@ from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.labels import class_names, label_ids, labels_of_model, labels_of_rows, refuse_stream, set_labels
+from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, set_labels
 from src.text.packing import pad_columns, padded_length
 from src.text.tokenization import IGNORED, require_text, tokenize_truncated
 
@@ -78,9 +78,8 @@ class Task(base.Task):
         tags = needed[1]
         self.class_names: Any = class_names(examples.features[tags].feature, tags, split)
         if self.labels is None:
-            if self.class_names is None:
-                refuse_stream(self.cfg, split, tags)
-            self.labels = self.class_names or labels_of_rows(tag for row in examples[tags] for tag in row or ())
+            values = (tag for row in examples[tags] for tag in row or ())
+            self.labels = labels_of_data(self.cfg, values, self.class_names, tags, split)
         tag = ClassLabel(names=self.labels)  # IGNORED stands beside the ids
         counts = {name: Value("int64") for name in ("length", "targets", "cut")}
         return needed, Features({"input_ids": List(Value("int32")), "labels": List(tag)} | counts)

@@ -100,11 +100,6 @@ def function_of_addon(cfg: RunConfig, name: str, core: Callable[..., Any]) -> Ca
     return next(iter(functions_of_addons(cfg, name)), core)
 
 
-def columns_of_addons(cfg: RunConfig) -> tuple[str, ...]:
-    """Return the columns of the raw rows that add-ons read, so that no task warns that they are not used."""
-    return tuple(name for columns in functions_of_addons(cfg, "columns") for name in columns(cfg))
-
-
 def fields_of_addons_with(cfg: RunConfig, name: str) -> dict[str, Any]:
     """Return the fields, with their values unless these are None, of the add-ons that have a function `name`."""
     used = (each for each in cfg.addons if hasattr(each, name) and _is_used(cfg, each))

@@ -30,19 +30,14 @@ class Batch(NamedTuple):
 class Task:
     """Base class of a task. Its file also defines a dataclass `Options` with fields made by `option(...)`.
 
-    Every process calls every method, in the order of this class. The first seven have to be defined, and what follows
-    may be. A task with the option `sample_prompt` also has `sample(model)`, which returns a text to print after training.
-    Add-ons ask a task for more: see addons/README.md.
-    """
+    Every process calls every method, in the order of this class. The first seven have to be defined. A task with the
+    option `sample_prompt` also has `sample(model)`, which returns a text to print after training. Add-ons ask a task
+    for more: see addons/README.md."""
 
     unit: str = "tokens"  # what the `length` of a row and Batch.tokens count, for the console
     decode_media: bool = True  # False: `encode` gets images and audio as stored, {"bytes": …, "path": …}
-    # Attributes that `build` sets from the weights. Rank 0 sends them to ranks that build without weights.
-    attributes_from_weights: tuple[str, ...] = ()
-
-    # Modules that `encode` uses, besides the file or folder of the task and src/text: if they change, rows are prepared
-    # again.
-    encode_helpers: tuple[ModuleType, ...] = ()
+    attributes_from_weights: tuple[str, ...] = ()  # set by `build`; ranks that build without weights get them of rank 0
+    encode_helpers: tuple[ModuleType, ...] = ()  # modules that `encode` uses besides the task's file and src/text
 
     def __init__(self, cfg: RunConfig, options: Any):
         self.cfg, self.options = cfg, options
@@ -94,9 +89,7 @@ class Task:
     # ---- what only some tasks define ---------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        """Return the metrics of an eval line besides loss, weight and examples: quotients of sums, NaN if undefined.
-
-        The names must be the same for any rows, so that metric_for_best_model is in every line."""
+        """Return quotients of sums for the eval line, NaN if undefined: the same names for any rows."""
         return {}
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:

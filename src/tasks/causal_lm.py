@@ -10,14 +10,15 @@ Tests: tests/tasks/test_causal_lm.py.
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
 
-from src.config.addons import columns_of_addons
 from src.config.errors import UsageError
 from src.config.fields import option
+from src.config.paths import locate
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import row_losses, score_tokens, sums_from_scored
 from src.models.cross_entropy import CrossEntropy
@@ -27,10 +28,11 @@ from src.models.model_checks import check_packing, has_plain_lm_head
 from src.models.router_loss import balance_losses, check_router, experts_per_token, router_coefficient
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.chat import read_template
 from src.text.encode_rows import Encoder
 from src.text.packing import pack, packed_positions, padded_length
 from src.text.tokenization import IGNORED
+
+SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
 
 
 @dataclass
@@ -56,14 +58,9 @@ class Options(CrossEntropy):
         "file with a Jinja chat template (default: the tokenizer's)", from_checkpoint=False
     )
     sample_prompt: str | None = option(
-        "after training, generate text from this prompt and print it (default: no sample)",
-        may_be_empty=True,
-        may_change_on_resume=True,
-        from_checkpoint=False,
+        "after training, generate text from this prompt and print it (default: no sample)", may_be_empty=True, **SAMPLE
     )
-    sample_tokens: int = option(
-        "tokens to generate from sample_prompt", 120, min=1, may_change_on_resume=True, from_checkpoint=False
-    )
+    sample_tokens: int = option("tokens to generate from sample_prompt", 120, min=1, **SAMPLE)
 
 
 class Task(base.Task):
@@ -71,20 +68,22 @@ class Task(base.Task):
     can_shorten = True
 
     def load(self) -> None:
-
-        self.tokenizer: Any = load_tokenizer(self.cfg)
+        o = self.options
+        self.tokenizer = cast(Any, load_tokenizer(self.cfg))
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
         self.config = load_config(self.cfg, self.tokenizer)
         if getattr(self.config, "is_decoder", None) is False:
             self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
-        self.max_length = check_fit(self.cfg, self.config, self.tokenizer, self.options.max_length)
+        self.max_length = check_fit(self.cfg, self.config, self.tokenizer, o.max_length)
         self.vocab_size = vocabulary_size(self.cfg, self.config)
-        self.router_coefficient = router_coefficient(self.config, self.options.router_aux_loss_coef)
-        for name in ("chat_template", "sample_prompt"):
-            if getattr(self.options, name) and self.tokenizer is None:
-                raise UsageError(f"{name} is given, but there is no tokenizer: give --tokenizer_name, or omit {name}")
-        if self.options.chat_template and self.tokenizer is not None:
-            self.tokenizer.chat_template = read_template(self.options.chat_template)
+        self.router_coefficient = router_coefficient(self.config, o.router_aux_loss_coef)
+        if self.tokenizer is None and (o.chat_template or o.sample_prompt):
+            raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
+        if o.chat_template:
+            try:
+                self.tokenizer.chat_template = Path(locate(o.chat_template)).read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UsageError(f"chat_template: {o.chat_template} cannot be read: {error}") from None
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -99,14 +98,10 @@ class Task(base.Task):
 
         o = self.options
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
-        needed, made = self.encoder.choose(examples.column_names, split, columns_of_addons(self.cfg))
-        features = {name: Value("int64") for name in made}
-        for name in ("input_ids", "labels"):
-            if name in made:
-                features[name] = List(Value("int32"))
-        if o.packing:
-            features["documents"] = List(Value("int32"))  # lengths of the documents in a row
-        return needed, Features(features)
+        needed, made = self.encoder.choose(examples.column_names, split)
+        made = [*made, "documents"] if o.packing else made  # lengths of the documents in a row
+        lists = ("input_ids", "labels", "documents")
+        return needed, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in made})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
         rows = self.encoder.encode_batch(batch, locations)
@@ -120,48 +115,43 @@ class Task(base.Task):
         model = build_model(self.cfg, self.config, AutoModelForCausalLM, weights, empty=empty)
         if self.cfg.dtype == "float64" and experts_per_token(self.config):
             model.set_experts_implementation("batched_mm")  # the default kernel takes no float64
-        if empty:
-            return model
-        self.plain_head = has_plain_lm_head(model, self.vocab_size)
-        if self.options.packing:
-            check_packing(model, self.vocab_size)
-        if self.router_coefficient:
-            check_router(model, self.vocab_size)
+        if not empty:
+            self.plain_head = has_plain_lm_head(model, self.vocab_size)
+            if self.options.packing:
+                check_packing(model, self.vocab_size)
+            if self.router_coefficient:
+                check_router(model, self.vocab_size)
         return model
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         lengths = [len(row["input_ids"]) for row in rows]
         width = padded_length(lengths, self.cfg.pad_to_multiple_of, self.max_length)
-        ids = np.zeros((len(rows), width), np.int64)
-        targets = np.full((len(rows), width), IGNORED, np.int64)
-        positions = np.zeros((len(rows), width), np.int64)
+        ids, targets, positions = (np.full((len(rows), width), value, np.int64) for value in (0, IGNORED, 0))
         for i, row in enumerate(rows):
             ids[i, : lengths[i]] = row["input_ids"]
             # The target of a token is the next token, so the weight counts predicted tokens, not input tokens.
-            labels = row.get("labels", row["input_ids"])
-            targets[i, : max(0, lengths[i] - 1)] = labels[1:]
+            targets[i, : max(0, lengths[i] - 1)] = row.get("labels", row["input_ids"])[1:]
             if self.options.packing:
                 targets[i, np.cumsum(row["documents"]) - 1] = IGNORED  # the next token belongs to another document
                 positions[i] = packed_positions(row["documents"], width)
         # Padding is on the right, where causal attention never looks. So no attention mask is needed, and attention
         # uses its fast kernels. transformers recognizes the documents of a packed row by their position_ids.
-        inputs = {"input_ids": torch.from_numpy(ids), "targets": torch.from_numpy(targets)}
-        inputs["lengths"] = torch.tensor(lengths)
-        if self.options.packing:
-            inputs["position_ids"] = torch.from_numpy(positions)
+        inputs = {"input_ids": ids, "targets": targets, "lengths": np.array(lengths)}
+        inputs |= {"position_ids": positions} if self.options.packing else {}
+        tensors = {name: torch.from_numpy(values) for name, values in inputs.items()}
         text_bytes = float(sum(int(row["bytes"]) for row in rows))
-        return Batch(inputs, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
+        return Batch(tensors, int((targets != IGNORED).sum()), sum(lengths), ids.size, {"bytes": text_bytes})
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        targets = inputs["targets"].flatten()
+        targets = inputs["targets"]
         experts = {"output_router_logits": True} if self.router_coefficient else {}
         scored = score_tokens(model, inputs, self.plain_head, **experts)
-        sums = sums_from_scored(scored, targets, model.training, self.options)
+        sums = sums_from_scored(scored, targets.flatten(), model.training, self.options)
         if not self.router_coefficient:
             return sums
-        is_real = torch.arange(inputs["input_ids"].shape[1], device=targets.device) < inputs["lengths"][:, None]
+        is_real = torch.arange(targets.shape[1], device=targets.device) < inputs["lengths"][:, None]
         balance = balance_losses(scored.router_logits, is_real, experts_per_token(model.config))
-        aux_loss = (balance * (inputs["targets"] != IGNORED).sum(1)).sum()
+        aux_loss = (balance * (targets != IGNORED).sum(1)).sum()
         return sums | {"loss": sums["loss"] + self.router_coefficient * aux_loss, "aux_loss": aux_loss.detach()}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,17 +171,15 @@ class Task(base.Task):
 
     def sample(self, model: torch.nn.Module) -> str | None:
         o, tokenizer = self.options, self.tokenizer
-        if not o.sample_prompt or tokenizer is None:
+        if not o.sample_prompt:
             return None
         ids = tokenizer(o.sample_prompt)["input_ids"] or [tokenizer.eos_token_id]  # a tokenizer may drop spaces
-        ids = ids[-max(self.max_length // 2, self.max_length - o.sample_tokens) :]  # of a long prompt, its end
-        inputs = torch.tensor([ids], device=next(model.parameters()).device)
-        model.eval()  # without dropout
+        inputs = torch.tensor([ids[-self.max_length // 2 :]], device=next(model.parameters()).device)
         torch.manual_seed(self.cfg.seed)
-        tokens = cast(Any, model).generate(
+        tokens = cast(Any, model.eval()).generate(  # without dropout
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=min(o.sample_tokens, self.max_length - len(ids)),
+            max_new_tokens=min(o.sample_tokens, self.max_length - inputs.shape[1]),
             do_sample=True,
             temperature=0.7,
             top_k=40,

@@ -10,38 +10,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from src.config.errors import UsageError
 from src.config.fields import option
+from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.cross_entropy import (
-    ClassCrossEntropy,
-    at_least_float32,
-    class_weights_of,
-    r_drop_option,
-    r_drop_sums,
-    twice,
-)
+from src.models.cross_entropy import at_least_float32, class_weights_of
 from src.models.load_tokenizer import load_text_encoder
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.labels import (
-    class_names,
-    label_ids,
-    labels_of_data,
-    labels_of_model,
-    require_columns,
-    require_numbers,
-    set_labels,
-)
+from src.text import labels as class_labels
 from src.text.packing import pad_columns, padded_length
 from src.text.tokenization import require_text, tokenize_truncated
 
 
 @dataclass
-class Options(ClassCrossEntropy):
+class Options(cross_entropy.ClassCrossEntropy):
     needs_model = True  # model_name_or_path or model_config
 
     max_length: int | None = option(
@@ -60,7 +45,7 @@ class Options(ClassCrossEntropy):
         may_change_on_resume=True,
         from_checkpoint=all_of_this_repository,
     )
-    r_drop_alpha: float = r_drop_option()
+    r_drop_alpha: float = cross_entropy.r_drop_option()
 
     def check(self) -> list[str]:
         if self.regression and (self.r_drop_alpha or not self.is_plain_loss):
@@ -75,19 +60,20 @@ class Task(base.Task):
     labels: Any = None  # names in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
-        encoder = load_text_encoder(self.cfg, self.options.max_length)
+        o = self.options
+        encoder = load_text_encoder(self.cfg, o.max_length)
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
-        default = ["pearson", "spearman"] if self.options.regression else ["f1"]
-        self.metric_names = check_metrics(self.options.metrics or default, self.cfg.trust_remote_code)
-        self.text_columns = [name for name in (self.options.text_column, self.options.text_pair_column) if name]
+        default = ["pearson", "spearman"] if o.regression else ["f1"]
+        self.metric_names = check_metrics(o.metrics or default, self.cfg.trust_remote_code)
+        self.text_columns = [name for name in (o.text_column, o.text_pair_column) if name]
         self.token_columns = ["input_ids"]
         has_types = "token_type_ids" in self.tokenizer.model_input_names
-        if has_types and self.options.text_pair_column and getattr(self.config, "type_vocab_size", 0) > 1:
+        if has_types and o.text_pair_column and getattr(self.config, "type_vocab_size", 0) > 1:
             self.token_columns.append("token_type_ids")  # 0 or 1: the text that a token belongs to
-        if self.options.regression:
+        if o.regression:
             self.labels = ["value"]  # the name of the only output
         elif self.cfg.model_name_or_path:
-            self.labels = labels_of_model(self.config)
+            self.labels = class_labels.labels_of_model(self.config)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -98,33 +84,33 @@ class Task(base.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import ClassLabel, Features, List, Value
 
-        label_column = self.options.label_column
-        columns = list(dict.fromkeys([*self.text_columns, label_column]))
-        needed = require_columns(examples, columns, split, "--text_column or --label_column")
+        column = self.options.label_column
+        needed = list(dict.fromkeys([*self.text_columns, column]))
+        class_labels.require_columns(examples, needed, split, "--text_column or --label_column")
+        label: Any = Value("float64")
+        if not self.options.regression:
+            self.class_names: Any = class_labels.class_names(examples.features[column], column, split)
+            if self.labels is None:
+                values = examples.unique(column)
+                self.labels = class_labels.labels_of_data(self.cfg, values, self.class_names, column, split)
+            label = ClassLabel(names=self.labels)
         features: dict[str, Any] = {name: List(Value("int32")) for name in self.token_columns}
         features |= {name: Value("int64") for name in ("length", "targets", "cut")}
-        if self.options.regression:
-            return needed, Features(features | {"label": Value("float64")})
-        self.class_names: Any = class_names(examples.features[label_column], label_column, split)
-        if self.labels is None:
-            self.labels = labels_of_data(self.cfg, examples, label_column, split, self.class_names)
-        return needed, Features(features | {"label": ClassLabel(names=self.labels)})
+        return needed, Features(features | {"label": label})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        texts = [batch[column] for column in self.text_columns]
-        for column, values in zip(self.text_columns, texts, strict=True):
-            require_text(values, column, locations)
-        column = self.options.label_column
+        texts, column = [batch[name] for name in self.text_columns], self.options.label_column
+        for name, values in zip(self.text_columns, texts, strict=True):
+            require_text(values, name, locations)
         if self.options.regression:
-            labels = require_numbers(batch[column], column, locations)
+            labels = class_labels.require_numbers(batch[column], column, locations)
         else:
-            labels = label_ids(batch[column], self.labels, self.class_names, column, locations)
+            labels = class_labels.label_ids(batch[column], self.labels, self.class_names, column, locations)
         encoded, counts = tokenize_truncated(self.tokenizer, texts, self.max_length)
         columns = {name: encoded[name] for name in self.token_columns}
         return columns | counts | {"label": labels, "targets": [1] * len(labels)}
 
     def on_prepared(self, features) -> None:
-        """Store the label names of the prepared data, unless the labels are known already."""
         self.labels = self.labels or features["label"].names
 
     def on_train_data(self, train_set) -> None:
@@ -135,7 +121,7 @@ class Task(base.Task):
     def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
         from transformers import AutoModelForSequenceClassification
 
-        set_labels(self.config, self.labels)
+        class_labels.set_labels(self.config, self.labels)
         if self.options.regression:
             self.config.problem_type = "regression"
         return build_model(self.cfg, self.config, AutoModelForSequenceClassification, weights, self.new_head, empty)
@@ -154,12 +140,9 @@ class Task(base.Task):
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         class_weights = class_weights_of(inputs)
-        inputs = {name: value for name, value in inputs.items() if name != "class_weights"}
         alpha = self.options.r_drop_alpha if model.training else 0.0
-        inputs = twice(inputs) if alpha else inputs
-        labels = inputs.pop("labels")
-        with known_masks(packed=False):
-            logits = model(**inputs).logits
+        inputs = cross_entropy.twice(inputs) if alpha else inputs
+        logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
             prediction = at_least_float32(logits[:, 0]) if model.training else logits[:, 0].double()
             error = prediction - labels
@@ -167,19 +150,21 @@ class Task(base.Task):
         else:
             prediction = logits.argmax(-1)
             sums = sums_from_logits(logits, labels, model.training, self.options, class_weights)
-            sums = r_drop_sums(sums, logits, alpha) if alpha else sums
+            sums = cross_entropy.r_drop_sums(sums, logits, alpha) if alpha else sums
         return sums if model.training else sums | {"prediction": prediction, "label": labels}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.options.r_drop_alpha:
-            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
-        labels = inputs["labels"]
-        of_model = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
-        with known_masks(packed=False):
-            logits = model(**of_model).logits
+        logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
             return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
         return row_losses(Scored(logits), labels, self.options, class_weights_of(inputs))
+
+    def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        with known_masks(packed=False):
+            return model(**arguments).logits
+
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         if self.options.regression:

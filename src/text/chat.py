@@ -3,48 +3,52 @@
 Tests: tests/text/test_chat.py and tests/tasks/test_causal_lm.py.
 """
 
+import functools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import numpy as np
 
 from src.config.errors import UsageError, one_line, warn
-from src.config.paths import locate
-from src.text.tokenization import IGNORED
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from src.text.tokenization import IGNORED, token_bytes
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
-TEXTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content
+PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content
 MARK = "\u2042content\u2042"  # replaces the assistant's content, to find where a template writes it
-WAY_OUT = "remove it from the rows, or give --chat_template FILE with a template that writes it"
-_warned: set[str] = set()  # chat templates already warned about
-
-
-def read_template(file: str) -> str:
-    """Return the text of a file with a Jinja chat template."""
-    try:
-        return Path(locate(file)).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"chat_template: {file} cannot be read: {error}") from None
-
+OTHER_TEMPLATE = "remove it from the rows, or give --chat_template FILE with a template that writes it"
 
 Render = Callable[..., str]  # messages, options -> text
+warn_once = functools.cache(warn)
 
 
-def render_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location, tools: Any = None
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return a chat as text, and the (begin, end) characters of each assistant turn without its header.
+def encode_chat(tokenizer: Any, messages: list[dict], location, tools: Any) -> tuple[list[int], list[int], np.ndarray]:
+    """Return (ids, labels, UTF-8 bytes of each token) of a chat. The assistant's turns are the targets.
 
     `tools`: what the row says about the functions that the assistant may call; None: nothing."""
+    if not tokenizer.chat_template:
+        raise UsageError(f"{location}: the tokenizer has no chat template: give one with --chat_template FILE")
+    if "generation %}" in tokenizer.chat_template:
+        with _errors_of_rendering(location):
+            messages, render = _checked(tokenizer, messages, tools)
+            chat: Any = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        ids, is_target = list(chat["input_ids"]), chat["assistant_masks"]
+        sizes = np.zeros(len(ids), np.int64)  # unknown
+    else:
+        text, turns = render_chat(tokenizer, messages, location, tools)
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids, spans = list(encoded["input_ids"]), encoded["offset_mapping"]
+        is_target = [any(begin <= start < end for begin, end in turns) for start, _ in spans]
+        sizes = token_bytes(text, spans)
+    return ids, [token if target else IGNORED for token, target in zip(ids, is_target, strict=True)], sizes
+
+
+def render_chat(tokenizer: Any, messages: list[dict], location, tools: Any = None) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the (begin, end) characters of each assistant turn without its header."""
     turns = []
     with _errors_of_rendering(location):
-        render = partial(tokenizer.apply_chat_template, tokenize=False, tools=_check_tools(tokenizer, messages, tools))
-        messages = _check_messages(render, messages)
+        messages, render = _checked(tokenizer, messages, tools)
         text = render(messages)
         for i, message in enumerate(messages):
             role = message["role"]
@@ -52,10 +56,10 @@ def render_chat(
                 raise ValueError(f"turn {i} has the role {role!r}: rename it to assistant, or it is not trained on")
             if role == "assistant":
                 after = render(messages[: i + 1])
-                before = _text_before_words(render, messages[:i], message, after)
+                before = _text_before_content(render, messages[:i], message, after)
                 turns.append((before, after))
                 if str(message["content"]).strip() not in after[len(before) :]:
-                    _warn_of_changed_words(tokenizer, location, i)
+                    warn_once("the chat template changes or drops text of the assistant, such as the reasoning in it")
     if not all(text.startswith(before) and text.startswith(after) for before, after in turns):
         raise UsageError(
             f"{location}: the chat template changes earlier turns when later ones follow, so the assistant's turns "
@@ -63,19 +67,6 @@ def render_chat(
             "{% generation %}"
         )
     return text, [(len(before), len(after)) for before, after in turns]
-
-
-def tokenize_marked_chat(
-    tokenizer: "PreTrainedTokenizerBase", messages: list[dict], location, tools: Any = None
-) -> tuple[list[int], list[int]]:
-    """Return ids and labels of a chat with a template that marks the assistant's content with {% generation %}."""
-    with _errors_of_rendering(location):
-        render = partial(tokenizer.apply_chat_template, tools=_check_tools(tokenizer, messages, tools))
-        messages = _check_messages(partial(render, tokenize=False), messages)
-        chat = render(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-    ids = list(chat["input_ids"])
-    labels = [token if is_target else IGNORED for token, is_target in zip(ids, chat["assistant_masks"], strict=True)]
-    return ids, labels
 
 
 @contextmanager
@@ -87,47 +78,38 @@ def _errors_of_rendering(location) -> Iterator[None]:
         raise UsageError(f"{location}: `messages` could not be rendered: {one_line(error)}") from error
 
 
-def _check_tools(tokenizer: "PreTrainedTokenizerBase", messages: list[dict], tools: Any) -> list[dict] | None:
-    """Return the tools of a row as a list of dicts. Raise ValueError if the template would drop them."""
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    tools = [_without_nulls(json.loads(tool) if isinstance(tool, str) else tool) for tool in tools or ()]
-    render = partial(tokenizer.apply_chat_template, messages, tokenize=False)
-    if tools and render(tools=tools) == render():
-        raise ValueError(f"the chat template does not write the `tools` of the row: {WAY_OUT}")
-    return tools or None
+def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dict], Render]:
+    """Return the messages without None values, and the function that renders them with the row's tools.
+
+    Raise ValueError if the template would drop or garble a part of them."""
+    # Arrow gives all turns and tools the same keys (None if absent), but templates test whether a key exists.
+    messages = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
+    tools = _without_nulls(json.loads(tools) if isinstance(tools, str) else tools)
+    render = functools.partial(tokenizer.apply_chat_template, tokenize=False, tools=tools or None)
+    for i, turn in enumerate(messages):
+        if turn.get("tool_calls"):
+            turn.setdefault("content", "")
+        if not isinstance(turn.get("role"), str) or "content" not in turn:
+            raise ValueError(f"turn {i} has no {'content' if 'role' in turn else 'role'}")
+        for name in PARTS:
+            rest = {key: value for key, value in turn.items() if key != name}
+            if turn.get(name) and render(messages) == render([*messages[:i], rest, *messages[i + 1 :]]):
+                raise ValueError(f"the chat template does not write the {name} of turn {i}: {OTHER_TEMPLATE}")
+        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in render(messages):
+            raise ValueError(f"the chat template writes the content of turn {i} as Python code: give one string")
+    if tools and render(messages) == render(messages, tools=None):
+        raise ValueError(f"the chat template does not write the `tools` of the row: {OTHER_TEMPLATE}")
+    return messages, render
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value of nested dicts and lists without the keys that are None: Arrow gives all dicts the same keys."""
+    """Return a value of nested dicts and lists without the keys that are None."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
-def _check_messages(render: Render, messages: list[dict]) -> list[dict]:
-    """Return the messages without None values. Raise ValueError if the template would drop or garble a part of one."""
-    # Arrow gives all turns the same keys (None if absent), but templates test whether a key exists.
-    messages = [{key: value for key, value in turn.items() if value is not None} for turn in messages]
-    for i, turn in enumerate(messages):
-        if turn.get("tool_calls"):
-            turn.setdefault("content", "")
-        elif turn.get("content") is None:
-            raise ValueError(f"turn {i} has no content")
-        for name in TEXTS:
-            if turn.get(name):
-                changed = {key: value for key, value in turn.items() if key != name}
-                if render(messages) == render([*messages[:i], changed, *messages[i + 1 :]]):
-                    raise ValueError(f"the chat template does not write the {name} of turn {i}: {WAY_OUT}")
-        if not isinstance(turn.get("role"), str):
-            raise ValueError(f"turn {i} has no role")
-        if isinstance(turn["content"], list | dict) and repr(turn["content"]) in render(messages):
-            raise ValueError(
-                f"the chat template writes the content parts of turn {i} as Python code: give its content as one string"
-            )
-    return messages
-
-
-def _text_before_words(render: Render, earlier: list[dict], message: dict, after: str) -> str:
+def _text_before_content(render: Render, earlier: list[dict], message: dict, after: str) -> str:
     """Return the text before the assistant's content, header included. `after` is the text up to the end of the turn.
 
     The template's generation prompt is the header. Without one, MARK replaces the content to find where it begins."""
@@ -139,17 +121,10 @@ def _text_before_words(render: Render, earlier: list[dict], message: dict, after
         return prompt
     header = prompt.removeprefix(plain)
     if header and mark:  # the assistant speaks first, so only text of the template itself is before the header
-        begin, mark, _ = begin.rpartition(header)
-        begin += header
+        begin = begin.rpartition(header)[0] + header
     if not mark or not after.startswith(begin):
         raise ValueError(
             "the beginning of the assistant's content cannot be found: mark it in the template with {% generation %} "
             "and {% endgeneration %}"
         )
     return begin if header else begin.rstrip(" ")  # without a header, the first token may include the space before it
-
-
-def _warn_of_changed_words(tokenizer: "PreTrainedTokenizerBase", location, turn: int) -> None:
-    if tokenizer.chat_template not in _warned:
-        warn(f"{location}: the chat template changes or drops text of the assistant in turn {turn}")
-        _warned.add(tokenizer.chat_template)

@@ -5,41 +5,13 @@ Tests: tests/tasks/test_text_classification.py.
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Any
 
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedConfig
 
-
-def labels_of_model(config: "PreTrainedConfig", head: str = "SequenceClassification") -> list[str] | None:
-    """Return the labels of a pretrained model with this head in the order of their ids, None for any other model."""
-    names = config.id2label or {}
-    is_classifier = any(head in name for name in config.architectures or [])
-    is_named = not all(str(name).startswith("LABEL_") for name in names.values())
-    return [names[i] for i in sorted(names)] if is_classifier or is_named else None
-
-
-def class_names(feature, column: str, split: str) -> list[str] | None:
-    """Return the names of a ClassLabel feature, None for strings, integers and bools. Raise UsageError otherwise."""
-    from datasets import ClassLabel
-
-    dtype = str(getattr(feature, "dtype", "lists or objects"))
-    if not any(name in dtype for name in ("int", "string", "bool")):
-        raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
-    return feature.names if isinstance(feature, ClassLabel) else None
-
-
-def labels_of_rows(values: Iterable) -> list[str]:
-    """Return the distinct labels, sorted. Numbers are sorted by value: 2 before 10."""
-    values = set(values) - {None}
-    return [str(value) for value in sorted(values, key=lambda value: (str(type(value)), value))]
-
-
-def require_columns(examples: "Dataset", columns: list[str], split: str, flags: str) -> list[str]:
+def require_columns(examples: Any, columns: list[str], split: str, flags: str) -> list[str]:
     """Return `columns`. Raise UsageError, which names `flags`, if one of them is missing."""
     for column in columns:
         if column not in examples.column_names:
@@ -48,25 +20,38 @@ def require_columns(examples: "Dataset", columns: list[str], split: str, flags: 
     return columns
 
 
-def refuse_stream(cfg: RunConfig, split: str, column: str) -> None:
-    """Raise UsageError if the rows are read during training: their labels are not known before the end."""
-    if split == "train" and getattr(cfg, "streaming", False):
-        raise UsageError(
-            f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in `{column}`, "
-            "or a model with the labels in its config"
-        )
+def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[str] | None:
+    """Return the labels of a pretrained model with this head in the order of their ids, None for any other model."""
+    names = config.id2label or {}
+    is_classifier = any(head in name for name in config.architectures or [])
+    is_named = not all(str(name).startswith("LABEL_") for name in names.values())
+    return [names[i] for i in sorted(names)] if is_classifier or is_named else None
 
 
-def labels_of_data(cfg: RunConfig, examples: "Dataset", column: str, split: str, names: list[str] | None) -> list[str]:
-    """Return `names` of a ClassLabel column, else the labels of all rows. Raise UsageError for fewer than two."""
+def class_names(feature: Any, column: str, split: str) -> list[str] | None:
+    """Return the names of a ClassLabel feature, None for strings, integers and bools. Raise UsageError otherwise."""
+    dtype = str(getattr(feature, "dtype", "lists or objects"))
+    if not any(name in dtype for name in ("int", "string", "bool")):
+        raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
+    return getattr(feature, "names", None)
+
+
+def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, column: str, split: str) -> list[str]:
+    """Return `names` of a ClassLabel column, else the labels in `values`, all of a split. Raise UsageError for one."""
     if names is None:
-        refuse_stream(cfg, split, column)
-    labels = names or labels_of_rows(examples.unique(column))
-    if len(labels) < 2:
+        if split == "train" and getattr(cfg, "streaming", False):
+            raise UsageError(
+                f"{split} data: the labels of a stream are not known before its end: give data with ClassLabels in "
+                f"`{column}`, or a model with the labels in its config"
+            )
+        # Numbers are sorted by value: 2 before 10.
+        ordered = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
+        names = [str(value) for value in ordered]
+    if len(names) < 2:
         raise UsageError(
-            f"{split} data: `{column}` is {', '.join(labels) or 'empty'} in every row: give data with two labels or more"
+            f"{split} data: `{column}` is {', '.join(names) or 'empty'} in every row: give data with two labels or more"
         )
-    return labels
+    return names
 
 
 def label_ids(values: list, labels: list[str], names: list[str] | None, column: str, locations) -> list[int]:
@@ -78,9 +63,8 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
             raise UsageError(f"{locations[i]}: `{column}` holds nothing: every row needs a label")
         label = names[value] if names and isinstance(value, int) and value >= 0 else str(value)
         if label not in id_of:
-            raise UsageError(
-                f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {', '.join(labels)[:200]}"
-            )
+            there = ", ".join(labels)[:200]
+            raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}")
         ids.append(id_of[label])
     return ids
 
@@ -93,8 +77,7 @@ def require_numbers(values: list, column: str, locations) -> list[float]:
     return [float(value) for value in values]
 
 
-def set_labels(config: "PreTrainedConfig", labels: list[str]) -> None:
+def set_labels(config: Any, labels: list[str]) -> None:
     """Store the label names in the model's configuration, which also sets the size of its head."""
-    config.num_labels = len(labels)
     config.id2label = dict(enumerate(labels))
     config.label2id = {label: i for i, label in enumerate(labels)}

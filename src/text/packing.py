@@ -27,26 +27,18 @@ def pack(max_length: int, batch: dict) -> dict:
 def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
     """Return the document indices of each row. A document goes into the fullest row that still has space for it."""
     rows: list[list[int]] = []
-    rows_by_space: dict[int, list[list[int]]] = {}
-    spaces: list[int] = []  # the keys of rows_by_space, sorted
+    open_rows: list[tuple[int, int, list[int]]] = []  # (space, −time of the last change, row), sorted
     documents = [document for document, length in enumerate(lengths) if length > 1]
-    for document in sorted(documents, key=lambda document: -lengths[document]):
-        at = bisect.bisect_left(spaces, lengths[document])
-        if at == len(spaces):
+    for time, document in enumerate(sorted(documents, key=lambda document: -lengths[document])):
+        at = bisect.bisect_left(open_rows, (lengths[document],))
+        if at == len(open_rows):
             space, row = max_length, []
             rows.append(row)
         else:
-            space = spaces[at]
-            row = rows_by_space[space].pop()
-            if not rows_by_space[space]:
-                del rows_by_space[space], spaces[at]
+            space, _, row = open_rows.pop(at)
         row.append(document)
-        space -= lengths[document]
-        if space and space not in rows_by_space:
-            rows_by_space[space] = []
-            bisect.insort(spaces, space)
-        if space:
-            rows_by_space[space].append(row)
+        if space := space - lengths[document]:
+            bisect.insort(open_rows, (space, -time, row))
     return rows
 
 

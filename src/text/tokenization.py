@@ -1,4 +1,4 @@
-"""Tokenization helpers: bytes per token, batches of limited size, the check for text.
+"""Tokenization helpers: ids with the bytes of each token, truncation, the check for text.
 
 Tests: tests/text/test_tokenization.py.
 """
@@ -11,28 +11,15 @@ import numpy as np
 from src.config.errors import UsageError
 
 IGNORED = -100  # label of a token that is not a target
-CHARACTERS = 1 << 20  # maximum per tokenizer call: its output takes about 100 bytes per character
+TEXTS = 16  # per tokenizer call: its output takes about 100 bytes per character
 
 
 def require_text(values: list, column: str, locations) -> None:
-    """Raise UsageError for the first value that is not text."""
+    """Raise UsageError for the first value that is not text. A tokenizer would read a list of two texts as a pair."""
     for i, value in enumerate(values):
         if not isinstance(value, str):
             content = "nothing" if value is None else type(value).__name__
             raise UsageError(f"{locations[i]}: `{column}` holds {content}, not text")
-
-
-def batches_by_size(texts: list[str]) -> Iterator[list[str]]:
-    """Yield lists of texts with at most CHARACTERS characters in total. A longer text gets its own list."""
-    batch, size = [], 0
-    for text in texts:
-        if batch and size + len(text) > CHARACTERS:
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **options) -> tuple[Any, dict[str, list]]:
@@ -48,6 +35,17 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
         for i, ids in zip(full, complete, strict=True):
             truncated[i] = len(ids) - max_length
     return encoded, {"length": lengths, "cut": truncated}
+
+
+def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Yield (token ids, UTF-8 bytes of each token) for each text. Without a fast tokenizer the bytes are zero."""
+    fast = getattr(tokenizer, "is_fast", False)
+    for start in range(0, len(texts), TEXTS):
+        some = texts[start : start + TEXTS]
+        encoded = tokenizer(some, return_offsets_mapping=fast, verbose=False, **options)
+        for i, text in enumerate(some):
+            ids = list(encoded["input_ids"][i])
+            yield ids, token_bytes(text, encoded["offset_mapping"][i]) if fast else np.zeros(len(ids), np.int64)
 
 
 def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:

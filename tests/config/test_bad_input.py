@@ -95,7 +95,6 @@ CASES = {
     "id outside": rows(
         "line 2: train data: `input_ids` holds 1 to 500|0 to 499", {"input_ids": [1, 2]}, {"input_ids": [1, 500]}
     ),
-    "ids in words": ids("line 1: train data: `input_ids` must be a list", "hello"),
     "label id outside": ids("`labels` holds 1 to 999", [1, 2], labels=[1, 999]),
     "labels of another length": ids("`labels` has 2 values for 3 input_ids", [1, 2, 3], labels=[1, 2]),
     "all labels masked": ids("masked (-100)", [1, 2, 3], labels=[-100] * 3),

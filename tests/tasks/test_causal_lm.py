@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -247,23 +246,6 @@ def test_prompt_and_completion_train_on_the_completion(folder, tokenizer):
     assert batch.sums["bytes"] == len("return für".encode()) + len(" 漢".encode())
 
 
-ALPACA = {"instruction": "def", "input": "f", "output": "return"}
-SHAREGPT = {"conversations": [{"from": "human", "value": "def"}, {"from": "gpt", "value": "return"}]}
-
-
-@pytest.mark.parametrize(
-    "row, text", [(ALPACA, "def\nf\nreturn"), (SHAREGPT, f"<|user|>def{EOS}\n<|assistant|>return")]
-)
-def test_other_formats_are_refused_with_a_conversion_that_works(folder, tokenizer, row, text):
-    with pytest.raises(UsageError, match="no usable column") as error:
-        open_batch(folder, [row])
-    conversion = str(error.value).partition("convert the file once, by ")[2]
-    values = {"FILE": str(folder / "rows.jsonl"), "NEW": str(folder / "new.jsonl"), "datasets": datasets}
-    exec(conversion, values)
-    _, rows, _, _ = open_batch(folder, [json.loads((folder / "new.jsonl").read_text())])
-    assert tokenizer.decode(rows[0]["input_ids"]).startswith(text)
-
-
 @pytest.mark.parametrize("packing", [True, False])
 def test_input_ids_are_used_as_they_are(folder, packing):
     rows = [
@@ -491,9 +473,3 @@ def test_printed_sample_is_the_final_models_without_dropout(folder, trained):
     assert task.sample(model.train()) == sample
     task.options.sample_prompt = None
     assert task.sample(model) is None
-
-
-@pytest.mark.parametrize("prompt, tokens", [(" ".join("xyz" * 60), 3), ("ab", 500)])
-def test_sample_of_a_long_prompt_or_a_long_sample(folder, prompt, tokens):
-    task, _ = open_data(folder, sample_prompt=prompt, sample_tokens=tokens, max_length=16)
-    assert task.sample(task.build())

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.chat import render_chat
+from src.text.chat import render_chat, warn_once
 from tests.helpers import kit
 
 CHAT = [
@@ -99,9 +99,7 @@ def turns(*roles):
 @pytest.mark.parametrize(
     "messages, words",
     [
-        (None, ""),
         ([{"content": "no role"}], "turn 0 has no role"),
-        (["text"], ""),
         ("text", ""),
         ([CHAT[0], CALL], "tool_calls of turn 1"),
         ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
@@ -109,7 +107,7 @@ def turns(*roles):
         ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no content"),
         (turns("user", "Assistant"), "turn 1 has the role 'Assistant'"),
         (turns("user", "gpt", "user", "assistant"), "turn 1 has the role 'gpt'"),
-        ([PARTS, *CHAT[1:]], "parts of turn 0"),
+        ([PARTS, *CHAT[1:]], "content of turn 0"),
     ],
 )
 def test_unusable_chats_are_refused(tokenizer, messages, words):
@@ -152,7 +150,7 @@ def test_reasoning_that_the_template_writes_is_trained_on(tokenizer, monkeypatch
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]
 
 
-@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS), [json.dumps(TOOLS[0])]])
+@pytest.mark.parametrize("tools", [TOOLS, json.dumps(TOOLS)])
 def test_tools_of_a_row_are_given_to_the_template(tokenizer, monkeypatch, tools):
     """Arrow gives all tools the same parameters, which are null where a tool has none of that name."""
     with pytest.raises(UsageError, match=r"row 3: `messages`.* does not write the `tools`.*--chat_template"):
@@ -167,8 +165,9 @@ def test_tools_of_a_row_are_given_to_the_template(tokenizer, monkeypatch, tools)
 
 
 def test_dropped_words_are_warned_about_once(tokenizer, monkeypatch, capsys):
+    warn_once.cache_clear()
     template = LOOP + "<|{{ m.role }}|>{{ m.content.split('</think>')[-1] }}\n{% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template + "{% if add_generation_prompt %}<|assistant|>{% endif %}")
     for _ in range(2):
         render_chat(tokenizer, [CHAT[0], {"role": "assistant", "content": "<think>why</think>so"}], "row 3")
-    assert capsys.readouterr().err.count("warning: row 3: ") == 1
+    assert capsys.readouterr().err.count("warning: the chat template ") == 1

@@ -108,7 +108,8 @@ class Task(base.Task):
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
             if self.labels is None or not is_stream or self.class_names is not None:
-                labels = labels_of_data(self.cfg, examples, needed[1], split, self.class_names)
+                values = examples.unique(needed[1])
+                labels = labels_of_data(self.cfg, values, self.class_names, needed[1], split)
                 if not set(labels) <= set(self.labels or ()):  # other classes than those of the pretrained model
                     self.labels = labels
         features = {"image": Value("binary"), "label": ClassLabel(names=self.labels)}

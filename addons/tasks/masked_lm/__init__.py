@@ -13,7 +13,6 @@ import xxhash
 
 from addons.tasks.masked_lm.masked_head import has_positionwise_head, hidden_states_at
 from addons.tasks.masked_lm.masking import mask_tokens, masked_count
-from src.config.addons import columns_of_addons
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
@@ -77,7 +76,7 @@ class Task(base.Task):
         # With packing the encoder splits a long document, and append_eos would add a token that many models lack.
         text_column = self.options.text_column
         self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, True, text_column, append_eos=False)
-        needed, made = self.encoder.choose(examples.column_names, split, columns_of_addons(self.cfg))
+        needed, made = self.encoder.choose(examples.column_names, split)
         if "labels" in made:
             raise UsageError(
                 f"{split} data: masked_lm chooses its labels itself, so {', '.join(needed)} cannot all be used: give "

@@ -19,7 +19,6 @@ from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, StepSizes, plan
 from src.data.row_order import permute
-from src.text import encode_rows
 from tests.helpers import kit, technique_runs
 
 ROWS, BATCH, STEPS = 23, 6, 9
@@ -234,10 +233,3 @@ def test_changed_numbers_are_another_run(fields, tmp_path):
     column = Column("curriculum_column", "difficulty")
     assert column.read(before["train"])[7] != 0.5
     assert column.read(after["train"])[7] == 0.5
-
-
-def test_columns_that_are_read_are_not_reported_as_ignored(fields, tmp_path, capfd):
-    for more, expected in (({"sample_weight_column": "weight"}, False), ({}, True)):
-        encode_rows._warn_once.cache_clear()
-        open_rows(fields, tmp_path, **more)
-        assert ("columns weight are not used" in capfd.readouterr().err) == expected
