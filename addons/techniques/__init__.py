@@ -114,9 +114,6 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    # Options that it no longer has: (value that did what is done without it, what to do instead) by name. Checkpoints of
-    # older versions record them.
-    removed_options: Mapping[str, tuple[Any, str]] = {}
     gradient: Callable[..., StepLosses] | None = None  # replaces compute_gradient of train.py, while it is set
     run: Run  # set before `begin`
 

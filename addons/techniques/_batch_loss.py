@@ -7,7 +7,7 @@ it, and backpropagates its rows of that gradient (GradCache: Gao et al., "Scalin
 under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/addons/techniques/test_batch_loss.py.
 """
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,14 +24,14 @@ Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
 
 
-class BatchLoss(Protocol):
-    """A loss over a global batch."""
+class BatchLossTask(Task):
+    """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
         """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
 
         All parameters must act here, also a learned temperature: multiply the vectors by it."""
-        ...
+        raise NotImplementedError
 
     def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         """Return sums over a whole global batch: `loss`, and in evaluation the sums for `metrics`. No parameters here.
@@ -39,16 +39,6 @@ class BatchLoss(Protocol):
         `vectors` holds what `represent` returned for all rows of the global batch, in an order that does not depend on
         the number of processes; `weight` is their weight. The loss of a step is `loss` / `weight`. In evaluation, a
         global batch is `global_batch_size` consecutive rows."""
-        ...
-
-
-class BatchLossTask(Task):
-    """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
-
-    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
-        raise NotImplementedError
-
-    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         raise NotImplementedError
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
@@ -87,7 +77,7 @@ class _Part(NamedTuple):
 
 
 def compute_gradient(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: Any, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
@@ -101,7 +91,7 @@ def compute_gradient(
 
 
 def _backward_in_two_passes(
-    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: Any, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
@@ -130,9 +120,7 @@ def _backward_in_two_passes(
     return losses, sums if strategy.data_rank == 0 else {}
 
 
-def _gradient_of_vectors(
-    batch_loss: BatchLoss, vectors: Vectors, weight: float
-) -> tuple[torch.Tensor, Vectors, Vectors]:
+def _gradient_of_vectors(batch_loss: Any, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors, Vectors]:
     """Return (loss of the global batch, its gradient by each floating-point vector, further sums) on every rank."""
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}

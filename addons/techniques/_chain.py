@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from addons.techniques import TECHNIQUES, Technique
-from addons.techniques._options import explain_unknown, in_words, options_of, read_options
+from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
@@ -27,10 +27,10 @@ def read_techniques(
 ) -> tuple[dict[str, Technique], list[str]]:
     """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
     found: dict[str, Technique] = {}
-    given, errors = dict(cfg.techniques or {}), []
-    for name, options in given.items():
+    errors = []
+    for name, options in (cfg.techniques or {}).items():
         if name not in known:
-            errors.append(f"techniques: {name}: {explain_unknown(name, known)}")
+            errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
             continue
         try:
             found[name] = read_options(known[name](), options)
@@ -39,7 +39,7 @@ def read_techniques(
     found = dict(sorted(found.items(), key=lambda item: item[1].order))
     for name, technique in found.items():
         errors += [f"techniques: {name}: {error}" for error in technique.errors()]
-    return found, [*errors, *_errors_between(found, cfg), *_metric_errors(given, cfg, known)]
+    return found, [*errors, *_errors_between(found, cfg)]
 
 
 class TechniqueChain(Techniques):
@@ -212,21 +212,3 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
-
-
-def _metric_errors(given: Mapping[str, Any], cfg: RunConfig, known: Mapping[str, Callable]) -> Iterator[str]:
-    """Yield a sentence if metric_for_best_model is NAME/…, for a NAME or a misspelled one that no evaluation has.
-
-    Any other NAME/… may be a metric of the task."""
-    name, slash, metric = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")
-    averages = [each for each in known if known[each]().average is not Technique.average] if slash else []
-    if not slash or name in (cfg.mixture or ()) or (name in given and name in averages):
-        return
-    but = f"metric_for_best_model is {cfg.metric_for_best_model}, but"
-    if name in averages:
-        yield f"{but} techniques has no {name}: add techniques: {{{name}: {{}}}}, or give metric_for_best_model {metric}"
-    elif (similar := did_you_mean(name, [*averages, *(cfg.mixture or ())])) or name in known:
-        yield (
-            f"{but} {name} is neither a technique with an average of weights ({', '.join(averages)}) nor a source of "
-            f"mixture{similar}: give metric_for_best_model {metric}"
-        )

@@ -80,7 +80,7 @@ class HardExamples(Technique):
 
 
 class HardestRows:
-    """The loss of the hardest rows as a loss over the global batch (BatchLoss).
+    """The loss of the hardest rows as a loss over the global batch, as BatchLossTask has it.
 
     The task's `row_losses(model, inputs)` returns `loss` and `weight` of each row in training, (rows,), which add up to
     the `loss` that its `loss` returns and to the batch's weight; src/models/chunked_cross_entropy.py computes them for a

@@ -12,8 +12,6 @@ import torch
 from addons.techniques import Technique, warn_if_unused
 from src.config.fields import option
 
-NO_ROLLBACK = "it was removed: the update of a spike is skipped; --resume CHECKPOINT returns to an earlier checkpoint"
-
 
 @dataclass(eq=False)
 class SpikeWatch(Technique):
@@ -27,8 +25,6 @@ class SpikeWatch(Technique):
     factor: float = option("a norm above this multiple of the median is a spike", 4.0, above=1)
     window: int = option("number of norms in the median", 100, min=2, max=100_000)
     warmup: int = option("norms to collect before the first decision", 20, min=1)
-
-    removed_options = {"action": ("skip", NO_ROLLBACK), "max_rollbacks": (10, NO_ROLLBACK)}
 
     def errors(self) -> list[str]:
         if self.warmup > self.window:

@@ -329,14 +329,6 @@ def test_stream_without_targets_is_refused(tmp_path, monkeypatch, masked):
     assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
 
 
-def test_warning_for_uneven_files(tmp_path, capfd):
-    text = "of 3 shard groups has 2.6 times the mean"
-    for sizes in ([10, 11, 9], [100, 8, 7]):
-        files = shards(tmp_path / f"{sizes[0]}", sizes)
-        assert opened(tmp_path, files, stream_lanes=3).shard_groups == 3
-        assert (text in capfd.readouterr().err) == (sizes[0] == 100)
-
-
 def test_save_to_disk_folder_cannot_be_streamed(tmp_path):
     rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}] * 9)
     for name, saved in (("one", rows), ("several", datasets.DatasetDict(train=rows))):

@@ -141,32 +141,6 @@ def test_final_can_hold_one_average():
 
 
 @pytest.mark.parametrize(
-    "metric, techniques, mixture, text",
-    [
-        ("ema/loss", None, None, "techniques has no ema: add techniques: {ema: {}}"),
-        ("eval_ema/loss", {"sam": None}, None, "techniques has no ema: add techniques: {ema: {}}"),
-        ("sam/loss", {"sam": None}, None, "sam is neither a technique with an average of weights (ema, lawa, swa) nor"),
-        ("emma/loss", EMA, None, "did you mean ema?"),
-        ("cod/loss", None, {"code": {}, "prose": {}}, "nor a source of mixture; did you mean code?"),
-        ("ema/loss", EMA, None, None),
-        ("f1/macro", EMA, None, None),  # a metric of the task
-        ("code/loss", None, {"code": {}, "prose": {}}, None),
-        ("loss", {"sam": None}, None, None),
-        (None, None, None, None),
-    ],
-)
-def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, mixture, text):
-    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
-    if text is None:
-        TechniqueChain(cfg)
-        return
-    with pytest.raises(UsageError) as refused:
-        TechniqueChain(cfg)
-    assert f"metric_for_best_model is {metric}, but" in str(refused.value)
-    assert text in str(refused.value)
-
-
-@pytest.mark.parametrize(
     "metric, final, fix",
     [
         (None, "ema", None),

@@ -64,12 +64,6 @@ def test_spike_watch_under_fsdp2(tmp_path, spikes):
     technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
 
 
-@pytest.mark.parametrize("option", ["action", "max_rollbacks"])
-def test_rollback_is_refused_as_removed(option):
-    with pytest.raises(UsageError, match=f"spike_watch: {option}: unknown option: it was removed: .*--resume"):
-        TechniqueChain(run_config(techniques={"spike_watch": {option: "skip"}}))
-
-
 def test_endless_window_is_refused():
     with pytest.raises(UsageError, match="window"):
         TechniqueChain(run_config(techniques={"spike_watch": {"window": 10**9}}))

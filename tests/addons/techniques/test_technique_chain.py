@@ -91,10 +91,6 @@ def test_values_are_read_as_the_types_of_the_options():
         ({"outer": {"rate": "fast"}}, ["outer: rate", "'fast'", "a rate"]),
         ({"outer": {"rate": [1, 2]}}, ["outer: rate", "[1, 2]"]),
         ({"outer": {"rate": [1]}}, ["outer: rate: [1]"]),
-        ({"OUTER": {}}, ["OUTER: unknown; did you mean outer?"]),
-        ({"freeze": {}}, ["freeze: is a field of the run file"]),
-        ({"stochastic_depth": {}}, ["is a field of the run file"]),
-        ({"focal_gamma": {}, "z_loss": {}}, ["focal_gamma: is an option of a task", "z_loss: is an option of a task"]),
         ({"outer": {"low": True}}, ["outer: low: True"]),
         ({"outer": {"rate": 0, "low": "few"}}, ["outer: rate is 0", "low: 'few'"]),  # all at once
         ({"outer": {"rate": 0}}, ["outer: rate is 0", "greater than 0"]),

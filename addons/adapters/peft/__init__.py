@@ -4,7 +4,6 @@ A checkpoint holds the base model under its own names, so that `build` loads it,
 Tests: tests/addons/adapters/test_peft.py.
 """
 
-import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,16 +13,13 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
-from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
 from src.config.errors import UsageError, did_you_mean, one_line
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
 from src.models.load_config import model_folder
-from src.training.step import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
@@ -197,22 +193,6 @@ def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]])
     return found
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
-
-
-def write_own_tensors(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
-) -> dict[str, torch.Tensor]:
-    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
-    if "base_names" not in vars(model):
-        return tensors  # the adapter is merged
-    base: dict[str, str] = vars(model)["base_names"]
-    adapter = {name: value for name, value in tensors.items() if name not in base}
-    if adapter or world == 1:
-        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
-    return {base[name]: value for name, value in tensors.items() if name in base}
-
-
 def _folder_with_adapter(cfg: Any, weights: str | Path | None) -> Path | None:
     name = str(weights or cfg.model_name_or_path or "")
     folder = Path(locate(name) if weights else model_folder(cfg, name)) if name else None
@@ -236,15 +216,24 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
         raise UsageError(f"{wrong} ({missing[0]}): give the options of the run that saved it")
 
 
-def change_final_model(folder: Path, task: Any) -> None:
-    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
+def write_own_tensors(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+) -> dict[str, torch.Tensor]:
+    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
+    if "base_names" not in vars(model):
+        return tensors  # the adapter is merged
+    base: dict[str, str] = vars(model)["base_names"]
+    adapter = {name: value for name, value in tensors.items() if name not in base}
+    if adapter or world == 1:
+        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+    return {base[name]: value for name, value in tensors.items() if name in base}
 
-    The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
-    whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
-    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
-        path.unlink()
-    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
-    write_tensors(lost, folder / f"{ADAPTER}.safetensors")
+
+def change_final_model(folder: Path, task: Any) -> None:
+    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft."""
+    from addons.adapters.peft.merged_model import write_merged
+
+    write_merged(folder, task)
 
 
 def model_card(cfg: Any) -> str:
@@ -255,30 +244,3 @@ def model_card(cfg: Any) -> str:
         "weights here. The folder adapter/ holds it alone, for `PeftModel.from_pretrained`; adapter.safetensors holds what "
         "an exact evaluation or further training of the adapter needs.\n"
     )
-
-
-@torch.no_grad()
-def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Return (the model of `folder` with its adapter merged, the tensors that it had before and that merging lost).
-
-    Write the adapter as peft does to FOLDER/adapter."""
-    from peft.utils import get_peft_model_state_dict
-
-    whole = task.build(str(folder))
-    tuner = add_adapter(task, whole, folder)
-    model, config = tuner.model, tuner.peft_config[NAME]
-    export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
-    base = task.cfg.model_name_or_path
-    config.base_model_name_or_path = (
-        base if base and not Path(locate(base)).exists() else None
-    )  # no path of this machine
-    config.revision, config.inference_mode = task.cfg.model_revision if base else None, True
-    if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
-        config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it
-    config.save_pretrained(folder / ADAPTER)
-    named = {f"base_model.model.{name}": value.clone() for name, value in export.items()}
-    save_file(named, folder / ADAPTER / "adapter_model.safetensors", {"format": "pt"})
-    names = vars(model).pop("base_names")
-    lost = {name: value.clone() for name, value in model.state_dict().items() if names.get(name) != name}
-    tuner.merge_and_unload()
-    return whole, lost
