@@ -23,9 +23,8 @@ from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, set_labels
-from src.text.packing import pad_columns, padded_length
-from src.text.tokenization import IGNORED, require_text, tokenize_truncated
+from src.text.labels import label_ids, labels_of_data, labels_of_model, set_labels
+from src.text.tokenization import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
 
 OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 
@@ -76,7 +75,7 @@ class Task(base.Task):
                     "set --tokens_column or --tags_column"
                 )
         tags = needed[1]
-        self.class_names: Any = class_names(examples.features[tags].feature, tags, split)
+        self.class_names: Any = getattr(examples.features[tags].feature, "names", None)
         if self.labels is None:
             values = (tag for row in examples[tags] for tag in row or ())
             self.labels = labels_of_data(self.cfg, values, self.class_names, tags, split)

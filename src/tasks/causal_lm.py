@@ -29,8 +29,7 @@ from src.models.router_loss import balance_losses, check_router, experts_per_tok
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.packing import pack, packed_positions, padded_length
-from src.text.tokenization import IGNORED
+from src.text.tokenization import IGNORED, pack, packed_positions, padded_length
 
 SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
 
@@ -76,6 +75,8 @@ class Task(base.Task):
             self.config.is_decoder = True  # otherwise BERT and similar models would attend to the tokens they predict
         self.max_length = check_fit(self.cfg, self.config, self.tokenizer, o.max_length)
         self.vocab_size = vocabulary_size(self.cfg, self.config)
+        self.row_settings = (self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
+        self.encoder = Encoder(self.tokenizer, *self.row_settings)
         self.router_coefficient = router_coefficient(self.config, o.router_aux_loss_coef)
         if self.tokenizer is None and (o.chat_template or o.sample_prompt):
             raise UsageError("chat_template and sample_prompt need a tokenizer: give --tokenizer_name, or omit them")
@@ -88,18 +89,13 @@ class Task(base.Task):
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        o = self.options
-        template = getattr(self.tokenizer, "chat_template", None)
-        model = (self.max_length, self.vocab_size)
-        return repr((self.tokenizer_text, template, *model, o.packing, o.text_column, o.append_eos))
+        return repr((self.tokenizer_text, getattr(self.tokenizer, "chat_template", None), *self.row_settings))
 
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
-        o = self.options
-        self.encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, o.packing, o.text_column, o.append_eos)
         needed, made = self.encoder.choose(examples.column_names, split)
-        made = [*made, "documents"] if o.packing else made  # lengths of the documents in a row
+        made = [*made, "documents"] if self.options.packing else made  # lengths of the documents in a row
         lists = ("input_ids", "labels", "documents")
         return needed, Features({name: List(Value("int32")) if name in lists else Value("int64") for name in made})
 
@@ -183,6 +179,5 @@ class Task(base.Task):
             do_sample=True,
             temperature=0.7,
             top_k=40,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
         )
         return tokenizer.decode(tokens[0], skip_special_tokens=True)

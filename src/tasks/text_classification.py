@@ -21,8 +21,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text import labels as class_labels
-from src.text.packing import pad_columns, padded_length
-from src.text.tokenization import require_text, tokenize_truncated
+from src.text.tokenization import pad_columns, padded_length, require_text, tokenize_truncated
 
 
 @dataclass
@@ -89,7 +88,7 @@ class Task(base.Task):
         class_labels.require_columns(examples, needed, split, "--text_column or --label_column")
         label: Any = Value("float64")
         if not self.options.regression:
-            self.class_names: Any = class_labels.class_names(examples.features[column], column, split)
+            self.class_names = getattr(examples.features[column], "names", None)  # of a ClassLabel
             if self.labels is None:
                 values = examples.unique(column)
                 self.labels = class_labels.labels_of_data(self.cfg, values, self.class_names, column, split)
@@ -103,7 +102,7 @@ class Task(base.Task):
         for name, values in zip(self.text_columns, texts, strict=True):
             require_text(values, name, locations)
         if self.options.regression:
-            labels = class_labels.require_numbers(batch[column], column, locations)
+            labels = [float(value) for value in batch[column]]
         else:
             labels = class_labels.label_ids(batch[column], self.labels, self.class_names, column, locations)
         encoded, counts = tokenize_truncated(self.tokenizer, texts, self.max_length)

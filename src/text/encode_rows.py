@@ -118,25 +118,17 @@ class Encoder:
     def _encode_ids(self, batch: dict[str, list], locations) -> Iterator[Document]:
         for i, ids in enumerate(batch["input_ids"]):
             labels, mask = (batch[name][i] if name in batch else None for name in OPTIONAL_COLUMNS)
-            ids, labels = self._without_padding(ids, labels, mask, locations[i])
+            labels = ids if labels is None else labels
+            self._check_ids(ids, labels, mask, locations[i])
             yield Document(ids, labels, np.zeros(len(ids), np.int64))
 
-    def _without_padding(self, ids, labels, mask, location) -> tuple[list[int], list[int]]:
-        """Return ids and labels that `mask` keeps. Raise UsageError for lengths that differ, and invalid ids or masks."""
-        labels, mask = ids if labels is None else labels, [1] * len(ids) if mask is None else mask
-        for name, values in (("labels", labels), ("attention_mask", mask)):
-            if len(values) != len(ids):
-                raise UsageError(f"{location}: `{name}` has {len(values)} values for {len(ids)} input_ids")
-        start = mask.index(1) if 1 in mask else 0
-        stop = start + mask.count(1)
-        if mask[start:stop].count(1) + mask.count(0) != len(mask):
-            raise UsageError(
-                f"{location}: `attention_mask` must be 0 for padding, at the start or the end, and 1 for all others"
-            )
-        ids, labels = ids[start:stop], labels[start:stop]
+    def _check_ids(self, ids: list[int], labels: list[int], mask: list[int] | None, location) -> None:
+        if len(labels) != len(ids):
+            raise UsageError(f"{location}: `labels` has {len(labels)} values for {len(ids)} input_ids")
+        if mask is not None and (len(mask) != len(ids) or not all(mask)):
+            raise UsageError(f"{location}: `attention_mask` is not 1 for each of the input_ids: remove the padding")
         for name, values in (("input_ids", ids), ("labels", [label for label in labels if label != IGNORED])):
             if values and not 0 <= min(values) <= max(values) < self.vocab_size:
                 raise UsageError(
                     f"{location}: `{name}` holds {min(values)} to {max(values)}: ids must be 0 to {self.vocab_size - 1}"
                 )
-        return ids, labels

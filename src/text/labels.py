@@ -3,7 +3,6 @@
 Tests: tests/tasks/test_text_classification.py.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,14 +27,6 @@ def labels_of_model(config: Any, head: str = "SequenceClassification") -> list[s
     return [names[i] for i in sorted(names)] if is_classifier or is_named else None
 
 
-def class_names(feature: Any, column: str, split: str) -> list[str] | None:
-    """Return the names of a ClassLabel feature, None for strings, integers and bools. Raise UsageError otherwise."""
-    dtype = str(getattr(feature, "dtype", "lists or objects"))
-    if not any(name in dtype for name in ("int", "string", "bool")):
-        raise UsageError(f"{split} data: `{column}` holds {dtype}: give labels that are names or integers")
-    return getattr(feature, "names", None)
-
-
 def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, column: str, split: str) -> list[str]:
     """Return `names` of a ClassLabel column, else the labels in `values`, all of a split. Raise UsageError for one."""
     if names is None:
@@ -45,8 +36,10 @@ def labels_of_data(cfg: RunConfig, values: Iterable, names: list[str] | None, co
                 f"`{column}`, or a model with the labels in its config"
             )
         # Numbers are sorted by value: 2 before 10.
-        ordered = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
-        names = [str(value) for value in ordered]
+        distinct = sorted(set(values) - {None}, key=lambda value: (str(type(value)), value))
+        if any(isinstance(value, float) for value in distinct):
+            raise UsageError(f"{split} data: `{column}` holds {distinct[0]}: give labels that are names or integers")
+        names = [str(value) for value in distinct]
     if len(names) < 2:
         raise UsageError(
             f"{split} data: `{column}` is {', '.join(names) or 'empty'} in every row: give data with two labels or more"
@@ -67,14 +60,6 @@ def label_ids(values: list, labels: list[str], names: list[str] | None, column: 
             raise UsageError(f"{locations[i]}: the label {label!r} is none of the {len(labels)} known labels: {there}")
         ids.append(id_of[label])
     return ids
-
-
-def require_numbers(values: list, column: str, locations) -> list[float]:
-    """Return the values as floats. Raise UsageError for the first one that is not a finite number."""
-    for i, value in enumerate(values):
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise UsageError(f"{locations[i]}: `{column}` holds {value!r}: regression needs a number in every row")
-    return [float(value) for value in values]
 
 
 def set_labels(config: Any, labels: list[str]) -> None:

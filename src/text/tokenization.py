@@ -1,8 +1,9 @@
-"""Tokenization helpers: ids with the bytes of each token, truncation, the check for text.
+"""Rows of tokens: tokenized, truncated to a length, packed into full rows, padded to a batch.
 
 Tests: tests/text/test_tokenization.py.
 """
 
+import bisect
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,14 +28,10 @@ def tokenize_truncated(tokenizer, texts: list[list[str]], max_length: int, **opt
 
     `texts` holds one list of texts, or two lists for pairs."""
     encoded = tokenizer(*texts, truncation=True, max_length=max_length, verbose=False, **options)
-    lengths = [len(ids) for ids in encoded["input_ids"]]
-    truncated = [0] * len(lengths)
-    full = [i for i, length in enumerate(lengths) if length == max_length]
-    if full:  # tokenized again without the limit, only to report how much was truncated
-        complete = tokenizer(*([column[i] for i in full] for column in texts), verbose=False)["input_ids"]
-        for i, ids in zip(full, complete, strict=True):
-            truncated[i] = len(ids) - max_length
-    return encoded, {"length": lengths, "cut": truncated}
+    lengths, complete = [len(ids) for ids in encoded["input_ids"]], encoded["input_ids"]
+    if max_length in lengths:  # tokenized again without the limit, only to report how much was truncated
+        complete = tokenizer(*texts, verbose=False)["input_ids"]
+    return encoded, {"length": lengths, "cut": [len(a) - b for a, b in zip(complete, lengths, strict=True)]}
 
 
 def tokenize_with_bytes(tokenizer, texts: list[str], **options) -> Iterator[tuple[list[int], np.ndarray]]:
@@ -56,3 +53,69 @@ def token_bytes(text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     sizes = 1 + (points > 0x7F) + (points > 0x7FF) + (points > 0xFFFF)
     bytes_before = np.concatenate([[0], np.cumsum(sizes)])
     return np.diff(np.maximum.accumulate(bytes_before[[end for _, end in spans]]), prepend=0)
+
+
+# ---- rows of a batch -------------------------------------------------------------------------------------------------
+
+
+def pack(max_length: int, batch: dict) -> dict:
+    """Return rows of up to max_length tokens, packed from the documents of a batch (best fit, longest document first).
+
+    A row keeps the lengths of its documents, so neither attention nor targets cross from one document to the next.
+    Documents of one token are dropped, because they have no target."""
+    rows = _best_fit(batch["length"], max_length)
+    packed: dict[str, list] = {}
+    for name in ("input_ids", "labels"):
+        if name in batch:
+            packed[name] = [[token for document in row for token in batch[name][document]] for row in rows]
+    for name in ("length", "targets", "bytes", "cut"):
+        packed[name] = [sum(batch[name][document] for document in row) for row in rows]
+    packed["documents"] = [[batch["length"][document] for document in row] for row in rows]
+    return packed
+
+
+def _best_fit(lengths: list[int], max_length: int) -> list[list[int]]:
+    """Return the document indices of each row. A document goes into the fullest row that still has space for it."""
+    rows: list[list[int]] = []
+    open_rows: list[tuple[int, int, list[int]]] = []  # (space, −time of the last change, row), sorted
+    documents = [document for document, length in enumerate(lengths) if length > 1]
+    for time, document in enumerate(sorted(documents, key=lambda document: -lengths[document])):
+        at = bisect.bisect_left(open_rows, (lengths[document],))
+        if at == len(open_rows):
+            space, row = max_length, []
+            rows.append(row)
+        else:
+            space, _, row = open_rows.pop(at)
+        row.append(document)
+        if space := space - lengths[document]:
+            bisect.insort(open_rows, (space, -time, row))
+    return rows
+
+
+def packed_positions(documents: np.ndarray, width: int) -> np.ndarray:
+    """Return the position of each token in its document, for a row padded to `width`. Padding is one more document."""
+    sizes = np.append(documents, width - documents.sum())
+    starts = np.cumsum(sizes) - sizes
+    return np.arange(width) - np.repeat(starts, sizes)
+
+
+def padded_length(lengths: list[int], multiple_of: int | None, max_length: int) -> int:
+    """Return the width of a padded micro-batch: its longest row, rounded up to `multiple_of`, up to max_length."""
+    longest = max(1, *lengths)
+    if not multiple_of:  # set it so that torch.compile sees fewer shapes
+        return longest
+    rounded_up = -(-longest // multiple_of) * multiple_of
+    return max(longest, min(rounded_up, max_length))
+
+
+def pad_columns(rows: list[dict], padding: dict[str, int], width: int) -> dict[str, np.ndarray]:
+    """Return each column that `padding` names as an int64 array (rows, width), padded on the right with its value.
+
+    Add `attention_mask`, unless no row is shorter than `width`: without a mask attention uses its fast kernels."""
+    padded = {name: np.full((len(rows), width), value, np.int64) for name, value in padding.items()}
+    mask = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        for name in padding:
+            padded[name][i, : len(row[name])] = row[name]
+        mask[i, : max(1, len(row["input_ids"]))] = 1  # a row that attends to nothing would be NaN
+    return padded if mask.all() else padded | {"attention_mask": mask}

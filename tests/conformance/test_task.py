@@ -189,11 +189,3 @@ def test_mutant_augmentation_in_evaluation_is_named(language_model, monkeypatch)
     monkeypatch.setattr(task, "collate", augmented)
     with pytest.raises(AssertionError, match=r"training=False.*input_ids"):
         checks.check_evaluation_is_not_random(task, rows)
-
-
-def test_flags_and_data_of_the_recipe_win(tmp_path):
-    def recipe(folder):
-        return kit.flags(dataset_name=folder, global_batch_size=8)
-
-    cfg, _ = parsing.parse([*make_flags(recipe, tmp_path), *kit.flags(model_config="x.yaml")], OPTIONS)
-    assert (cfg.global_batch_size, cfg.per_device_eval_batch_size, cfg.train_file) == (8, 4, [])

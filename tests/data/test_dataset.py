@@ -212,7 +212,7 @@ class Child(causal_lm.Task):
 
 def test_changed_code_of_encode_prepares_again(open_data, tmp_path, monkeypatch):
     names = {str(path.relative_to(kit.REPOSITORY)) for path in encode_files(Child(None, None))}
-    assert names > {"tests/data/test_dataset.py", "src/tasks/causal_lm.py", "src/text/packing.py"}
+    assert names > {"tests/data/test_dataset.py", "src/tasks/causal_lm.py", "src/text/labels.py"}
     assert not any("base" in name or "models" in name for name in names)
     file, helper = write(tmp_path / "rows.jsonl", TEXTS), types.ModuleType("helper")
     helper.__file__ = str(tmp_path / "helper.py")

@@ -11,10 +11,8 @@ import torch.nn.functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from src.config.errors import UsageError
-from src.models import chunked_cross_entropy
 from src.models.model_checks import check_packing
 from tests.helpers import kit
-from tests.models.test_chunked_cross_entropy import memory
 
 EOS = "<|endoftext|>"
 
@@ -202,17 +200,6 @@ def test_messages_train_on_the_assistants_turns(folder, tokenizer, packing):
     assert batch.sums["bytes"] == spoken  # a chat's first token is a header's
 
 
-def test_messages_with_generation_marks_in_the_template(folder, tokenizer):
-    """With {% generation %}, earlier turns may change as the chat grows."""
-    (folder / "marked.jinja").write_text(
-        "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
-        "{% endgeneration %}{{ '!' if loop.last }}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
-    )
-    chat = [("user", "return"), ("assistant", "self import"), ("user", "if"), ("assistant", "else row")]
-    _, _, batch, _ = open_batch(folder, as_rows(chat), chat_template=folder / "marked.jinja")
-    assert tokenizer.decode(target_rows(batch)[0]) == "self importelse row"
-
-
 MARKED = "{{% if m.role == 'assistant' %}}{{% generation %}}{0}{{% endgeneration %}}{{% else %}}{0}{{% endif %}}"
 
 
@@ -266,72 +253,15 @@ def test_input_ids_are_used_as_they_are(folder, packing):
     assert batch.sums["bytes"] == 0  # unknown: there is no text
 
 
-def test_mutant_counting_before_the_shift_is_caught(folder):
-    """Rows of two and three tokens have one and two targets; the naive count would divide by 50 % too much."""
-    rows = [{"input_ids": [i, i + 1, i + 2][: 2 + i % 2]} for i in range(1, 9)]
-    task, got, batch, _ = open_batch(folder, rows, dtype="float64")
-    model = task.build().train()
-    losses_of_targets = []
-    for row in got:
-        ids = torch.tensor(row["input_ids"]).long()
-        losses_of_targets.append(F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:], reduction="none"))
-    mean = torch.cat(losses_of_targets).mean().item()
-    loss = task.loss(model, batch.inputs)["loss"].item()
-
-    def is_mean(weight):
-        return abs(loss / weight - mean) < 1e-10
-
-    assert is_mean(batch.weight)
-    assert not is_mean(batch.tokens)  # the mutant
-
-
-PADDED = [
-    {"input_ids": [7, 8, 9, 0, 0], "attention_mask": [1, 1, 1, 0, 0]},
-    {"input_ids": [499, 499, 4, 5, 6], "attention_mask": [0, 0, 1, 1, 1], "labels": [-100, -100, -100, 5, 6]},
-    {"input_ids": [600, 11, 12, 600], "attention_mask": [0, 1, 1, 0]},  # padding outside the vocabulary
-    {"input_ids": [13, 14], "attention_mask": None},
-    {"input_ids": [0, 0], "attention_mask": [0, 0]},
-]
-
-
-@pytest.mark.parametrize("fields", [{}, {"packing": True}])
-def test_given_padding_is_removed(folder, fields):
-    task, splits = open_data(folder, PADDED, **fields)
-    rows = everything(splits["train"])
-    assert flat(row["input_ids"].tolist() for row in rows) == sorted([7, 8, 9, 4, 5, 6, 11, 12, 13, 14])
-    assert flat(target_rows(task.collate(rows, True))) == [5, 6, 8, 9, 12, 14]
-
-
-@pytest.mark.parametrize(
-    "mask, words", [([1, 0, 1], "0 for padding"), ([1, 1], "2 values for 3"), ([1, 2, 2], "0 for padding")]
-)
-def test_mask_that_is_no_padding_is_refused(folder, mask, words):
-    with pytest.raises(UsageError, match=rf"rows\.jsonl, .*`attention_mask`.*{words}"):
+@pytest.mark.parametrize("mask", [[1, 1, 0], [1, 1]])
+def test_mask_of_padding_is_refused(folder, mask):
+    with pytest.raises(UsageError, match=r"rows\.jsonl, .*`attention_mask`"):
         open_data(folder, [{"input_ids": [1, 2, 3], "attention_mask": mask}])
 
 
 def test_ignored_columns_are_warned_about(folder, capfd):
     open_data(folder, [{"input_ids": [1, 2, 3], "loss_mask": [0, 0, 1], "position_ids": [0, 1, 0], "other": 1}])
     assert capfd.readouterr().err.count("the columns loss_mask, position_ids are not used") == 1
-
-
-def test_rows_without_any_target(folder):
-    rows = [
-        {"input_ids": [3]},
-        {"input_ids": [4, 5, 6], "labels": [4, -100, -100]},
-        {"input_ids": [1, 2], "labels": [1, 2]},
-    ]
-    task, got, _, stats = open_batch(folder, rows)
-    assert stats["without_target"] == 2
-    model = task.build()
-    for chosen, weight in ((got[:2], 0), (got, 1)):
-        batch = task.collate(chosen, True)
-        assert batch.weight == weight
-        loss = task.loss(model.train(), batch.inputs)["loss"]
-        gradients = torch.autograd.grad(loss, list(model.parameters()))
-        assert any((g != 0).any() for g in gradients) == bool(weight) == (loss.item() > 0)
-        scored = task.loss(model.eval(), batch.inputs)["loss"].item()
-        assert scored == pytest.approx(loss.item(), rel=1e-5)
 
 
 # ---- evaluation ------------------------------------------------------------------------------------------------------
@@ -381,68 +311,29 @@ def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, trained,
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
-SMALL = {
-    "vocab_size": 500,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-KEY_HEADS = SMALL | {"num_key_value_heads": 2}
-GEMMA = KEY_HEADS | {"model_type": "gemma2", "head_dim": 8}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-HEADS = {
-    "capped": GEMMA | {"final_logit_softcapping": 2.0},
-    "scaled up": KEY_HEADS | {"model_type": "cohere", "logit_scale": 3.0},
-    # One more layer between the last hidden state and the output embedding, which may change the width.
-    "narrowed": SMALL | NO_DROPOUT | {"model_type": "electra", "embedding_size": 16},
-}
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+CAPPED = SMALL | {"model_type": "gemma2", "num_key_value_heads": 2, "head_dim": 8, "final_logit_softcapping": 2.0}
+NARROWED = SMALL | {
+    "model_type": "electra",
+    "embedding_size": 16,
+    "hidden_dropout_prob": 0.0,
+}  # a layer before the head
 
 
-def open_ids(folder, files, name, config):
-    """Return (task, batch, model) of a configuration and rows of ids."""
-    fields = {"model_config": kit.write_yaml(folder / f"{name}.yaml", config), "max_length": 64}
-    task, splits = kit.open_data(**fields, train_file=files / "train.jsonl", cache_dir=folder / "cache")
-    return task, task.collate(splits["train"].rows(np.arange(8)), True), task.build()
-
-
-def head_deviation(task, model, batch):
-    """Return the largest relative difference of the task's losses, in training and evaluation, from the model's logits."""
-    logits = model.eval()(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
-    expected = F.cross_entropy(logits, batch.inputs["targets"].flatten(), reduction="sum").item()
-    scored = task.loss(model, batch.inputs)["loss"].item()
-    trained = task.loss(model.train(), batch.inputs)["loss"].item()
-    return max(abs(scored - expected), abs(trained - expected)) / expected
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_that_are_not_plain_are_seen(folder, files, name):
-    task, batch, model = open_ids(folder, files, name, HEADS[name])
+@pytest.mark.parametrize("config", [CAPPED, NARROWED | {"attention_probs_dropout_prob": 0.0}])
+def test_heads_that_are_not_plain_are_seen(folder, tmp_path, config):
+    task, _, batch, _ = open_batch(folder, "train.jsonl", model_config=kit.write_yaml(tmp_path / "model.yaml", config))
+    model = task.build()
     assert not task.plain_head
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(40)  # logits as large as those of a trained model
-        assert head_deviation(task, model, batch) <= 1e-5
-        if name != "narrowed":  # there the mutant's shapes do not match
-            task.plain_head = True  # the mutant
-            assert head_deviation(task, model, batch) > 1e-2
-
-
-def test_no_logits_of_all_positions_are_ever_held(folder, files, monkeypatch):
-    """Neither in training nor in evaluation; the model is so small that its logits would be the largest tensor by far."""
-    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)  # chunks of 16 rows
-    config = KEY_HEADS | {"model_type": "llama", "vocab_size": 8192, "hidden_size": 8, "intermediate_size": 8}
-    task, batch, model = open_ids(folder, files, "wide", config)
-    logits = batch.inputs["targets"].numel() * config["vocab_size"] * 4
-
-    def largest():
-        training = memory(lambda: task.loss(model.train(), batch.inputs)["loss"].backward())[0]
-        with torch.no_grad():
-            return max(training, memory(lambda: task.loss(model.eval(), batch.inputs))[0])
-
-    assert largest() < logits / 10
-    task.plain_head = False  # the mutant
-    assert largest() >= logits
+        logits = model.eval()(input_ids=batch.inputs["input_ids"]).logits.flatten(0, 1)
+        expected = F.cross_entropy(logits, batch.inputs["targets"].flatten(), reduction="sum").item()
+        assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
+        assert task.loss(model.train(), batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-5)
+        if config is CAPPED:  # the mutant; the shapes of the other one do not match
+            task.plain_head = True
+            assert task.loss(model, batch.inputs)["loss"].item() != pytest.approx(expected, rel=1e-2)
 
 
 # ---- what training leaves --------------------------------------------------------------------------------------------
@@ -453,23 +344,16 @@ def test_final_loads_with_transformers(trained):
     model, info = AutoModelForCausalLM.from_pretrained(final, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert model.dtype == torch.float64
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
     assert "lm_head.weight" not in trained.weights
     text = pipeline("text-generation", model=str(final))("def", max_new_tokens=5, do_sample=False)[0]["generated_text"]
     assert text.startswith("def")
-    assert len(text) > 3
 
 
 def test_printed_sample_is_the_final_models_without_dropout(folder, trained):
-    run = trained
-    printed = run.folder.with_suffix(".out").joinpath("rank0.txt").read_text()
+    printed = trained.folder.with_suffix(".out").joinpath("rank0.txt").read_text()
     task, _ = open_data(folder, model="dropout.yaml", sample_prompt="def", sample_tokens=12, dtype="float64")
-    model = task.build(str(run.folder / "final"))
-    sample = task.sample(model.eval())
+    sample = task.sample(task.build(str(trained.folder / "final")).train())
     assert sample.startswith("def")
     assert len(sample) > 3
     assert sample in printed
-    assert task.sample(model.train()) == sample
-    task.options.sample_prompt = None
-    assert task.sample(model) is None

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertTokenizerFast
 
 from src.config.errors import UsageError
-from src.models.metrics import f1, ranks
+from src.models.metrics import pearson, ranks, spearman
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -75,17 +75,6 @@ def raw_rows(folder, file="train.jsonl"):
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def test_batch_equals_that_of_the_tokenizer(folder):
-    task, splits = open_data(folder)
-    rows, prepared = raw_rows(folder), everything(splits["train"])
-    assert [LABELS[row["label"]] for row in prepared] == [row["label"] for row in rows]
-    batch = task.collate(prepared, True)
-    expected = task.tokenizer([row["text"] for row in rows], padding=True, return_tensors="pt")
-    assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
-    assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
-    assert (batch.weight, batch.tokens) == (160, expected["attention_mask"].sum())
-
-
 def test_pairs_equal_those_of_tokenizer_and_model(folder):
     """The model must know which tokens are of the second text."""
     task, splits = open_data(folder, text_pair_column="other")
@@ -95,6 +84,8 @@ def test_pairs_equal_those_of_tokenizer_and_model(folder):
     assert expected["token_type_ids"].any()
     batch = task.collate(everything(splits["train"]), True)
     assert torch.equal(batch.inputs["input_ids"], expected["input_ids"])
+    assert torch.equal(batch.inputs["attention_mask"], expected["attention_mask"])
+    assert (batch.weight, batch.tokens) == (160, expected["attention_mask"].sum())
     model = task.build().eval()
     labels = torch.tensor([LABELS.index(row["label"]) for row in rows])
 
@@ -156,11 +147,7 @@ def test_class_labels_keep_the_order_of_their_names(folder):
 @pytest.mark.parametrize(
     "fields, values, message",
     [
-        (
-            {},
-            ["red", "purple"],
-            r"line 2: validation data: .*'purple'.* 3 known labels: blue, green, red",
-        ),
+        ({}, ["red", "purple"], r"line 2: validation data: .*'purple'.* 3 known labels: blue, green, red"),
         ({}, ["red", "blue", None], r"line 3: validation data: `label` holds nothing"),
         ({"label_column": "color"}, ["red"], r"no column `color` among text, .*--label_column"),
     ],
@@ -184,61 +171,24 @@ def macro_f1(predictions, references):
     return float(sum(scores) / len(scores))
 
 
-def test_f1_metric():
-    generator = np.random.default_rng(0)
-    for classes in (2, 3, 7):
-        predictions, references = generator.integers(0, classes, (2, 50)).tolist()
-        got = f1(predictions, references)
-        assert got == pytest.approx(macro_f1(predictions, references), abs=1e-15)
-    assert f1([0, 0, 0, 1], [0, 0, 1, 1]) == pytest.approx((4 / 5 + 2 / 3) / 2)
-    assert f1([2, 2], [1, 1]) == 0
-
-
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
+def test_numbers_equal_a_plain_loop_over_single_texts(folder, tmp_path):
     fields = recipe(folder, global_batch_size=16, max_steps=100, learning_rate=2e-3, per_device_eval_batch_size=4)
-    return kit.run_training(2, tmp_path_factory.mktemp("trained") / "run", *kit.flags(**fields))
-
-
-@torch.no_grad()
-def by_hand(folder, run, file):
-    """Return the numbers of an eval line from a plain loop over single texts."""
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**fields))
     model = AutoModelForSequenceClassification.from_pretrained(run.folder / "final", dtype=torch.float64).eval()
     tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
-    rows = raw_rows(folder, file)
-    loss, guesses = 0.0, []
+    assert model.config.id2label == dict(enumerate(LABELS))
+    rows = raw_rows(folder, "validation.jsonl")
+    loss, guesses, truth = 0.0, [], [row["label"] for row in rows]
     for row in rows:
-        logits = model(**tokenizer(row["text"], return_tensors="pt")).logits[0]
+        with torch.no_grad():
+            logits = model(**tokenizer(row["text"], return_tensors="pt")).logits[0]
         loss -= logits.log_softmax(-1)[model.config.label2id[row["label"]]].item()
         guesses.append(model.config.id2label[logits.argmax().item()])
-    truth = [row["label"] for row in rows]
-    accuracy = sum(g == t for g, t in zip(guesses, truth, strict=True)) / len(rows)
-    return {"loss": loss / len(rows), "accuracy": accuracy, "f1": macro_f1(guesses, truth), "examples": len(rows)}
-
-
-def test_numbers_are_the_same_on_any_number_of_processes(folder, trained, tmp_path):
-    """The eval line of training on two processes, and eval.py on one and three, to the last bit."""
-    expected = by_hand(folder, trained, "validation.jsonl")
-    (line,) = trained.kind("eval")
-    assert expected["examples"] == line["examples"] == line["weight"] == 47
-    for name in ("loss", "accuracy", "f1"):
-        assert line[name] == pytest.approx(expected[name], rel=1e-12)
-    assert 0.5 < line["accuracy"] < 1
-    assert line["f1"] != line["accuracy"]
-    for world in (1, 3):
-        again = kit.run_evaluation(world, tmp_path / f"eval{world}", "--checkpoint", trained.folder)
-        assert again == {k: v for k, v in line.items() if k in again}
-        assert again.keys() >= {"loss", "weight", "examples", "accuracy", "f1"}
-
-
-def test_final_loads_with_the_names_of_the_labels(folder, trained):
-    from transformers import pipeline
-
-    model, info = AutoModelForSequenceClassification.from_pretrained(trained.folder / "final", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert model.config.id2label == dict(enumerate(LABELS))
-    assert pipeline("text-classification", model=str(trained.folder / "final"))("a blue sky")[0]["label"] in LABELS
+    (line,) = run.kind("eval")
+    assert line["examples"] == line["weight"] == len(rows) == 47
+    assert line["loss"] == pytest.approx(loss / len(rows), rel=1e-12)
+    assert line["f1"] == pytest.approx(macro_f1(guesses, truth), rel=1e-12) != line["accuracy"]
+    assert 0.5 < line["accuracy"] == sum(g == t for g, t in zip(guesses, truth, strict=True)) / len(rows) < 1
 
 
 # ---- regression ------------------------------------------------------------------------------------------------------
@@ -270,25 +220,11 @@ def test_regression_loss_is_that_of_transformers(scored):
     }
 
 
-def test_correlations(scored):
-    task, _ = scored
+def test_correlations_with_ties():
     generator = np.random.default_rng(0)
-    x = generator.normal(size=50).round(1)  # with ties
+    x = generator.normal(size=50).round(1)
     y = x**3 + generator.normal(size=50)
-    naive = [(v < x).sum() for v in x]
-    assert ranks(x).tolist() == [(x < v).sum() + ((x == v).sum() + 1) / 2 for v in x]
-    found = task.row_metrics({"prediction": x, "label": y})
-    assert found == {
-        "pearson": pytest.approx(np.corrcoef(x, y)[0, 1]),
-        "spearman": pytest.approx(np.corrcoef(ranks(x), ranks(y))[0, 1]),
-    }
-    assert found["spearman"] != pytest.approx(np.corrcoef(naive, ranks(y))[0, 1], abs=1e-4)  # the mutant: no ties
-    assert np.isnan(list(task.row_metrics({"prediction": x * 0 + 0.1, "label": y}).values())).all()
-
-
-@pytest.mark.parametrize("value", ["high", None])
-def test_regression_refuses_labels_that_are_no_numbers(folder, value):
-    file = labelled(folder, "scores.jsonl", [0.5, 1.5])
-    bad = labelled(folder, "no_numbers.jsonl", [value, value])
-    with pytest.raises(UsageError, match=r"line 1: validation data: `label` holds .*number"):
-        open_data(folder, train_file=file, validation_file=bad, regression=True)
+    by_hand = [(x < v).sum() + ((x == v).sum() + 1) / 2 for v in x]
+    assert pearson(x, y) == pytest.approx(np.corrcoef(x, y)[0, 1])
+    assert spearman(x, y) == pytest.approx(np.corrcoef(by_hand, ranks(y))[0, 1])
+    assert np.isnan([pearson(x * 0 + 0.1, y), spearman(x * 0 + 0.1, y)]).all()

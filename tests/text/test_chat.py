@@ -37,12 +37,6 @@ PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 HEAD = "<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
 TEMPLATES = {  # and what each writes around an assistant's words
     "chatml": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, "<|im_start|>assistant\n", "<|im_end|>\n"),
-    "default system": (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are an assistant.<|im_end|>\n{% endif %}"
-        "{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT,
-        "<|im_start|>assistant\n",
-        "<|im_end|>\n",
-    ),
     "llama 3": (
         "<|begin|>{% for m in messages %}" + HEAD + "{{ m.content | trim }}<|eot_id|>{% endfor %}"
         "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
@@ -65,7 +59,7 @@ TEMPLATES = {  # and what each writes around an assistant's words
     "no prompt": ("{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}", "assistant:", "\n"),
 }
 # The mutant looks for the words in the text, and finds "assistant" in the header.
-WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model", "system\nYou are an assistant."]
+WORDS = ["hello", "assistant", "a", "", "  spaced ", "<|im_start|>", "model"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -135,16 +129,6 @@ def test_tool_calls_that_the_template_writes_are_trained_on(tokenizer, monkeypat
     text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CALL], "row 3")
     assert text[a:b].startswith('[{"function"')
     assert "None" not in text
-
-
-THINKING = LOOP + "<|{{ m.role }}|>{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
-THINKING += "{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-
-
-def test_reasoning_that_the_template_writes_is_trained_on(tokenizer, monkeypatch):
-    monkeypatch.setattr(tokenizer, "chat_template", THINKING)
-    text, [(a, b)] = render_chat(tokenizer, [CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "row 3")
-    assert text[a:b] == "<think>why</think>hello\n"
 
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}, "y": None}}}]

@@ -1,10 +1,11 @@
-"""UTF-8 bytes of tokens, and the check for text."""
+"""UTF-8 bytes of tokens, the check for text, documents packed into rows: each one once, and rows nearly full."""
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.tokenization import require_text, token_bytes
+from src.text.tokenization import pack, packed_positions, require_text, token_bytes
 from tests.helpers import kit
 
 TEXTS = ["def f(x): return x", "für Ölmühlen", "漢字かな", "a🙂b👩‍👩‍👧c", "", "a\ud800b"]
@@ -39,3 +40,55 @@ def test_text_must_be_text():
     for value, kind in ((None, "nothing"), (3, "int"), (["a"], "list")):
         with pytest.raises(UsageError, match=f"row 1: `text` holds {kind}"):
             require_text(["a", value], "text", ["row 0", "row 1"])
+
+
+# ---- packing ---------------------------------------------------------------------------------------------------------
+
+
+def documents(count, longest, labelled=False):
+    """Return ragged documents, each of its own token id, as the columns that `pack` gets."""
+    generator = np.random.default_rng(0)
+    lengths = 1 + (longest * generator.random(count) ** 2).astype(int)
+    batch = {
+        "input_ids": [[d] * int(n) for d, n in enumerate(lengths)],
+        "length": lengths.tolist(),
+        "targets": [max(0, int(n) - 1) for n in lengths],
+        "bytes": [3 * int(n) for n in lengths],
+        "cut": [0] * count,
+    }
+    if labelled:
+        batch["labels"] = [[-100 if i % 2 else d for i in range(n)] for d, n in enumerate(batch["length"])]
+    return batch
+
+
+@pytest.mark.parametrize("labelled", [False, True])
+def test_every_document_is_whole_in_exactly_one_row(labelled):
+    batch = documents(2000, 256, labelled)
+    packed = pack(256, batch)
+    kept = [d for d, n in enumerate(batch["length"]) if n > 1]  # one token predicts nothing
+    found = []
+    for i, row in enumerate(packed["input_ids"]):
+        sizes = packed["documents"][i]
+        assert sum(sizes) == len(row) == packed["length"][i] <= 256
+        assert packed["targets"][i] == len(row) - len(sizes)
+        ends = np.cumsum(sizes)
+        for start, end in zip(ends - sizes, ends, strict=True):
+            found.append(row[start])
+            assert row[start:end] == batch["input_ids"][row[start]]
+            assert not labelled or packed["labels"][i][start:end] == batch["labels"][row[start]]
+    assert sorted(found) == kept
+    for name in ("length", "targets", "bytes", "cut"):
+        assert sum(packed[name]) == sum(batch[name][d] for d in kept)
+
+
+def test_best_fit_by_hand():
+    # Longest first: 6 | 5 | 4 joins 6 (nothing left) | 3 joins 5 (2 left, the tightest) | 2 joins 5+3.
+    batch = documents(5, 1) | {"input_ids": [[n] * n for n in (2, 3, 4, 5, 6)], "length": [2, 3, 4, 5, 6]}
+    assert pack(10, batch)["documents"] == [[6, 4], [5, 3, 2]]
+    assert pack(8, documents(5, 1))["input_ids"] == []  # only documents of one token
+
+
+def test_padding_does_not_continue_a_document():
+    """It counts from zero, so transformers sees padding as a document of its own."""
+    assert packed_positions(np.array([3, 2]), 5).tolist() == [0, 1, 2, 0, 1]
+    assert packed_positions(np.array([2]), 5).tolist() == [0, 1, 0, 1, 2]

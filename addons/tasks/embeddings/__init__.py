@@ -23,8 +23,7 @@ from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks.base import Batch
 from src.text.labels import require_columns
-from src.text.packing import pad_columns, padded_length
-from src.text.tokenization import require_text, tokenize_truncated
+from src.text.tokenization import pad_columns, padded_length, require_text, tokenize_truncated
 
 
 @dataclass

@@ -30,7 +30,7 @@ from src.models.load_config import load_config
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.labels import class_names, label_ids, labels_of_data, labels_of_model, require_columns, set_labels
+from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, set_labels
 
 HEAD = "ImageClassification"
 NEW_HEAD = ("classifier", "head.")  # modules that may be new in a pretrained model
@@ -104,7 +104,7 @@ class Task(base.Task):
 
         columns = [self.options.image_column, self.options.label_column]
         needed = require_columns(examples, columns, split, "--image_column or --label_column")
-        self.class_names: Any = class_names(examples.features[needed[1]], needed[1], split)
+        self.class_names: Any = getattr(examples.features[needed[1]], "names", None)
         if self.labels is None or (split == "train" and not self.are_of_data):
             is_stream = split == "train" and getattr(self.cfg, "streaming", False)
             if self.labels is None or not is_stream or self.class_names is not None:

@@ -24,7 +24,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.packing import pad_columns, padded_length
+from src.text.tokenization import pad_columns, padded_length
 
 MASK_TOKEN = "<|mask|>"
 

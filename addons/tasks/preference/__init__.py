@@ -24,9 +24,7 @@ from src.models.chunked_cross_entropy import score_tokens
 from src.models.model_checks import has_plain_lm_head
 from src.tasks import causal_lm
 from src.tasks.base import Batch
-from src.text.encode_rows import Encoder
-from src.text.packing import padded_length
-from src.text.tokenization import IGNORED
+from src.text.tokenization import IGNORED, padded_length
 
 
 @dataclass
@@ -96,9 +94,7 @@ class Task(causal_lm.Task):
     def inspect_columns(self, examples, split: str):
         from datasets import Features, List, Value
 
-        o = self.options
-        encoder = Encoder(self.tokenizer, self.vocab_size, self.max_length, False, "", o.append_eos)
-        self.pairs = PairEncoder(encoder, examples, split)
+        self.pairs = PairEncoder(self.encoder, examples, split)
         features = {f"{side}_{part}": List(Value("int32")) for side in SIDES for part in ("ids", "labels")}
         return self.pairs.needed, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 

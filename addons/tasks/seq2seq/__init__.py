@@ -31,8 +31,7 @@ from src.models.metrics import all_of_this_repository, check_metrics, compute_me
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.packing import padded_length
-from src.text.tokenization import IGNORED
+from src.text.tokenization import IGNORED, padded_length
 
 
 @dataclass
