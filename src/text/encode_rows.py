@@ -17,6 +17,14 @@ from src.text.tokenization import IGNORED, require_text, tokenize_with_bytes
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"
 MEANINGFUL += " token_type_ids seq_lengths cu_seqlens tools"
+OTHER_FORMATS = {  # columns of a format -> how to convert it
+    "instruction output": "; Alpaca's columns: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'prompt': row['instruction'] + '\\n' + (row.get('input') or '') + '\\n', "
+    "'completion': row['output']}).to_json(NEW)",
+    "conversations": "; ShareGPT's column: convert the file once, by datasets.load_dataset('json', data_files=FILE, "
+    "split='train').map(lambda row: {'messages': [{'role': {'human': 'user', 'gpt': 'assistant'}.get(turn['from'], "
+    "turn['from']), 'content': turn['value']} for turn in row['conversations']]}).to_json(NEW)",
+}
 OPTIONAL_COLUMNS = ("labels", "attention_mask")  # beside `input_ids`
 
 
@@ -49,9 +57,10 @@ class Encoder:
         ]
         fitting = [each for each in formats if {*each[0]} <= {*columns}]
         if not fitting:
+            conversion = next((text for names, text in OTHER_FORMATS.items() if {*names.split()} <= {*columns}), "")
             raise UsageError(
                 f"{split} data: no usable column among {', '.join(columns)}: a row needs `{self.text_column}` (see "
-                "--text_column), `messages`, `prompt` and `completion`, or `input_ids`"
+                f"--text_column), `messages`, `prompt` and `completion`, or `input_ids`{conversion}"
             )
         required, optional, has_labels, self.encode = fitting[0]
         if self.tokenizer is None and required != ("input_ids",):
