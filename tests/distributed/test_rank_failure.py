@@ -99,7 +99,7 @@ def test_out_of_memory_names_what_helps(tiny, tmp_path, monkeypatch):
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
     raise_in(monkeypatch, "forward", 1, error)
     last = check_failed(tmp_path, recipe(tiny), 1, "rank 1 ran out of memory")
-    assert "--per_device_batch_size 1" in last.splitlines()[-1]
+    assert "give half the --per_device_batch_size" in last.splitlines()[-1]
     assert str(error) in last
 
 
