@@ -1,4 +1,4 @@
-"""environment.json: versions, git commit and diff, topology, batch arithmetic.
+"""environment.json: versions, git commit, topology, batch arithmetic.
 
 Record more about a run here. Tests: tests/reporting/test_environment.py.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from src.config.paths import REPOSITORY
-from src.config.redact import redact, redact_all
+from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.distributed.init_accelerator import num_nodes
 from src.distributed.strategies import Strategy
@@ -24,43 +24,32 @@ PACKAGES = ("torch", "accelerate", "transformers", "datasets", "evaluate", "toke
 
 
 def write_environment(folder: Path, strategy: Strategy, cfg: RunConfig, unit: str, step: int) -> None:
-    """Write environment.json, with a list of all starts of this run, and code.diff if the code differs from its commit."""
-    file, (commit, diff) = folder / "environment.json", code_version()
-    starts = atomic_folder.read_json(file).get("starts", []) if step else []
-    world_size = strategy.accelerator.num_processes
+    """Write environment.json, with a list of all starts of this run."""
+    starts = atomic_folder.read_json(folder / "environment.json").get("starts", []) if step else []
+    # git tracks train.py, or it has found another repository in a parent folder.
+    commit = _git("rev-parse", "HEAD").strip() if _git("ls-files", "train.py") else ""
     values = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {name: metadata.version(name) for name in PACKAGES},
-        "git_commit": commit,
-        "git_dirty": bool(diff) if commit else None,
+        "git_commit": commit or None,
+        "git_dirty": bool(_git("status", "--porcelain")) if commit else None,
         "command": redact_all(sys.argv),
         "fetched": redact_all(hub.records),
         **topology(strategy, cfg),
         "unit": unit,
-        "starts": [*starts, {"step": step, "world_size": world_size, "time": time.time()}],
+        "starts": [*starts, {"step": step, "world_size": strategy.accelerator.num_processes, "time": time.time()}],
     }
-    atomic_folder.rewrite(file, json.dumps(values, indent=1))
-    (folder / "code.diff").unlink(missing_ok=True)
-    if diff:
-        atomic_folder.rewrite(folder / "code.diff", redact(diff))
+    atomic_folder.rewrite(folder / "environment.json", json.dumps(values, indent=1))
 
 
-def code_version() -> tuple[str | None, str]:
-    """Return (git commit of this code, diff to it), or (None, "") if git does not track train.py."""
-    # Without fsmonitor, ext-diff and textconv, git runs no program that the repository's configuration names.
-    git = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false"]
-    commands = (["ls-files", "--error-unmatch", "train.py"], ["rev-parse", "HEAD"])
-    commands += (["diff", "--no-ext-diff", "--no-textconv", "--no-color", "HEAD", "--", "."],)
+def _git(*words: str) -> str:
+    """Return the output of a git command in this repository, or an empty text if it fails."""
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", *words]  # fsmonitor would run a program
     try:
-        done = [
-            subprocess.run(git + words, capture_output=True, cwd=REPOSITORY, check=True, timeout=60)
-            for words in commands
-        ]
+        return subprocess.run(command, capture_output=True, cwd=REPOSITORY, check=True, timeout=60, text=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return None, ""
-    _, commit, diff = (each.stdout.decode(errors="replace") for each in done)
-    return commit.strip(), diff
+        return ""
 
 
 def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:

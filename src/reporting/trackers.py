@@ -41,7 +41,7 @@ class Trackers:
         Their packages must be imported before dataloader workers are forked."""
         self.queue: queue.Queue = queue.Queue(MAX_QUEUED)  # (values, step) of each line; None ends the thread
         self.started, self.deadline = threading.Event(), math.inf  # a second close() cannot extend the first one's wait
-        self.busy, self.warned = "", set[str]()  # the tracker that was called last; those that failed
+        self.busy, self.failed = "", set[str]()  # the tracker that was called last; those that raised an error
         arguments = (accelerator, cfg, tracker_options(cfg, step))
         self.thread = threading.Thread(target=self._run, args=arguments, name="trackers", daemon=True)
         sys.argv[1:] = []  # wandb uploads the command line, and a URL in it may carry a signature
@@ -55,19 +55,18 @@ class Trackers:
 
     def add(self, line: dict) -> None:
         """Queue the numbers of a line of metrics.jsonl, under names such as `train/loss`; return at once."""
-        numbers = {k: v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
+        numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
         with suppress(queue.Full):
-            self.queue.put_nowait(({f"{line['kind']}/{name}": value for name, value in numbers.items()}, line["step"]))
+            self.queue.put_nowait((numbers, line["step"]))
 
     def close(self, seconds: float | None = None) -> bool:
         """Close all trackers; return True if they closed within `seconds` (default TIMEOUT) of the first call."""
-        seconds = TIMEOUT if seconds is None else seconds
-        self.deadline = min(self.deadline, time.monotonic() + seconds)
+        self.deadline = min(self.deadline, time.monotonic() + (TIMEOUT if seconds is None else seconds))
         with suppress(queue.Full):
             self.queue.put_nowait(None)
         self.thread.join(max(0.0, self.deadline - time.monotonic()))
         if self.thread.is_alive():
-            warn(f"report_to: {self.busy} has not closed in {seconds:g} s, and may lack lines; metrics.jsonl has all")
+            warn(f"report_to: {self.busy} has not closed in time, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
     def _run(self, accelerator: "Accelerator", cfg: RunConfig, options: dict) -> None:
@@ -77,26 +76,25 @@ class Trackers:
         names, trackers = list(map(str, accelerator.log_with)), []
         for name in names:  # one at a time, so that an error of one does not stop the others
             accelerator.log_with, accelerator.trackers = [name], []
-            self._try(name, "start", accelerator.init_trackers, project, fields, options)
+            self._try(name, accelerator.init_trackers, project, fields, options)
             trackers += accelerator.trackers
-        accelerator.log_with, accelerator.trackers = names, list(trackers)  # for accelerator.get_tracker
+        accelerator.log_with, accelerator.trackers = names, trackers  # for accelerator.get_tracker
         self.started.set()
         for values, step in iter(self.queue.get, None):
             for tracker in trackers:  # as in accelerator.log
-                self._try(tracker.name, "log a line", tracker.log, values, step=step)
+                self._try(tracker.name, tracker.log, values, step=step)
         for tracker in trackers:
-            self._try(tracker.name, "close", tracker.finish)
+            self._try(tracker.name, tracker.finish)
 
-    def _try(self, name: str, what: str, call: Callable, *args, **kwargs) -> None:
+    def _try(self, name: str, call: Callable, *args, **kwargs) -> None:
         """Call a tracker; warn of its first error."""
         self.busy = name
         try:
             call(*args, **kwargs)
         except BaseException as error:  # SystemExit too: nothing above would catch it in a thread
-            if name not in self.warned:
-                self.warned.add(name)
-                reason = f"{type(error).__name__}: {one_line(error)}"
-                warn(f"report_to: {name} could not {what} ({reason}); training continues")
+            if name not in self.failed:
+                self.failed.add(name)
+                warn(f"report_to: {name} failed ({type(error).__name__}: {one_line(error)}); training continues")
 
 
 def tracker_options(cfg: RunConfig, step: int) -> dict[str, dict]:

@@ -21,8 +21,7 @@ def choose_batch_size(strategy: Strategy, cfg: RunConfig, module: torch.nn.Modul
     over the longest rows fits on every rank, up to its share of the global batch; strategy_checks.py refuses shards."""
     if cfg.per_device_batch_size != "auto":
         return cfg.per_device_batch_size
-    share = max(1, cfg.global_batch_size // strategy.accelerator.num_processes)
-    size = 1 << (share.bit_length() - 1)
+    size = 1 << (max(1, cfg.global_batch_size // strategy.accelerator.num_processes).bit_length() - 1)
     if strategy.accelerator.device.type == "cpu":
         return min(size, LARGEST_ON_CPU)
     with strategy.buffers.unchanged():

@@ -6,14 +6,13 @@ Tests: tests/training/test_state.py, tests/training/test_step.py.
 import logging
 import math
 import os
-import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from src.config.addons import schedule_addon
-from src.config.errors import Failure, UsageError, did_you_mean
+from src.config.errors import Failure, UsageError, did_you_mean, warn
 from src.config.schema import RunConfig, best_by
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
@@ -43,19 +42,15 @@ class Update:
 
     def report(self, norm: float) -> None:
         """Log this skipped update; print it on rank 0 and on ranks with a non-finite loss. A technique skips finite ones."""
-        real = [
-            (micro.ids.tolist(), loss)
-            for (micro, _), loss in zip(self.batch, self.losses.losses.tolist(), strict=True)
-            if not micro.dummy
-        ]
-        ids = [i for of_micro, _ in real for i in of_micro]
-        bad = [i for of_micro, loss in real if not math.isfinite(loss) for i in of_micro]
-        what = f"the loss of examples {bad} is" if bad else f"the gradient (here, of examples {ids}) is"
+        losses = zip(self.batch, self.losses.losses.tolist(), strict=True)
+        real = [(micro.ids.tolist(), loss) for (micro, _), loss in losses if not micro.dummy]
+        bad = [i for ids, loss in real if not math.isfinite(loss) for i in ids]
+        here = f"the gradient (here, of examples {[i for ids, _ in real for i in ids]}) is"
+        what = f"the loss of examples {bad} is" if bad else here
         what += f" a spike of norm {norm:.4g}" if math.isfinite(norm) and not bad else " not finite"
-        text = f"step {self.step}: {what}; the update is skipped on all ranks, no weight or moment has changed"
+        text = f"rank {os.environ.get('RANK', '0')}, step {self.step}: {what}; the update is skipped on all ranks"
         logging.getLogger("run").warning("%s", text)
-        if bad or os.environ.get("RANK", "0") == "0":
-            print(f"warning: rank {os.environ.get('RANK', '0')}, {text}", file=sys.stderr, flush=True)
+        warn(text, any_rank=bool(bad))
 
 
 @dataclass

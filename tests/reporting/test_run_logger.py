@@ -3,15 +3,12 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
 from src.config.schema import RunConfig
 from src.reporting.environment import arithmetic
 from src.tasks import causal_lm
-from src.training.meter import Meter
-from src.training.step import StepTotals
 from tests.helpers import kit
 
 
@@ -59,49 +56,9 @@ def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
     assert {"loss", "weight", "examples", "perplexity"} <= set(run.kind("eval")[0])
 
 
-def totals(weight: float, tokens: float) -> StepTotals:
-    return StepTotals(weight, tokens, tokens, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, [])
-
-
-class OneRank:
-    sum = staticmethod(torch.as_tensor)
-
-
-def test_a_meter_without_any_weight_has_no_loss():
-    meter = Meter()
-    meter.add(None, totals(weight=0.0, tokens=0.0), 0.1)
-    line = meter.line(OneRank)
-    assert (line["loss"], line["weight"], line["padding"]) == (None, 0.0, None)
-
-
-@pytest.mark.parametrize(
-    "batch, micro, world, text",
-    [
-        (32, 8, 2, "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"),
-        (32, 5, 2, "32 examples = 7 micro-batches of up to 5 = 2 ranks × up to 4 accumulated"),
-    ],
-)
-def test_the_batch_is_printed_as_arithmetic(batch, micro, world, text):
-    assert arithmetic(RunConfig(global_batch_size=batch, per_device_batch_size=micro), world) == text
-
-
-def test_resumed_run_logs_the_last_update_of_before(files, tmp_path):
-    """The step after the resume has no targets, so its line repeats learning rate and norm of the update before it."""
-    from src.data.row_order import permute
-
-    rows = [{"input_ids": [5] * 6, "labels": [-100] * 6 if i == 0 else [5, 6, 7, 8, 9, 5]} for i in range(6)]
-    data = kit.write_jsonl(tmp_path / "rows.jsonl", rows)
-    seed = next(s for s in range(100) if permute(np.arange(6), 6, s, 0)[3] == 0)
-    one = {"global_batch_size": 1, "per_device_batch_size": 1, "logging_steps": 1, "seed": seed}
-    one |= {"train_file": data, "lr_scheduler_type": "constant"}
-    straight = kit.run_training(1, tmp_path / "straight", *flags(files, max_steps=6, **one))
-    kit.run_training(1, tmp_path / "run", *flags(files, max_steps=3, **one))
-    kit.run_training(1, tmp_path / "run", *flags(files, max_steps=6, **one))
-    line = straight.kind("train")[3]
-    assert (line["loss"], line["skipped"]) == (None, 1)
-    assert line["learning_rate"] > 0
-    assert line["grad_norm"] > 0
-    assert kit.timeless(tmp_path / "run") == kit.timeless(straight.folder)
+def test_uneven_batch_is_printed_as_arithmetic():
+    text = arithmetic(RunConfig(global_batch_size=32, per_device_batch_size=5), 2)
+    assert text == "32 examples = 7 micro-batches of up to 5 = 2 ranks × up to 4 accumulated"
 
 
 # ---- named sums --------------------------------------------------------------------------------------------------------

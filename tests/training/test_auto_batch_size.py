@@ -69,15 +69,6 @@ def test_at_most_the_share_of_a_rank():
         assert auto_batch_size.choose_batch_size(strategy, run, None, None, np.zeros(0)) == size
 
 
-@pytest.mark.cluster
-def test_auto_of_a_sharded_model_is_refused_on_all_ranks(files, tmp_path):
-    argv = flags(files, per_device_batch_size="auto", output_dir="run")
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=env)
-    assert codes == [2, 2], texts
-    assert "per_device_batch_size is auto, but under FSDP2" in "".join(texts)
-
-
 def test_other_errors_of_a_forward_pass_are_raised(files):
     """The mutant would take every error for a lack of memory, and train with one row."""
     task, splits = kit.open_data(model_config=files / "llama.yaml", train_file=files / "train.jsonl")

@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
 from contextlib import nullcontext
 
 import pytest
 import torch
 
 from src.config.errors import UsageError
-from src.runtime import run_status
 from src.tasks import causal_lm
 from src.training import step
 from tests.helpers import kit
@@ -98,14 +96,6 @@ def test_fewer_examples_than_ranks_and_other_uneven_shares(trained, files, tmp_p
     assert one["examples"] == rows
 
 
-def test_max_eval_examples_takes_the_first_rows(trained, files, tmp_path):
-    few = tmp_path / "few.jsonl"
-    few.write_text("".join((files / "validation.jsonl").read_text().splitlines(True)[:10]))
-    base = ["--checkpoint", trained.folder, "--per_device_eval_batch_size", 4]
-    by_file = kit.run_evaluation(1, tmp_path / "a", *base, "--validation_file", few)
-    assert kit.run_evaluation(2, tmp_path / "b", *base, "--max_eval_examples", 10) == by_file
-
-
 def test_mutants_mean_of_means_and_repeated_rows_are_caught(trained, independent, files):
     """What most loops report: the mean of the batches' means, and samples repeated to fill up the last round."""
     from transformers import AutoModelForCausalLM
@@ -166,20 +156,3 @@ def test_ranks_that_found_different_weights_refuse(tmp_path):
     one, other = kit.spawn(2, _same_weights, "step_10", "step_20", out=tmp_path / "two")
     assert one == other
     assert "step_10 and step_20" in one
-
-
-def test_the_newest_run_with_weights(tmp_path):
-    assert run_status.newest_run(tmp_path / "runs") is None
-    for age, name in enumerate(["new", "old", "without weights", "not a run"]):
-        folder = tmp_path / "runs" / name
-        folder.mkdir(parents=True)
-        if name != "not a run":
-            (folder / "metrics.jsonl").touch()
-            os.utime(folder / "metrics.jsonl", (1e9, 1e9 - age))
-    (tmp_path / "runs" / "old" / "checkpoints" / "step_00000010").mkdir(parents=True)
-    (tmp_path / "runs" / "new" / "final").mkdir()
-    os.utime(tmp_path / "runs" / "without weights" / "metrics.jsonl", (2e9, 2e9))
-    assert run_status.newest_run(tmp_path / "runs").name == "new"
-    (tmp_path / "runs" / "old" / "status.json").touch()  # it was resumed
-    assert run_status.newest_run(tmp_path / "runs").name == "old"
-    assert run_status.newest_run(tmp_path / "runs", weights=False).name == "without weights"

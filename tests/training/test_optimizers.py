@@ -1,14 +1,12 @@
 """Optimizers by name: weight decay, rates of groups, state in checkpoints, packages of optimizers."""
 
 import collections
-import shutil
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from src.config import optimizer_class
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.distributed import optimizer_state
@@ -35,16 +33,6 @@ def test_weight_decay_on_two_dimensions_or_more():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
 
 
-def test_a_frozen_parameter_does_not_move():
-    model = small_model()
-    optimizer = make_optimizer(RunConfig(learning_rate=0.1, weight_decay=0.5), model)
-    before = model[3].weight.clone()
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-    assert torch.equal(model[3].weight, before)
-    assert all(group["fused"] for group in optimizer.param_groups)
-
-
 def test_nothing_to_train_is_refused():
     model = small_model().requires_grad_(False)
     with pytest.raises(UsageError, match="trainable"):
@@ -52,45 +40,6 @@ def test_nothing_to_train_is_refused():
 
 
 # ---- learning rates by group -------------------------------------------------------------------------------------------
-
-
-def _rates(argv) -> list[list[float]]:
-    """Train with a tenth of the rate for the parameters without weight decay; return the rates of each step."""
-    import train
-
-    rates, make, update = [], train.optimizers.make_optimizer, train.optimizer_step
-
-    def made(cfg, *rest):
-        optimizer = make(cfg, *rest)
-        optimizer.param_groups[1]["lr"] = 0.1 * cfg.learning_rate
-        return optimizer
-
-    def updated(strategy, module, optimizer, *rest):
-        result = update(strategy, module, optimizer, *rest)
-        rates.append([group["lr"] for group in optimizer.param_groups])
-        return result
-
-    train.optimizers.make_optimizer, train.optimizer_step = made, updated
-    train.main([str(word) for word in argv])
-    return rates
-
-
-def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path):
-    check_factors(files, tmp_path)
-
-
-def check_factors(files, tmp_path, world: int = 1, env: dict | None = None) -> None:
-    """Assert the rates of two groups in each step of a straight and a resumed run."""
-    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "learning_rate": 1e-3}
-    argv = [*kit.flags(**fields, max_steps=6, warmup_steps=2), "--output_dir", tmp_path / "run"]
-    straight = kit.spawn(world, _rates, [*argv, "--save_steps", 3], out=tmp_path / "straight", env=env)[0]
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    shutil.rmtree(tmp_path / "run" / "final")
-    resumed = kit.spawn(world, _rates, argv, out=tmp_path / "resumed", env=env)[0]
-    expected = [1e-3 * factor for factor in (0, 0.5, 1, 0.75, 0.5, 0.25)]
-    for rates in (straight, straight[:3] + resumed):
-        assert [pair[0] for pair in rates] == pytest.approx(expected)
-        assert [pair[1] for pair in rates] == pytest.approx([0.1 * rate for rate in expected])
 
 
 def test_parameter_outside_all_groups_is_refused():
@@ -198,40 +147,3 @@ def test_mutant_a_resume_without_the_values_of_groups_is_seen(tmp_path, package,
 def test_a_state_that_no_checkpoint_can_hold_ends_all_ranks_at_the_first_save(tmp_path, package):
     with pytest.raises(kit.RankFailed, match="queue in the state of the optimizer is a deque"):
         technique_runs.train(tmp_path / "run", fields(tmp_path, "keeps_an_object"), 2, 4)
-
-
-@pytest.mark.parametrize(
-    "given, text",
-    [
-        ({"optim": "owm"}, "optim is owm: not a class of torch.optim or pytorch_optimizer; did you mean own"),
-        ({"optim": "own", "optim_args": {"betta": 1}}, "Own has no argument betta"),
-    ],
-)
-def test_what_a_package_lacks_or_would_ignore_is_refused(package, given, text):
-    with pytest.raises(UsageError, match=text):
-        optimizer_class.optimizer_arguments(RunConfig(**given), optimizer_class.find_class(given["optim"]))
-
-
-@pytest.mark.cluster  # needs an extra package
-def test_lion_is_that_of_its_paper(tmp_path):
-    pytest.importorskip("pytorch_optimizer")
-    values = fields(tmp_path, "lion", learning_rate=1e-3)
-    plain = technique_runs.Plain(values)
-    for name, parameter in plain.model.named_parameters():
-        parameter.requires_grad_(not name.endswith("c_attn.bias"))
-    momentum = {p: torch.zeros_like(p) for p in plain.model.parameters() if p.requires_grad}
-
-    @torch.no_grad()
-    def update(step: int) -> None:
-        plain.model.zero_grad()
-        with torch.enable_grad():
-            plain.loss().backward()
-        for p, m in momentum.items():
-            p.mul_(1 - 1e-3 * (0.1 if p.dim() >= 2 else 0.0)).sub_((0.9 * m + 0.1 * p.grad).sign(), alpha=1e-3)
-            m.mul_(0.99).add_(p.grad, alpha=0.01)
-
-    expected = plain.train(update)
-    for name, env in (("ddp", None), ("fsdp2", kit.where("fsdp2", 2, mixed_precision="no"))):
-        run = technique_runs.train(tmp_path / name, values, 2, 4, env=env)
-        assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
-    technique_runs.check_resume(tmp_path / "resumed", values)

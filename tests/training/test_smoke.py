@@ -107,14 +107,6 @@ def test_moments_that_are_not_restored_are_named(plain, tmp_path, monkeypatch):
     assert "optimizer/exp_avg/" in texts[0]
 
 
-def test_save_that_fails_is_not_passed(plain, tmp_path, monkeypatch):
-    full = OSError(28, "No space left on device")
-    monkeypatch.setattr("src.checkpointing.checkpointer.Checkpointer._flush", lambda self: full)
-    codes, texts = smoke(plain_task.flags(plain), tmp_path / "here", world=2)
-    assert codes == [1, 1], texts
-    assert "there is no checkpoint" in texts[0]
-
-
 def test_rows_that_depend_on_each_other_are_named(plain, tmp_path):
     def loss(self, model, inputs):
         sums = plain_task.Task.loss(self, model, inputs)

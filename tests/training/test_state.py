@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import train
 from src.checkpointing.checkpoint_folder import read_state
-from src.config import schema, validation
+from src.config import schema
 from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
@@ -229,14 +229,6 @@ def test_early_stopping_ends_all_ranks_at_one_step(tiny, early, tmp_path):
     assert {p.name for p in files if files[p] != after[p]} <= {"status.json"}
 
 
-def test_early_stopping_after_a_resume(tiny, early, tmp_path):
-    """Killed between the evaluations that count."""
-    killing.train_until_killed(5, 2, tmp_path / "run", *standing(tiny))
-    run = kit.run_training(2, tmp_path / "run", *standing(tiny))
-    assert kit.timeless(run.folder) == kit.timeless(early.folder)
-    assert kit.same(run.weights, early.weights)
-
-
 def test_unknown_metric_names_the_known_ones(tiny, tmp_path):
     flags = standing(tiny, metric_for_best_model="acuracy", save_steps=3)
     codes, texts = kit.run_command("train.py", *flags, "--output_dir", "run", folder=tmp_path / "here", world=2)
@@ -278,21 +270,6 @@ def test_update_best(greater, values, stale):
 def test_metric_direction(metric, given, expected):
     run = RunConfig(metric_for_best_model=metric, greater_is_better=given)
     assert schema.best_by(run) == expected
-
-
-@pytest.mark.parametrize(
-    "given, part",
-    [
-        *[({"metric_for_best_model": name}, name.removeprefix("eval_")) for name in ("code/wer", "eval_error_rate")],
-        ({"metric_for_best_model": "eval_cer", "greater_is_better": False}, None),
-        ({"greater_is_better": True}, "greater_is_better is ignored"),
-        ({"early_stopping_patience": 1}, "early_stopping_patience has no effect"),
-    ],
-)
-def test_ignored_or_doubtful_metric_is_warned_about(given, part):
-    warnings = list(validation.ignored_requests(RunConfig(**given)))
-    assert len(warnings) == (part is not None)
-    assert part is None or part in warnings[0]
 
 
 @pytest.mark.parametrize("change", [{"metric_for_best_model": "f1"}, {"greater_is_better": True}])
