@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import types
 
 import numpy as np
 import pytest
@@ -28,46 +27,22 @@ def blocks(section: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE.partition(f"\n## {section}\n")[2].partition("\n## ")[0], re.S)
 
 
-def task_module(name: str, code: str, folder, monkeypatch) -> types.ModuleType:
-    """Return the module src.tasks.NAME with this code."""
-    file = folder / f"{name}.py"
-    file.write_text(code)
-    spec = importlib.util.spec_from_file_location(f"src.tasks.{name}", file)
+def test_whole_task_of_a_plain_module(tmp_path, monkeypatch):
+    """It passes the checks of the suite, and does not depend on the split."""
+    example, recipe = blocks("A model of your own", "python")
+    assert len(example.splitlines()) <= 75
+    file = tmp_path / "forecasting.py"
+    file.write_text(example)
+    spec = importlib.util.spec_from_file_location("src.tasks.forecasting", file)
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, module.__name__, module)  # dataclasses look it up
     spec.loader.exec_module(module)
-    return module
-
-
-def edited_train(folder, *edits: str):
-    """Return a folder with train.py as the page's edits leave it."""
-    shutil.copy(kit.REPOSITORY / "train.py", folder)
-    for edit in edits:
-        subprocess.run(["git", "apply", "-"], cwd=folder, input=edit, text=True, check=True)
-    return folder
-
-
-def _train(folder, argv):
-    spec = importlib.util.spec_from_file_location("edited_train", folder / "train.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main([str(word) for word in argv])
-
-
-@pytest.fixture
-def forecasting(tmp_path, monkeypatch):
-    """The flags of a run of the page's plain module, and its module."""
-    example, recipe = blocks("A model of your own", "python")
-    assert len(example.splitlines()) <= 75
-    module = task_module("forecasting", example, tmp_path, monkeypatch)
     exec(recipe, names := {"np": np, "kit": kit})
     with plain_task.registered(module, "forecasting"):
-        yield make_flags(names["forecasting"], tmp_path)
+        check_forecasting(make_flags(names["forecasting"], tmp_path), tmp_path)
 
 
-def test_whole_task_of_a_plain_module(forecasting, tmp_path):
-    """It passes the checks of the suite, and does not depend on the split."""
-    flags = forecasting
+def check_forecasting(flags, tmp_path):
     cfg, options = parsing.parse(flags, OPTIONS)
     task = make_task(cfg, options)
     rows = prepare_datasets(cfg, task)["train"].rows(np.arange(checks.ROWS))
@@ -85,31 +60,6 @@ def test_whole_task_of_a_plain_module(forecasting, tmp_path):
     assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", one.folder) == one.kind("eval")[-1]
 
 
-def test_two_optimizers(forecasting, tmp_path, monkeypatch):
-    """Both networks of the GAN are trained, on one process as on two, and a resumed run is bitwise the same."""
-    (code,), (edit,) = blocks("Two optimizers", "python"), blocks("Two optimizers", "diff")
-    folder, module = edited_train(tmp_path, edit), task_module("gan", code, tmp_path, monkeypatch)
-    rates = json.dumps({"discriminator.*": {"lr_factor": 0.5}})
-    flags = [*forecasting, *kit.flags(task="gan", max_steps=4, save_steps=2, logging_steps=1, parameter_groups=rates)]
-
-    def train(name: str, world: int = 1) -> kit.Run:
-        kit.spawn(world, _train, folder, [*flags, "--output_dir", tmp_path / name], out=tmp_path / f"{name}.out")
-        return kit.Run(tmp_path / name)
-
-    with plain_task.registered(module, "gan"):
-        one, two = train("one"), train("two", world=2)
-        earlier = kit.load_weights(tmp_path / "one" / "checkpoints" / "step_00000002")
-        assert {name.partition(".")[0] for name in earlier} == {"generator", "discriminator"}
-        assert not any(weight.equal(one.weights[name]) for name, weight in earlier.items())
-        assert kit.distance(one.weights, two.weights) <= 1e-10
-        resumed = shutil.copytree(tmp_path / "one", tmp_path / "resumed")
-        shutil.rmtree(resumed / "final")
-        shutil.rmtree(resumed / "checkpoints" / "step_00000004")
-        assert kit.same(train("resumed").weights, one.weights)
-    line = one.kind("train")[-1]
-    assert line["loss"] == line["generator_loss"] != line["discriminator_loss"]
-
-
 def test_changed_loss_new_number_and_removed_addons(tmp_path):
     """In a copy of the repository."""
     copy = shutil.copytree(
@@ -117,7 +67,7 @@ def test_changed_loss_new_number_and_removed_addons(tmp_path):
     )
     (commands,) = blocks("Remove a feature", "bash")
     (code,), (edit,) = blocks("A changed loss", "python"), blocks("A new number in the log", "diff")
-    edited_train(copy, edit)
+    subprocess.run(["git", "apply", "-"], cwd=copy, input=edit, text=True, check=True)
     (copy / "src" / "tasks" / "calm_lm.py").write_text(code)
     env = os.environ | {"PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}", "ACCELERATE_USE_CPU": "true"}
     if all((copy / path).exists() for path in re.findall(r"addons/\S+", commands)):  # not in each fork
