@@ -1,6 +1,7 @@
 """ledger.jsonl: the examples of every step are those of the plan, on any number of processes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -79,6 +80,11 @@ def test_ledger_does_not_depend_on_processes_or_micro_batches(files, one, tmp_pa
 # ---- mutants of the order --------------------------------------------------------------------------------------------
 
 
+def from_the_start(config, rank, world, start, stop, order=data_loader.training_order):
+    """After a resume, begin the epoch's order again, as accelerate's load_state does."""
+    return (replace(item, step=item.step + start) for item in order(config, rank, world, 0, stop - start))
+
+
 def rank_0_everywhere(config, rank, *rest, order=data_loader.training_order):
     """Every rank reads the data of rank 0, as without a distributed sampler."""
     return order(config, 0, *rest)
@@ -99,3 +105,11 @@ def test_mutants_of_the_order_are_caught(files, one, tmp_path, monkeypatch, muta
     monkeypatch.setattr(data_loader, "training_order", mutant)
     run = kit.run_training(world, tmp_path / "run", *recipe(files))
     assert kit.first_other_step(run.folder) == kit.first_other_step(one, run.folder) == first
+
+
+def test_mutant_resume_from_the_start_is_caught(files, tmp_path, monkeypatch):
+    schedule = {"lr_scheduler_type": "constant"}
+    kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=6, **schedule))
+    monkeypatch.setattr(data_loader, "training_order", from_the_start)
+    run = kit.run_training(1, tmp_path / "run", *recipe(files, max_steps=9, **schedule))
+    assert kit.first_other_step(run.folder) == 7
