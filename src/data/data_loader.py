@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from itertools import islice
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from src.distributed.stop_signals import end_with_parent, ignore_signals
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 
+READ_AHEAD = 8  # micro-batches; without dataloader workers
 Item = tuple[MicroBatch, Batch]
 StepBatch = list[Item]  # the micro-batches of one optimizer step on one rank
 
@@ -125,10 +127,22 @@ def read_batches(
     """Yield the batches of `order`, in order, for training or evaluation; dataloader workers read ahead."""
     reader, workers = BatchReader(split, task, training), cfg.dataloader_num_workers
     if not workers and not pin_memory:  # a DataLoader would only add 0.1 ms per batch
-        return map(reader.__getitem__, order)
+        return read_ahead(reader, order)
     options = worker_options(cfg, workers)
     loader = torch.utils.data.DataLoader(reader, sampler=order, batch_size=None, pin_memory=pin_memory, **options)
     return iter(loader)
+
+
+def read_ahead(reader: BatchReader, order: Iterator[MicroBatch]) -> Iterator[Item]:
+    """Yield the batches of `order`, read READ_AHEAD at a time: this code and the rows then stay in the processor's caches,
+    and a batch of 8 short rows takes 0.15 ms instead of 0.5 ms. Each batch has its own seed, so numbers stay the same."""
+    while micro_batches := list(islice(order, READ_AHEAD)):
+        batches = []
+        try:
+            for micro in micro_batches:
+                batches.append(reader[micro])
+        finally:
+            yield from batches  # also those before a row that cannot be collated
 
 
 def worker_options(cfg: RunConfig, workers: int) -> dict:

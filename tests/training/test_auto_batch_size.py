@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -60,13 +59,6 @@ def test_auto_is_kept_on_resume(files, tmp_path):
     assert kit.same(auto.weights, fixed.weights)
     kit.run_training(2, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
     assert "nothing is left to train" in (tmp_path / "auto.out" / "rank0.txt").read_text()
-
-
-def test_at_most_the_share_of_a_rank():
-    strategy = SimpleNamespace(accelerator=SimpleNamespace(num_processes=3, device=torch.device("cpu")))
-    for batch, size in ((32, 8), (9, 2), (2, 1), (1, 1)):
-        run = RunConfig(global_batch_size=batch, per_device_batch_size="auto")
-        assert auto_batch_size.choose_batch_size(strategy, run, None, None, np.zeros(0)) == size
 
 
 def test_other_errors_of_a_forward_pass_are_raised(files):
