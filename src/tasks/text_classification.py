@@ -14,7 +14,6 @@ from src.config.fields import option
 from src.models import cross_entropy
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
-from src.models.cross_entropy import at_least_float32, class_weights_of
 from src.models.load_tokenizer import load_text_encoder
 from src.models.metrics import all_of_this_repository, check_metrics, compute_metrics
 from src.runtime.private_apis import known_masks
@@ -138,12 +137,12 @@ class Task(base.Task):
         return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        class_weights = class_weights_of(inputs)
+        class_weights = cross_entropy.class_weights_of(inputs)
         alpha = self.options.r_drop_alpha if model.training else 0.0
         inputs = cross_entropy.twice(inputs) if alpha else inputs
         logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
-            prediction = at_least_float32(logits[:, 0]) if model.training else logits[:, 0].double()
+            prediction = cross_entropy.at_least_float32(logits[:, 0]) if model.training else logits[:, 0].double()
             error = prediction - labels
             sums = {"loss": error.square().sum()} | ({} if model.training else {"absolute_error": error.abs().sum()})
         else:
@@ -155,8 +154,11 @@ class Task(base.Task):
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
-            return {"loss": (at_least_float32(logits[:, 0]) - labels).square(), "weight": torch.ones_like(labels)}
-        return row_losses(Scored(logits), labels, self.options, class_weights_of(inputs))
+            return {
+                "loss": (cross_entropy.at_least_float32(logits[:, 0]) - labels).square(),
+                "weight": torch.ones_like(labels),
+            }
+        return row_losses(Scored(logits), labels, self.options, cross_entropy.class_weights_of(inputs))
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         arguments = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}

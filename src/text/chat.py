@@ -90,7 +90,7 @@ def _checked(tokenizer: Any, messages: list[dict], tools: Any) -> tuple[list[dic
         if turn.get("tool_calls"):
             turn.setdefault("content", "")
         if not isinstance(turn.get("role"), str) or "content" not in turn:
-            raise ValueError(f"turn {i} has no {'content' if 'role' in turn else 'role'}")
+            raise ValueError(f"turn {i} has no role or no content")
         for name in PARTS:
             rest = {key: value for key, value in turn.items() if key != name}
             if turn.get(name) and render(messages) == render([*messages[:i], rest, *messages[i + 1 :]]):

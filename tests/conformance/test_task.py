@@ -156,17 +156,12 @@ def waiting(loss):
     return lambda model, inputs: loss(model, inputs) if inputs["targets"].max().item() else {}
 
 
-def selecting(loss):
-    return lambda model, inputs: loss(model, inputs) | {"kept": inputs["targets"][inputs["targets"] != -100].sum()}
-
-
 @pytest.mark.parametrize(
     "change, message",
     [
         (means, "it is a mean"),
         (coupled, "depends on the rows or the padding beside it"),
         (waiting, "waits for the device"),
-        (selecting, "waits for the device"),
     ],
 )
 def test_mutant_loss_is_named(language_model, monkeypatch, change, message):

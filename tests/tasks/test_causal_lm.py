@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeli
 
 from src.config.errors import UsageError
 from src.models.model_checks import check_packing
+from tests.conformance import checks
 from tests.helpers import kit
 
 EOS = "<|endoftext|>"
@@ -285,17 +286,6 @@ def test_ignored_columns_are_warned_about(folder, capfd):
 # ---- evaluation ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
-    """A short run of a model with tied embeddings, from the command to final/."""
-    out = tmp_path_factory.mktemp("trained")
-    fields = {"tokenizer_name": folder / "tokenizer", "dtype": "float64", "max_length": 128, "packing": True}
-    fields |= {"train_file": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
-    fields |= {"global_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
-    fields |= {"sample_prompt": "def", "sample_tokens": 12}
-    return kit.run_training(1, out / "run", *kit.flags(model_config=folder / "dropout.yaml", **fields))
-
-
 def loop(model, tokenizer, texts, max_length):
     """Return (summed loss, targets, right ones, their bytes) from a plain loop over single rows."""
     total = [0.0, 0, 0, 0]
@@ -313,18 +303,18 @@ def loop(model, tokenizer, texts, max_length):
 
 @pytest.mark.parametrize("max_length, packing", [(128, True), (12, False)])
 @torch.no_grad()
-def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, trained, tmp_path, max_length, packing):
-    texts = [json.loads(line)["text"] for line in (folder / "validation.jsonl").read_text().splitlines()]
-    run = trained.folder
-    model = AutoModelForCausalLM.from_pretrained(run / "final", dtype=torch.float64).eval()
+def test_numbers_equal_a_plain_loop_over_single_rows(folder, tokenizer, max_length, packing):
+    texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").read_text().splitlines()]
+    task, splits = open_data(folder, max_length=max_length, packing=packing, dtype="float64")
+    model = task.build().eval()
     loss, targets, right, size = loop(model, tokenizer, texts, max_length)
-    fields = {"checkpoint": run, "max_length": max_length, "packing": packing, "per_device_eval_batch_size": 3}
-    line = kit.run_evaluation(1, tmp_path / "eval", *kit.flags(**fields))
-    assert line["weight"] == targets
-    assert line["loss"] == pytest.approx(loss / targets, rel=1e-12)
-    assert line["perplexity"] == pytest.approx(math.exp(loss / targets), rel=1e-12)
-    assert line["accuracy"] == right / targets
-    assert line["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-12)
+    sums, _ = checks.run_batch(task, model, everything(splits["train"]), training=False)
+    assert sums["weight"] == targets
+    assert sums["loss"] == pytest.approx(loss, rel=1e-12)
+    numbers = task.metrics(sums, targets)
+    assert numbers["perplexity"] == pytest.approx(math.exp(loss / targets), rel=1e-12)
+    assert numbers["accuracy"] == right / targets
+    assert numbers["bits_per_byte"] == pytest.approx(loss / math.log(2) / size, rel=1e-12)
 
 
 # ---- heads -----------------------------------------------------------------------------------------------------------
@@ -355,6 +345,17 @@ def test_heads_that_are_not_plain_are_seen(folder, tmp_path, config):
 
 
 # ---- what training leaves --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    """A short run of a model with tied embeddings, from the command to final/."""
+    out = tmp_path_factory.mktemp("trained")
+    fields = {"tokenizer_name": folder / "tokenizer", "dtype": "float64", "max_length": 128, "packing": True}
+    fields |= {"train_file": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
+    fields |= {"global_batch_size": 8, "max_steps": 6, "learning_rate": 1e-2}
+    fields |= {"sample_prompt": "def", "sample_tokens": 12}
+    return kit.run_training(1, out / "run", *kit.flags(model_config=folder / "dropout.yaml", **fields))
 
 
 def test_final_loads_with_transformers(trained):

@@ -93,12 +93,12 @@ def turns(*roles):
 @pytest.mark.parametrize(
     "messages, words",
     [
-        ([{"content": "no role"}], "turn 0 has no role"),
+        ([{"content": "no role"}], "turn 0 has no role or"),
         ("text", ""),
         ([CHAT[0], CALL], "tool_calls of turn 1"),
         ([CHAT[0], CHAT[1] | {"reasoning_content": "why"}], "does not write the reasoning_content of turn 1"),
         ([CHAT[0], CHAT[1] | {"thinking": "why"}], "does not write the thinking of turn 1"),
-        ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no content"),
+        ([CHAT[0], {"role": "assistant", "content": None}], "turn 1 has no role or"),
         (turns("user", "Assistant"), "turn 1 has the role 'Assistant'"),
         (turns("user", "gpt", "user", "assistant"), "turn 1 has the role 'gpt'"),
         ([PARTS, *CHAT[1:]], "content of turn 0"),
