@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
-from src.config.errors import UsageError, did_you_mean, one_line
+from src.config.errors import UsageError, one_line
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
@@ -44,7 +44,6 @@ REFUSED_TYPES = {  # peft would train them, but to a wrong result
     "osf": "it replaces the weights of the base model",
 }
 REFUSED_OPTIONS = {
-    "peft_type": "give type",
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, whose gradients other processes wait for: give rank_dropout",
 }
@@ -75,7 +74,7 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
 def read_options(cfg: Any) -> tuple[type, Any]:
     """Return peft's classes for the field `peft`: the tuner, which injects layers, and its configuration.
 
-    Raise UsageError for an unknown type or option, and for what would silently train something else."""
+    Raise UsageError for what peft refuses, and for what would silently train something else."""
     if not cfg.peft:
         raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
     try:
@@ -84,21 +83,14 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(
             f"peft: the package peft cannot be imported: {error}; install it: pip install peft (requirements-extra.txt)"
         ) from error
-    given = {name: value for name, value in cfg.peft.items() if value is not None}
+    given = {"target_modules" if name == "target" else name: v for name, v in cfg.peft.items() if v is not None}
+    name = str(given.pop("type", "lora")).lower()
     configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    works = sorted(name for name in configs if _why_refused(name, configs[name], tuners.get(name)) is None)
-    name = str(given.pop("type", "lora")).lower()
-    if name not in configs:
-        raise UsageError(
-            f"peft: type: unknown value {name!r}{did_you_mean(name, works)}; choose from {', '.join(works)}"
-        )
-    if why := _why_refused(name, configs[name], tuners.get(name)):
-        raise UsageError(f"peft: type is {name}, which cannot train here: {why}; choose from {', '.join(works)}")
-    if "target" in given:
-        if "target_modules" in given:
-            raise UsageError("peft: target and target_modules are the same option: keep one")
-        given["target_modules"] = given.pop("target")
+    why = {each: _why_refused(each, configs[each], tuners.get(each)) for each in configs}
+    if why.get(name, "it is unknown"):
+        works = ", ".join(sorted(each for each in why if not why[each]))
+        raise UsageError(f"peft: type is {name}: {why.get(name, 'it is unknown')}; choose from {works}")
     if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
@@ -113,11 +105,10 @@ def read_options(cfg: Any) -> tuple[type, Any]:
 
 
 def _why_refused(name: str, config: type, tuner: Any) -> str | None:
-    if name in REFUSED_TYPES:
-        return REFUSED_TYPES[name]
     if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
         return "it changes the forward pass of the model instead of layers in it"
-    return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+    shared = "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+    return REFUSED_TYPES.get(name, shared)
 
 
 # ---- injection -------------------------------------------------------------------------------------------------------
@@ -134,32 +125,29 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
     initial adapter depends on the seed only. If the folder of the weights holds an adapter, load it."""
     cfg, model = task.cfg, task.saved(whole)
-    kind, config = read_options(cfg)
+    tuner_class, config = read_options(cfg)
     folder = None if empty else _folder_with_adapter(cfg, weights)
+    new_head = getattr(task, "new_head", ())
     if folder and hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # loaded below
-    names, tied = list(model.state_dict()), _tied(model)
-    is_open = config.target_modules is None and not getattr(config, "target_parameters", None)
-    if is_open and _architecture(model) not in (getattr(kind, "target_module_mapping", None) or {}):
-        config.target_modules = "all-linear"
+    if config.target_modules is None and not getattr(config, "target_parameters", None):
+        architecture = getattr(getattr(model, "config", None), "model_type", None)
+        if architecture not in (getattr(tuner_class, "target_module_mapping", None) or {}):
+            config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
-        found = _new_head(model, getattr(task, "new_head", ()))
-        config.modules_to_save = [*(config.modules_to_save or []), *found] or None
-    leaves = sorted({name.rpartition(".")[2] for name, part in model.named_modules() if _has_matrix(part)})
+        config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
+    names, tied = list(model.state_dict()), _tied(model)
     torch.manual_seed(cfg.seed)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
-            tuner = kind(model, config, adapter_name=NAME)
+            tuner = tuner_class(model, config, adapter_name=NAME)
     except Exception as error:
-        raise UsageError(
-            f"peft: {one_line(error)} (linear layers and convolutions of this model: {', '.join(leaves)})"
-        ) from error
+        raise UsageError(f"peft: {one_line(error)}") from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or name in getattr(task, "new_head", ()))  # a temperature
+        parameter.requires_grad_(parameter.requires_grad or name in new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
-    _check_names(model, cfg.peft or {})
     vars(model)["base_names"] = _base_names(model, names, tied)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if getattr(task, "plain_head", False) and head is not None and type(head).__module__.startswith("peft."):
@@ -169,32 +157,14 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     return tuner
 
 
-def _check_names(model: torch.nn.Module, given: dict[str, Any]) -> None:
-    """Raise UsageError for a name of a module that the model lacks: peft ignores it if another one exists."""
-    modules = [f".{name}" for name, _ in model.named_modules()]
-    for field, before in (("target", "."), ("target_modules", "."), ("modules_to_save", "")):
-        for name in given[field] if isinstance(given.get(field), list) else ():
-            if not any(module.endswith(f"{before}{name}") for module in modules):
-                leaves = sorted({module.rpartition(".")[2] for module in modules})
-                raise UsageError(f"peft: {field}: this model has no module {name!r}{did_you_mean(name, leaves)}")
-
-
-def _architecture(model: torch.nn.Module) -> str | None:
-    return getattr(getattr(model, "config", None), "model_type", None)
-
-
-def _has_matrix(module: torch.nn.Module) -> bool:
-    return isinstance(module, (torch.nn.Linear, torch.nn.Conv1d, torch.nn.Conv2d)) or type(module).__name__ == "Conv1D"
-
-
-def _new_head(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
+def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
     """Return the outermost modules with a name that contains one of `parts`."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in names)
         if not inside and any(part in f"{name}." for part in parts) and next(module.parameters(), None) is not None:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _tied(model: torch.nn.Module) -> list[list[str]]:
@@ -206,18 +176,18 @@ def _tied(model: torch.nn.Module) -> list[list[str]]:
 
 def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]]) -> dict[str, str]:
     """Return {name in the adapted model: name in the base model}; raise UsageError if a weight of two layers has one."""
-    known, found = set(names), {name: WRAPPED.sub("", name) for name in model.state_dict()}
-    found = {name: base for name, base in found.items() if base in known}
-    if sorted(found.values()) != sorted(names):
+    before, base_of = set(names), {name: WRAPPED.sub("", name) for name in model.state_dict()}
+    base_of = {name: base for name, base in base_of.items() if base in before}
+    if sorted(base_of.values()) != sorted(names):
         raise UsageError(f"peft: this type changes the names of {type(model).__name__}: give another type")
-    moved = {base for name, base in found.items() if name != base}
+    moved = {base for name, base in base_of.items() if name != base}
     for group in tied:
         if moved & set(group):
             raise UsageError(
                 f"peft: {' and '.join(group)} are one weight, so an adapter of one layer could not be merged: give a target "
                 "(or modules_to_save) without these layers"
             )
-    return found
+    return base_of
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

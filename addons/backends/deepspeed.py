@@ -4,7 +4,7 @@ Tests: tests/addons/backends/test_deepspeed.py.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,10 @@ class DeepSpeed(Strategy):
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
         trained, states = _trained(model), self.engine.optimizer.optimizer.state
-        self._allocate_moments({path.split("/", 1)[0] for path in reader.where if reader.shape(path)})
+        for flat in flat_weights(self.engine.optimizer):  # the optimizer itself would allocate them in its first step
+            for key in {path.split("/", 1)[0] for path in reader.where if reader.shape(path)}:
+                states[flat][key] = torch.zeros_like(flat)
+        link_moments(self.engine.optimizer)
         for path in reader.where:
             key, name = path.split("/", 1)
             value = reader.full(path)
@@ -117,14 +120,6 @@ class DeepSpeed(Strategy):
         for path, value in numbers.items():
             for state in states.values():
                 state[path.split("/", 1)[0]] = value
-
-    def _allocate_moments(self, keys: Iterable[str]) -> None:
-        """Create zero moments, which the optimizer itself would create only in its first step."""
-        zero = self.engine.optimizer
-        for flat in flat_weights(zero):
-            for key in keys:
-                zero.optimizer.state[flat][key] = torch.zeros_like(flat)
-        link_moments(self.engine.optimizer)
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:

@@ -28,7 +28,6 @@ from src.tasks.base import Task
 if TYPE_CHECKING:
     from src.distributed.host_group import HostGroup
 
-UNEVEN = 2  # warn if the largest shard group has more than this many times the mean size
 ENDLESS = 1 << 62  # rows, for the sizes of steps
 GROUPS = 8  # default number of shard groups; lower with few shards or a small global batch
 
@@ -78,22 +77,6 @@ class Stream:
         self.epoch, self.pass_ended = 0, False
         # step -> (pass, positions of this rank's groups after it)
         self.positions: dict[int, tuple[int, Positions]] = {}
-        if source.builder:
-            self._warn_if_uneven(source.field, [size for _, size, _ in source.versions()])
-
-    def _warn_if_uneven(self, field: str, sizes: list[int | None]) -> None:
-        """Warn if one group of the first pass is much larger than the rest: steps shrink when the rest has ended."""
-        if None in sizes:
-            return
-        order = permute(np.arange(len(sizes)), len(sizes), self.cfg.seed, 0)
-        totals = [sum(sizes[i] for i in order[group :: self.shard_groups]) for group in range(self.shard_groups)]
-        ratio = max(totals) / (sum(totals) / self.shard_groups)
-        if ratio > UNEVEN:
-            warn(
-                f"{field}: the files are uneven: the largest of {self.shard_groups} shard groups has {ratio:.1f} times "
-                "the mean size, so steps are smaller than global_batch_size after the others end: give files of "
-                "similar size, or lower --stream_lanes"
-            )
 
     def rows_in_step(self, step: int) -> int:
         """Return the global batch of a step."""

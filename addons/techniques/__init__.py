@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.addons import addon_names, load_addon
-from src.config.errors import warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.batch_plan import derive_seed
@@ -89,14 +88,6 @@ def noise(run: Run, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor
     return numbers
 
 
-def warn_if_unused(run: Run, name: str, first_step: int) -> None:
-    """Warn if the run ends before `first_step`, at which the technique `name` first does something."""
-    if first_step > run.num_steps:
-        warn(
-            f"techniques: {name} has no effect: it begins at step {first_step:,}, but the run has {run.num_steps:,} steps"
-        )
-
-
 class Technique:
     """One technique. Subclass it as a dataclass; its fields, declared by `option(...)`, are its options.
 
@@ -114,9 +105,6 @@ class Technique:
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most
-    # Options that it no longer has: (value that did what is done without it, what to do instead) by name. Checkpoints of
-    # older versions record them.
-    removed_options: Mapping[str, tuple[Any, str]] = {}
     gradient: Callable[..., StepLosses] | None = None  # replaces compute_gradient of train.py, while it is set
     run: Run  # set before `begin`
 

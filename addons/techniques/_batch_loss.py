@@ -42,14 +42,8 @@ class BatchLoss(Protocol):
         ...
 
 
-class BatchLossTask(Task):
+class BatchLossTask(Task, BatchLoss):
     """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
-
-    def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
-        raise NotImplementedError
-
-    def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
-        raise NotImplementedError
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
         """Return the vectors of a micro-batch: evaluation collects them, training has `compute_gradient` below."""
@@ -123,8 +117,11 @@ def _backward_in_two_passes(
         if is_first_step:
             unequal |= _unequal(mine, again)
         losses.append(_blame(loss, mine, vectors))
-    if is_first_step:
-        _check_repeated(task, strategy.hosts.union(unequal))
+    if is_first_step and (differing := strategy.hosts.union(unequal)):
+        raise UsageError(
+            f"task {task.cfg.task}: the same micro-batch twice gives {differing[0]}, so the gradient would be wrong: draw "
+            "random numbers only from torch, numpy or random"
+        )
     if strategy.data_rank == 0:
         losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
     return losses, sums if strategy.data_rank == 0 else {}
@@ -137,20 +134,13 @@ def _gradient_of_vectors(
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
     out = batch_loss.batch_loss(leaves, weight)
-    if "loss" not in out:
-        raise UsageError(
-            f"task {task.cfg.task}: `batch_loss` returned {', '.join(out) or 'nothing'}, but no sum named loss"
-        )
+    if "loss" not in out or not out["loss"].requires_grad:
+        raise UsageError(f"task {task.cfg.task}: `batch_loss` returned no sum named loss that depends on the vectors")
     loss = out["loss"]
-    if not loss.requires_grad:
-        raise UsageError(f"task {task.cfg.task}: the loss of `batch_loss` depends on no floating-point vector")
     gradients = torch.autograd.grad(loss, list(floating.values()), materialize_grads=True)
-    return loss.detach(), dict(zip(floating, gradients, strict=True)), further_sums(out)
-
-
-def further_sums(out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sums that a task returned in training besides its loss; they appear in the train line."""
-    return {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
+    # Further sums appear in the train line.
+    sums = {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
+    return loss.detach(), dict(zip(floating, gradients, strict=True)), sums
 
 
 # ---- vectors of the global batch -------------------------------------------------------------------------------------
@@ -215,22 +205,13 @@ def _check_columns(task: Task, parts: list[_Part]) -> dict[str, tuple[tuple[int,
     first = parts[0]
     expected = {name: (shape[1:], dtype) for name, (shape, dtype) in first.columns.items()}
     for part in parts:
-        for name, (shape, _) in part.columns.items():
-            if shape[:1] != (part.rows,):
-                raise UsageError(
-                    f"task {task.cfg.task}: `represent` returned `{name}` of shape {shape} for a micro-batch of "
-                    f"{part.rows} rows: the first dimension must be the rows"
-                )
-        if {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
+        has_rows = all(shape[:1] == (part.rows,) for shape, _ in part.columns.values())
+        if not has_rows or {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
             raise UsageError(
-                f"task {task.cfg.task}: `represent` returned {_in_words(first)} for one micro-batch and "
-                f"{_in_words(part)} for another: names, dtypes and shapes behind the rows must be the same"
+                f"task {task.cfg.task}: `represent` returned {part.columns} for {part.rows} rows and {first.columns} for "
+                f"{first.rows}: the first dimension must be the rows, all else the same in each micro-batch"
             )
     return expected
-
-
-def _in_words(part: _Part) -> str:
-    return ", ".join(f"`{name}` {shape} {dtype}" for name, (shape, dtype) in part.columns.items())
 
 
 def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarray, dict[int, int]]:
@@ -257,15 +238,6 @@ def _unequal(first: Vectors, again: Vectors) -> set[str]:
     """Return the vectors that pass 2 returned otherwise than pass 1, in words; this waits for the device."""
     found = {name: ((again[name].detach() - value).norm() / value.norm()).item() for name, value in first.items()}
     return {f"`{name}` that differ by {value:.1%}" for name, value in found.items() if value > REPEATABLE}
-
-
-def _check_repeated(task: Task, unequal: list[str]) -> None:
-    """Raise UsageError if pass 2 returned other vectors than pass 1 on any rank."""
-    if unequal:
-        raise UsageError(
-            f"task {task.cfg.task}: the same micro-batch twice gives {unequal[0]}, so the gradient would be wrong: draw "
-            "random numbers only from torch, numpy or random"
-        )
 
 
 def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from addons.techniques import TECHNIQUES, Technique
-from addons.techniques._options import explain_unknown, in_words, options_of, read_options
+from addons.techniques._options import in_words, options_of, read_options
 from addons.techniques._weight_copies import assign
 from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
@@ -30,7 +30,7 @@ def read_techniques(
     given, errors = dict(cfg.techniques or {}), []
     for name, options in given.items():
         if name not in known:
-            errors.append(f"techniques: {name}: {explain_unknown(name, known)}")
+            errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
             continue
         try:
             found[name] = read_options(known[name](), options)
@@ -39,7 +39,7 @@ def read_techniques(
     found = dict(sorted(found.items(), key=lambda item: item[1].order))
     for name, technique in found.items():
         errors += [f"techniques: {name}: {error}" for error in technique.errors()]
-    return found, [*errors, *_errors_between(found, cfg), *_metric_errors(given, cfg, known)]
+    return found, [*errors, *_errors_between(found, cfg)]
 
 
 class TechniqueChain(Techniques):
@@ -66,21 +66,6 @@ class TechniqueChain(Techniques):
         """Return "sam (rho 0.05), ema (decay 0.999, final)": the techniques with their options, outermost first."""
         words = {name: in_words(options_of(technique)) for name, technique in self.techniques.items()}
         return {"techniques": ", ".join(f"{name} ({text})" if text else name for name, text in words.items())}
-
-    def notes(self, cfg: RunConfig) -> list[str]:
-        """Return a warning if metric_for_best_model judges other weights than those that final/ will hold."""
-        metric = (cfg.metric_for_best_model or "").removeprefix("eval_")
-        judged = metric.partition("/")[0] if metric.partition("/")[0] in self.techniques else ""
-        final = next((name for name, technique in self.techniques.items() if technique.final), "")
-        if not metric or judged == final:
-            return []
-        weights = {name: f"the average ({name})" for name in self.techniques} | {"": "the weights of training"}
-        best = metric.removeprefix(f"{judged}/") if judged else metric
-        fix = f"give metric_for_best_model {final}/{best}" if final else f"give {judged} the option final: true"
-        return [
-            f"warning: metric_for_best_model is {cfg.metric_for_best_model}, of {weights[judged]}, but final/ will hold "
-            f"{weights[final]} of that step: to choose by what final/ holds, {fix}"
-        ]
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -212,21 +197,8 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
-
-
-def _metric_errors(given: Mapping[str, Any], cfg: RunConfig, known: Mapping[str, Callable]) -> Iterator[str]:
-    """Yield a sentence if metric_for_best_model is NAME/…, for a NAME or a misspelled one that no evaluation has.
-
-    Any other NAME/… may be a metric of the task."""
-    name, slash, metric = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")
-    averages = [each for each in known if known[each]().average is not Technique.average] if slash else []
-    if not slash or name in (cfg.mixture or ()) or (name in given and name in averages):
-        return
-    but = f"metric_for_best_model is {cfg.metric_for_best_model}, but"
-    if name in averages:
-        yield f"{but} techniques has no {name}: add techniques: {{{name}: {{}}}}, or give metric_for_best_model {metric}"
-    elif (similar := did_you_mean(name, [*averages, *(cfg.mixture or ())])) or name in known:
-        yield (
-            f"{but} {name} is neither a technique with an average of weights ({', '.join(averages)}) nor a source of "
-            f"mixture{similar}: give metric_for_best_model {metric}"
-        )
+    name = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")[0]
+    if "/" in (cfg.metric_for_best_model or "") and name in TECHNIQUES.keys() - techniques.keys() - {
+        *(cfg.mixture or ())
+    }:
+        yield f"metric_for_best_model is {cfg.metric_for_best_model}, but techniques has no {name}: add techniques: {{{name}: {{}}}}"

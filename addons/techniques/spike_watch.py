@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from addons.techniques import Technique, warn_if_unused
+from addons.techniques import Technique
 from src.config.fields import option
-
-NO_ROLLBACK = "it was removed: the update of a spike is skipped; --resume CHECKPOINT returns to an earlier checkpoint"
 
 
 @dataclass(eq=False)
@@ -28,8 +26,6 @@ class SpikeWatch(Technique):
     window: int = option("number of norms in the median", 100, min=2, max=100_000)
     warmup: int = option("norms to collect before the first decision", 20, min=1)
 
-    removed_options = {"action": ("skip", NO_ROLLBACK), "max_rollbacks": (10, NO_ROLLBACK)}
-
     def errors(self) -> list[str]:
         if self.warmup > self.window:
             return [f"warmup is {self.warmup}, more than window, which is {self.window}: it would never end"]
@@ -37,7 +33,6 @@ class SpikeWatch(Technique):
 
     def begin(self) -> None:
         run = self.run
-        warn_if_unused(run, "spike_watch", self.warmup + 1)
         self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
         self.seen = 0  # norms so far
         run.strategy.skip_rules.append(self.is_spike)

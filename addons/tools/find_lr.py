@@ -7,7 +7,6 @@ A range test (Smith 2017, fastai's lr_find): the run's first steps with a growin
 import argparse
 import json
 import math
-import os
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -42,17 +41,13 @@ class RangeTest:
     start_lr: float = option("learning rate of the first update", 1e-7, above=0)
     end_lr: float = option("learning rate of the last update, unless the loss diverges before", 10.0, above=0)
     updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
-    curve: str | None = option("write the curve to this file (.png, .svg or .pdf), and its numbers beside it as .json")
+    curve: str | None = option("write the numbers of the curve to this JSON file")
 
     def check(self) -> list[str]:
         """Return one sentence for each error between the flags, or of the file."""
         errors = []
         if self.start_lr >= self.end_lr:
             errors.append(f"start_lr is {self.start_lr}: it must be below end_lr, which is {self.end_lr}")
-        if self.curve and Path(self.curve).suffix not in (".png", ".svg", ".pdf"):
-            errors.append(f"curve is {self.curve}: give a file that ends in .png, .svg or .pdf")
-        elif self.curve and not os.access(Path(self.curve).absolute().parent, os.W_OK):
-            errors.append(f"curve is {self.curve}: its folder does not exist, or is not writable")
         return errors
 
     def rate(self, update: int) -> float:
@@ -177,28 +172,7 @@ def report(test: RangeTest, cfg: parsing.RunConfig, strategy: strategies.Strateg
     if test.curve:
         numbers = {"suggestion": found.suggestion, "reason": found.reason, "learning_rate": found.rates}
         numbers |= {"loss": found.losses, "smoothed_loss": found.smooth}
-        file = Path(test.curve)
-        atomic_folder.rewrite(file.with_suffix(".json"), json.dumps(strict_json(numbers)) + "\n")
-        draw(file, found)
-        print(f"curve: {file.resolve()}, numbers: {file.with_suffix('.json').resolve()}")
-
-
-def draw(file: Path, found: Result) -> None:
-    """Write losses against rates to an image file."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.subplots()
-    axes.plot(found.rates[: len(found.losses)], found.losses, alpha=0.3, label="loss of a global batch")
-    axes.plot(found.rates[: len(found.smooth)], found.smooth, label="smoothed")
-    if found.suggestion is not None:
-        axes.axvline(found.suggestion, linestyle=":", color="gray", label=f"suggestion {found.suggestion:g}")
-    margin = 0.2 * (max(found.smooth[0], min(found.smooth)) - min(found.smooth) or 1.0)
-    axes.set(xscale="log", xlabel="learning rate", ylabel="loss")
-    if math.isfinite(margin):  # not if the first loss is not
-        axes.set_ylim(min(found.smooth) - margin, max(found.smooth[0], min(found.smooth)) + 3 * margin)
-    axes.legend(frameon=False)
-    figure.savefig(file)
+        atomic_folder.rewrite(Path(test.curve), json.dumps(strict_json(numbers)) + "\n")
 
 
 # ---- what the losses suggest -----------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, cop
 def run_notes(cfg: RunConfig, splits: dict, techniques: Techniques, start: Path | None, step: int) -> list[str]:
     """Return messages about this run: the step it resumes from, notes on its data, techniques and ignored fields."""
     notes = [f"Resuming from step {step:,} ({start})"] if start else []
-    notes += data_notes(splits) + techniques.notes(cfg)
+    notes += data_notes(splits)
     total = total_steps(cfg, splits["train"].stats["examples"])
     if cfg.warmup_steps > total:
         notes.append(

@@ -16,17 +16,6 @@ from tests.checkpointing.test_run_identity import check, refusal
 EMA_CLASS = TECHNIQUES["ema"]()
 
 
-def test_removed_options_of_spike_watch(tmp_path):
-    """A checkpoint of a version that could roll back is resumed if it did not."""
-    now = run_config(output_dir="run", max_steps=12, dataset_name="data", techniques={"spike_watch": None})
-    for action in ("skip", "roll_back"):
-        was = dataclasses.replace(now, techniques={"spike_watch": {"action": action, "max_rollbacks": 10}})
-        if action == "skip":
-            assert check(tmp_path, now, was=was) == []
-        else:
-            assert "techniques.spike_watch: " in refusal(tmp_path, now, was=was)
-
-
 def with_techniques(techniques: dict | None) -> RunConfig:
     """Return a run's fields as train.py has them once it has read the techniques."""
     cfg = run_config(output_dir="run", max_steps=12, techniques=techniques)

@@ -67,18 +67,6 @@ def test_no_suggestion_if_the_loss_never_fell(kind):
     assert ("it diverged" in found.reason) == (kind not in ("noise", "rises"))
 
 
-def test_first_loss_that_is_not_finite_is_drawn(tmp_path):
-    find_lr.draw(tmp_path / "curve.svg", result(RangeTest(), [1e-7], [math.nan]))
-    assert (tmp_path / "curve.svg").exists()
-
-
-def test_loss_that_still_falls_at_the_end_is_said():
-    test = RangeTest()
-    found = result(test, [test.rate(i) for i in range(100)], np.linspace(5, 4, 100).tolist())
-    assert found.suggestion
-    assert "--end_lr" in found.reason
-
-
 # ---- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -91,16 +79,15 @@ def fields(tmp_path) -> dict:
 
 def find(folder, fields: dict, world: int = 1, env=None) -> dict:
     """Return the numbers of the curve."""
-    curve = folder / "curve.svg"
+    curve = folder / "curve.json"
     folder.mkdir()
     codes, texts = kit.run_command(
         "addons/tools/find_lr.py", *kit.flags(**fields, curve=curve), folder=folder / "here", world=world, env=env
     )
     assert codes == [0] * world, texts
-    numbers = json.loads(curve.with_suffix(".json").read_text())
+    numbers = json.loads(curve.read_text())
     assert f"suggestion: --learning_rate {numbers['suggestion']:g} (a tenth of" in texts[0]
     assert numbers["reason"] in texts[0]
-    assert curve.read_text().startswith("<?xml")
     return numbers
 
 
@@ -193,8 +180,6 @@ def test_nothing_is_left_behind(tmp_path, fields):
         ({"start_lr": -1}, ["start_lr is -1"]),
         ({"updates": "many"}, ["updates", "'many'"]),
         ({"updates": 3}, ["updates is 3", "20"]),
-        ({"curve": "curve.txt"}, ["curve.txt", ".png"]),
-        ({"curve": "/nowhere/curve.png"}, ["/nowhere/curve.png"]),
         ({"techniques": json.dumps({"sma": None})}, ["sma"]),
         ({"end_rl": 1}, ["end_rl", "end_lr"]),
         ({"dry_run": True}, ["dry_run", "train.py"]),
