@@ -73,7 +73,7 @@ smoke: .venv/done ## try CONFIG in a minute: two steps, an evaluation, a save an
 data: .venv/done ## download and prepare the data of CONFIG without training (no GPU needed)
 	@$(VENV)/python -m src.data.dataset --config '$(CONFIG)' $(ARGS)
 
-find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.json' saves the curve
+find-lr: .venv/done ## suggest a learning rate for CONFIG; ARGS='--curve lr.json' writes the curve
 	@$(call need,find_lr)
 	$(LAUNCH) --module addons.tools.find_lr --config '$(CONFIG)' $(ARGS)
 

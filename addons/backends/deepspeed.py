@@ -4,7 +4,7 @@ Tests: tests/addons/backends/test_deepspeed.py.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +105,10 @@ class DeepSpeed(Strategy):
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
         trained, states = _trained(model), self.engine.optimizer.optimizer.state
-        self._allocate_moments({path.split("/", 1)[0] for path in reader.where if reader.shape(path)})
+        for flat in flat_weights(self.engine.optimizer):  # the optimizer itself would allocate them in its first step
+            for key in {path.split("/", 1)[0] for path in reader.where if reader.shape(path)}:
+                states[flat][key] = torch.zeros_like(flat)
+        link_moments(self.engine.optimizer)
         for path in reader.where:
             key, name = path.split("/", 1)
             value = reader.full(path)
@@ -117,14 +120,6 @@ class DeepSpeed(Strategy):
         for path, value in numbers.items():
             for state in states.values():
                 state[path.split("/", 1)[0]] = value
-
-    def _allocate_moments(self, keys: Iterable[str]) -> None:
-        """Create zero moments, which the optimizer itself would create only in its first step."""
-        zero = self.engine.optimizer
-        for flat in flat_weights(zero):
-            for key in keys:
-                zero.optimizer.state[flat][key] = torch.zeros_like(flat)
-        link_moments(self.engine.optimizer)
 
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
@@ -153,6 +148,10 @@ def check_fields(plugin: Any, cfg: RunConfig) -> None:
         )
     if cfg.dtype == "float64":
         raise UsageError("dtype is float64, which DeepSpeed does not support: use accelerate_configs/fsdp2.yaml")
+    if plugin.zero_stage not in (1, 2, 3):
+        raise UsageError(
+            f"zero_stage is {plugin.zero_stage}: give 1, 2 or 3; without sharding, use accelerate_configs/ddp.yaml"
+        )
 
 
 def _configure(accelerator: "Accelerator", cfg: RunConfig) -> None:
@@ -198,8 +197,8 @@ def _trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def _ref(parameter: torch.nn.Parameter, gather: Callable[[], torch.Tensor]) -> ShardedTensorRef:
-    return ShardedTensorRef(4 * getattr(parameter, "ds_numel", parameter.numel()), gather)  # bytes in float32
+def _float32_bytes(parameter: torch.nn.Parameter) -> int:
+    return 4 * getattr(parameter, "ds_numel", parameter.numel())
 
 
 def _weight_ref(parameter: torch.nn.Parameter) -> ShardedTensorRef:
@@ -212,13 +211,13 @@ def _weight_ref(parameter: torch.nn.Parameter) -> ShardedTensorRef:
         with GatheredParameters([parameter]):
             return parameter.detach().clone()
 
-    return _ref(parameter, gather)
+    return ShardedTensorRef(_float32_bytes(parameter), gather)
 
 
 def _moment_ref(parameter: torch.nn.Parameter, key: str) -> ShardedTensorRef:
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    return _ref(parameter, lambda: safe_get_full_optimizer_state(parameter, key))
+    return ShardedTensorRef(_float32_bytes(parameter), lambda: safe_get_full_optimizer_state(parameter, key))
 
 
 # ---- private APIs of DeepSpeed 0.19; the tests named above fail if one has changed ---------------------------------------

@@ -91,11 +91,6 @@ def fetch_evaluation(source: Source, cfg: Any, work: SharedWork) -> Source:
 def look_up_stream(source: Source, cfg: Any, work: SharedWork) -> Source:
     """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
     root = cache_root(cfg)
-    if source.saved_to_disk:
-        raise UsageError(
-            f"{source.field}: {source.name} was written by save_to_disk, which cannot be streamed: remove --streaming (such "
-            "data is memory-mapped without conversion)"
-        )
     stream = StreamSource(**vars(source))
     if not source.builder:
         return stream if source.files else at_commit(stream, root, work)

@@ -13,7 +13,6 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.addons import addon_names, load_addon
-from src.config.errors import warn
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.batch_plan import derive_seed
@@ -87,14 +86,6 @@ def noise(run: Run, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor
     if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
         return distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None)
     return numbers
-
-
-def warn_if_unused(run: Run, name: str, first_step: int) -> None:
-    """Warn if the run ends before `first_step`, at which the technique `name` first does something."""
-    if first_step > run.num_steps:
-        warn(
-            f"techniques: {name} has no effect: it begins at step {first_step:,}, but the run has {run.num_steps:,} steps"
-        )
 
 
 class Technique:

@@ -7,31 +7,31 @@ it, and backpropagates its rows of that gradient (GradCache: Gao et al., "Scalin
 under Memory Limited Setup", 2021). The price: a second forward pass. Tests: tests/addons/techniques/test_batch_loss.py.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from src.training.evaluation_plan import Block
 
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
-from src.training.evaluation import Part
-from src.training.step import StepBatch, StepLosses, widen
+from src.training.step import StepBatch, StepLosses, naming_a_smaller_batch, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
 
 
-class BatchLossTask(Task):
-    """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
+class BatchLoss(Protocol):
+    """A loss over a global batch."""
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
         """Return tensors of shape (rows, …), floating point if they have a gradient, that `batch_loss` needs.
 
         All parameters must act here, also a learned temperature: multiply the vectors by it."""
-        raise NotImplementedError
+        ...
 
     def batch_loss(self, vectors: Vectors, weight: float) -> dict[str, torch.Tensor]:
         """Return sums over a whole global batch: `loss`, and in evaluation the sums for `metrics`. No parameters here.
@@ -39,7 +39,11 @@ class BatchLossTask(Task):
         `vectors` holds what `represent` returned for all rows of the global batch, in an order that does not depend on
         the number of processes; `weight` is their weight. The loss of a step is `loss` / `weight`. In evaluation, a
         global batch is `global_batch_size` consecutive rows."""
-        raise NotImplementedError
+        ...
+
+
+class BatchLossTask(Task, BatchLoss):
+    """A task whose loss is over the whole global batch: it defines `represent` and `batch_loss` instead of `loss`."""
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> Vectors:
         """Return the vectors of a micro-batch: evaluation collects them, training has `compute_gradient` below."""
@@ -52,20 +56,18 @@ class BatchLossTask(Task):
         return compute_gradient(self, strategy, module, batch, total_weight)
 
     def sums_by_block(
-        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Part]
+        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
     ) -> tuple[list[str], np.ndarray]:
-        """Return names and sums like those of `table` with the sums of `batch_loss`, at the first micro-batch of a block.
+        """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
 
         `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
-        by_block = []
+        found = []
         for block in blocks:
             sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
             vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
-            by_block.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
-        keys = ["weight", *sorted(by_block[0].keys() - {"weight"})]
-        result = np.zeros((len(table), len(keys)))
-        result[[block.micro_batches.start for block in blocks]] = [[sums[key] for key in keys] for sums in by_block]
-        return keys, result
+            found.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
+        keys = ["weight", *sorted(found[0].keys() - {"weight"})]
+        return keys, np.array([[sums[key] for key in keys] for sums in found])
 
 
 class _Part(NamedTuple):
@@ -77,7 +79,7 @@ class _Part(NamedTuple):
 
 
 def compute_gradient(
-    batch_loss: Any, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> StepLosses:
     """Fill `.grad` with the gradient of batch_loss / `total_weight`; return a loss for each micro-batch of this rank.
 
@@ -85,19 +87,19 @@ def compute_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with strategy.accumulation():
+    with naming_a_smaller_batch(strategy.cfg, step_batch), strategy.accumulation():
         losses, sums = _backward_in_two_passes(batch_loss, strategy, module, step_batch, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
 
 def _backward_in_two_passes(
-    batch_loss: Any, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
+    batch_loss: BatchLoss, strategy: Strategy, module: torch.nn.Module, step_batch: StepBatch, total_weight: float
 ) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     model_with_loss = strategy.accelerator.unwrap_model(module)
     task: Task = model_with_loss.task
     is_first_step = strategy.is_first_step
     vectors, places = _global_vectors(strategy, model_with_loss, module, step_batch)
-    loss, gradients, sums = _gradient_of_vectors(batch_loss, vectors, total_weight)
+    loss, gradients, sums = _gradient_of_vectors(task, batch_loss, vectors, total_weight)
     # Exactly the scale for backends that average over ranks, or NaN on every rank if the loss is not finite.
     factor = 0.0 * loss + strategy.data_world_size / total_weight
     losses, unequal = [], set()
@@ -108,31 +110,37 @@ def _backward_in_two_passes(
             for name, gradient in gradients.items():
                 scaled = gradient[rows] * factor if rows else 0.0  # a dummy batch adds nothing
                 product = product + (again[name] * scaled).sum()
+            if not product.requires_grad:
+                raise UsageError(f"task {task.cfg.task}: no tensor of `represent` has a gradient: do not detach them")
             strategy.backward(module, product, micro)
         mine = {name: vectors[name][rows] for name in gradients} if rows else {}
         if is_first_step:
             unequal |= _unequal(mine, again)
         losses.append(_blame(loss, mine, vectors))
-    if is_first_step:
-        _check_repeated(task, strategy.hosts.union(unequal))
+    if is_first_step and (differing := strategy.hosts.union(unequal)):
+        raise UsageError(
+            f"task {task.cfg.task}: the same micro-batch twice gives {differing[0]}, so the gradient would be wrong: draw "
+            "random numbers only from torch, numpy or random"
+        )
     if strategy.data_rank == 0:
         losses[0] = losses[0] + torch.where(loss.isfinite(), loss, 0.0)
     return losses, sums if strategy.data_rank == 0 else {}
 
 
-def _gradient_of_vectors(batch_loss: Any, vectors: Vectors, weight: float) -> tuple[torch.Tensor, Vectors, Vectors]:
+def _gradient_of_vectors(
+    task: Task, batch_loss: BatchLoss, vectors: Vectors, weight: float
+) -> tuple[torch.Tensor, Vectors, Vectors]:
     """Return (loss of the global batch, its gradient by each floating-point vector, further sums) on every rank."""
     leaves = {n: v.clone().requires_grad_() if v.is_floating_point() else v for n, v in vectors.items()}
     floating = {name: value for name, value in leaves.items() if value.requires_grad}
     out = batch_loss.batch_loss(leaves, weight)
+    if "loss" not in out or not out["loss"].requires_grad:
+        raise UsageError(f"task {task.cfg.task}: `batch_loss` returned no sum named loss that depends on the vectors")
     loss = out["loss"]
     gradients = torch.autograd.grad(loss, list(floating.values()), materialize_grads=True)
-    return loss.detach(), dict(zip(floating, gradients, strict=True)), further_sums(out)
-
-
-def further_sums(out: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the sums that a task returned in training besides its loss; they appear in the train line."""
-    return {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
+    # Further sums appear in the train line.
+    sums = {name: value.detach() for name, value in out.items() if name != "loss" and value.dim() == 0}
+    return loss.detach(), dict(zip(floating, gradients, strict=True)), sums
 
 
 # ---- vectors of the global batch -------------------------------------------------------------------------------------
@@ -197,13 +205,12 @@ def _check_columns(task: Task, parts: list[_Part]) -> dict[str, tuple[tuple[int,
     first = parts[0]
     expected = {name: (shape[1:], dtype) for name, (shape, dtype) in first.columns.items()}
     for part in parts:
-        if {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
+        has_rows = all(shape[:1] == (part.rows,) for shape, _ in part.columns.values())
+        if not has_rows or {name: (shape[1:], dtype) for name, (shape, dtype) in part.columns.items()} != expected:
             raise UsageError(
-                f"task {task.cfg.task}: `represent` returned {first.columns} for one micro-batch and {part.columns} for "
-                "another: names, dtypes and shapes behind the rows must be the same"
+                f"task {task.cfg.task}: `represent` returned {part.columns} for {part.rows} rows and {first.columns} for "
+                f"{first.rows}: the first dimension must be the rows, all else the same in each micro-batch"
             )
-        if any(shape[:1] != (part.rows,) for shape, _ in part.columns.values()):
-            raise UsageError(f"task {task.cfg.task}: `represent` returned {part.columns} for {part.rows} rows")
     return expected
 
 
@@ -231,15 +238,6 @@ def _unequal(first: Vectors, again: Vectors) -> set[str]:
     """Return the vectors that pass 2 returned otherwise than pass 1, in words; this waits for the device."""
     found = {name: ((again[name].detach() - value).norm() / value.norm()).item() for name, value in first.items()}
     return {f"`{name}` that differ by {value:.1%}" for name, value in found.items() if value > REPEATABLE}
-
-
-def _check_repeated(task: Task, unequal: list[str]) -> None:
-    """Raise UsageError if pass 2 returned other vectors than pass 1 on any rank."""
-    if unequal:
-        raise UsageError(
-            f"task {task.cfg.task}: the same micro-batch twice gives {unequal[0]}, so the gradient would be wrong: draw "
-            "random numbers only from torch, numpy or random"
-        )
 
 
 def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:

@@ -27,8 +27,8 @@ def read_techniques(
 ) -> tuple[dict[str, Technique], list[str]]:
     """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
     found: dict[str, Technique] = {}
-    errors = []
-    for name, options in (cfg.techniques or {}).items():
+    given, errors = dict(cfg.techniques or {}), []
+    for name, options in given.items():
         if name not in known:
             errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
             continue
@@ -66,21 +66,6 @@ class TechniqueChain(Techniques):
         """Return "sam (rho 0.05), ema (decay 0.999, final)": the techniques with their options, outermost first."""
         words = {name: in_words(options_of(technique)) for name, technique in self.techniques.items()}
         return {"techniques": ", ".join(f"{name} ({text})" if text else name for name, text in words.items())}
-
-    def notes(self, cfg: RunConfig) -> list[str]:
-        """Return a warning if metric_for_best_model judges other weights than those that final/ will hold."""
-        metric = (cfg.metric_for_best_model or "").removeprefix("eval_")
-        judged = metric.partition("/")[0] if metric.partition("/")[0] in self.techniques else ""
-        final = next((name for name, technique in self.techniques.items() if technique.final), "")
-        if not metric or judged == final:
-            return []
-        weights = {name: f"the average ({name})" for name in self.techniques} | {"": "the weights of training"}
-        best = metric.removeprefix(f"{judged}/") if judged else metric
-        fix = f"give metric_for_best_model {final}/{best}" if final else f"give {judged} the option final: true"
-        return [
-            f"warning: metric_for_best_model is {cfg.metric_for_best_model}, of {weights[judged]}, but final/ will hold "
-            f"{weights[final]} of that step: to choose by what final/ holds, {fix}"
-        ]
 
     # ---- before training ---------------------------------------------------------------------------------------------
 
@@ -212,3 +197,8 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
+    name = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")[0]
+    if "/" in (cfg.metric_for_best_model or "") and name in TECHNIQUES.keys() - techniques.keys() - {
+        *(cfg.mixture or ())
+    }:
+        yield f"metric_for_best_model is {cfg.metric_for_best_model}, but techniques has no {name}: add techniques: {{{name}: {{}}}}"

@@ -22,8 +22,8 @@ def read_options(kind: type[Technique], given: Any) -> Technique:
         raise ValueError(f"expected options as {{NAME: VALUE}}, found {given!r}")
     rules = declared_options(kind)
     if unknown := [str(name) for name in given if name not in rules]:
-        near = did_you_mean(unknown[0], rules)
-        raise ValueError(f"{unknown[0]}: unknown option{near}; it has {', '.join(rules) or 'none'}")
+        text = f"{unknown[0]}: unknown option{did_you_mean(unknown[0], rules)}"
+        raise ValueError(f"{text}; it has {', '.join(rules) or 'none'}")
     values, errors, defaults = {}, [], kind()
     for name, value in given.items():
         default = getattr(defaults, name)
@@ -58,8 +58,8 @@ def _text(value: Any) -> str:
 
 def with_defaults(given: dict | None) -> dict[str, dict]:
     """Return all options of each technique of the field `techniques`; of one that this version lacks, those given."""
-    found = {}
-    for name, options in (given or {}).items():
-        kind = TECHNIQUES[name]() if name in TECHNIQUES else None
-        found[name] = (options_of(kind()) if kind else {}) | (options if isinstance(options, dict) else {})
-    return found
+    return {
+        name: (options_of(TECHNIQUES[name]()()) if name in TECHNIQUES else {})
+        | (options if isinstance(options, dict) else {})
+        for name, options in (given or {}).items()
+    }

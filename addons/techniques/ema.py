@@ -6,7 +6,6 @@ import torch
 
 from addons.techniques import Technique
 from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
-from src.config.errors import warn
 from src.config.fields import option
 
 
@@ -27,12 +26,6 @@ class EMA(Technique):
     copies = 1
 
     def begin(self) -> None:
-        share = self.decay**self.run.num_steps
-        if share > 0.5 and not self.warmup:
-            warn(
-                f"techniques: ema has little effect: after {self.run.num_steps:,} steps with decay {self.decay:g}, {share:.0%} of "
-                "the average are still the initial weights: give warmup: true or a smaller decay"
-            )
         self.trained = TrainedTensors(self.run)
         self.weights = self.trained.copy()
         self.updates = torch.zeros((), dtype=self.run.strategy.buffers.wide, device=self.trained.device)

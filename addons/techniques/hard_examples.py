@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from addons.techniques import ComputeGradient, Technique, warn_if_unused
+from addons.techniques import ComputeGradient, Technique
 from addons.techniques._batch_loss import Vectors, compute_gradient
 from src.config.errors import UsageError
 from src.config.fields import option
@@ -44,7 +44,6 @@ class HardExamples(Technique):
         self.hardest = HardestRows(model.task, self.share)
 
     def begin(self) -> None:
-        warn_if_unused(self.run, "hard_examples", self.start_step)
         self.is_checked = False
 
     def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:

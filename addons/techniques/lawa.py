@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import Technique, warn_if_unused
+from addons.techniques import Technique
 from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from src.config.fields import option
 
@@ -26,7 +26,6 @@ class LAWA(Technique):
         self.copies = self.k
 
     def begin(self) -> None:
-        warn_if_unused(self.run, "lawa", self.every)
         self.trained = TrainedTensors(self.run)
         self.ring, self.count = [self.trained.copy() for _ in range(self.k)], 0
 

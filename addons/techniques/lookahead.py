@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import Technique, warn_if_unused
+from addons.techniques import Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
 from src.config.fields import option
 
@@ -24,7 +24,6 @@ class Lookahead(Technique):
     copies = 1
 
     def begin(self) -> None:
-        warn_if_unused(self.run, "lookahead", self.k)
         self.trained = TrainedTensors(self.run, buffers=False)
         self.slow = self.trained.copy()
 

@@ -6,7 +6,7 @@ import torch
 
 from addons.techniques import ComputeGradient, Technique
 from addons.techniques._weight_copies import TrainedTensors, assign
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
@@ -36,8 +36,6 @@ class ScheduleFree(Technique):
             )
         if "cycle_momentum" in (vars(cfg)["techniques"] or {}):
             raise UsageError("techniques: schedule_free replaces momentum, which cycle_momentum sets: keep one of them")
-        if not cfg.lr_scheduler_type.startswith("constant"):
-            warn(f"techniques: schedule_free needs no schedule, but lr_scheduler_type is {cfg.lr_scheduler_type}")
 
     def begin(self) -> None:
         self.trained = TrainedTensors(self.run, buffers=False)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from addons.techniques import Technique, warn_if_unused
+from addons.techniques import Technique
 from src.config.fields import option
 
 
@@ -33,7 +33,6 @@ class SpikeWatch(Technique):
 
     def begin(self) -> None:
         run = self.run
-        warn_if_unused(run, "spike_watch", self.warmup + 1)
         self.norms = torch.full((self.window,), float("nan"), device=run.strategy.accelerator.device)
         self.seen = 0  # norms so far
         run.strategy.skip_rules.append(self.is_spike)

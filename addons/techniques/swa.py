@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.techniques import Technique, warn_if_unused
+from addons.techniques import Technique
 from addons.techniques._weight_copies import Tensors, TrainedTensors, assign
 from src.config.errors import UsageError
 from src.config.fields import option
@@ -28,7 +28,6 @@ class SWA(Technique):
     def begin(self) -> None:
         steps = self.run.num_steps
         self.first = round(self.start * steps) if self.start < 1 else round(self.start)
-        warn_if_unused(self.run, "swa", -(-max(self.first, 1) // self.every) * self.every)
         self.trained = TrainedTensors(self.run)
         self.weights, self.count, self.step = self.trained.copy(), 0, 0
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from addons.techniques import ComputeGradient, Technique
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
 from src.training.optimizers import first_match, named_parameters
@@ -39,20 +39,14 @@ class Unfreeze(Technique):
         self.first_step = {name: steps[pattern] for name, pattern in patterns.items()}
 
     def check(self) -> None:
-        """Warn about parameters that stay frozen to the end; raise UsageError if all of them do."""
-        run, field = self.run, "techniques: unfreeze: steps"
-        trainable = {name: p.requires_grad for name, p in named_parameters(run.model).items()}
-        if frozen := [name for name in self.first_step if not trainable[name]]:
-            warn(
-                f"{field} has no effect on {frozen[0]}, which freeze or peft freezes for the whole run ({len(frozen)} such parameters)"
+        """Raise UsageError if no parameter would ever be trained."""
+        trainable = [name for name, parameter in named_parameters(self.run.model).items() if parameter.requires_grad]
+        first = min((self.first_step.get(name, 0) for name in trainable), default=0)
+        if first > self.run.num_steps:
+            raise UsageError(
+                f"techniques: unfreeze: steps: step {first:,} is after the end of the run, at step {self.run.num_steps:,}: no "
+                "parameter would be trained: give smaller steps"
             )
-        late = [n for n, first in self.first_step.items() if trainable[n] and first > run.num_steps]
-        if not late:
-            return
-        text = f"{field}: step {self.first_step[late[0]]:,} of {late[0]} is after the end of the run, at step {run.num_steps:,}"
-        if len(late) == sum(trainable.values()):
-            raise UsageError(f"{text}: no parameter would be trained: give smaller steps")
-        warn(f"{text}: it is never trained ({len(late)} such parameters)")
 
     def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         """Drop the gradients inside of both passes of SAM, which would move and count these weights otherwise."""

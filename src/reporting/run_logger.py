@@ -47,7 +47,7 @@ class RunLogger:
             plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
             self.say(table(plan | topology(run.strategy, run.cfg)))
             self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
-            for note in start.notes + run_notes(run.cfg, run.datasets, techniques) + run.strategy.buffers.notes():
+            for note in start.notes + run_notes(run.cfg, run.datasets) + run.strategy.buffers.notes():
                 self.say(note)
             if is_training:
                 record_exit_in(self.folder)

@@ -79,9 +79,9 @@ def _size(count: float) -> str:
     return f"{count / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
 
 
-def run_notes(cfg: RunConfig, splits: dict, techniques: Techniques) -> list[str]:
-    """Return messages about the data, techniques and ignored fields of a run."""
-    notes = data_notes(splits) + techniques.notes(cfg)
+def run_notes(cfg: RunConfig, splits: dict) -> list[str]:
+    """Return messages about the data and ignored fields of a run."""
+    notes = data_notes(splits)
     per_epoch = sizes_of_run(cfg, splits["train"].stats["examples"] or 0).per_epoch  # a stream: unknown
     if not cfg.max_steps and 0 < per_epoch < FEW_STEPS:
         notes.append(
@@ -103,4 +103,4 @@ def print_plan(cfg: RunConfig, task: Task, datasets: dict) -> None:
     techniques.change_model(model, cfg)
     make_optimizer(cfg, model, fused=False)  # freezes parameters
     print(table(plan_table(cfg, datasets, model, techniques, make_schedule(cfg, num_steps), num_steps)))
-    print(*run_notes(cfg, datasets, techniques), sep="\n")
+    print(*run_notes(cfg, datasets), sep="\n")

@@ -57,10 +57,6 @@ class Techniques:
         """Return the rows of the plan that say what is used."""
         return {}
 
-    def notes(self, cfg: RunConfig) -> list[str]:
-        """Return warnings about fields that do not fit together."""
-        return []
-
 
 def make_techniques(cfg: RunConfig) -> Techniques:
     """Return the techniques that the run file names."""

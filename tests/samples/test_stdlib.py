@@ -2,17 +2,12 @@
 
 import ast
 import json
-import os
-import signal
-import time
-from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
 from samples import _stdlib, stdlib_code, stdlib_tokens
-from src.data.sources import find_source
 from src.storage import cache_folder as samples
 from tests.helpers import kit
 
@@ -51,19 +46,6 @@ def test_code_is_split_without_overlap(root, few):
     assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
     assert not {row["path"] for row in train} & {row["path"] for row in validation}
     assert len(train) > 5 * len(validation) > 0
-
-
-def test_functions_are_split_without_overlap(root, few):
-    samples.sample_folder("stdlib_functions", root)
-    train, validation = rows(root, "stdlib_functions", "train"), rows(root, "stdlib_functions", "validation")
-    assert not {row["text"] for row in train} & {row["text"] for row in validation}
-    assert len(train) > 5 * len(validation) > 0
-    assert {row["label"] for row in validation} <= {row["label"] for row in train} == {"json", "http", "email", "html"}
-    texts = dict(few)
-    for row in train + validation:
-        assert row["path"].startswith(row["label"] + "/")
-        assert row["text"].splitlines()[0].strip() in texts[row["path"]]
-        compile(row["text"], row["path"], "exec")  # a whole function, moved to the left margin
 
 
 def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
@@ -106,15 +88,6 @@ def test_tokens_are_tagged_by_their_role():
     assert stdlib_tokens.tagged_tokens("def f(") is None
 
 
-def test_tokens_are_those_of_the_functions(root):
-    for name in ("stdlib_functions", "stdlib_tokens"):
-        samples.sample_folder(name, root)
-    for split in ("train", "validation"):
-        functions, tokens = (rows(root, name, split) for name in ("stdlib_functions", "stdlib_tokens"))
-        assert len(tokens) > 0.9 * len(functions)
-        assert all(len(row["tokens"]) == len(row["tags"]) > 0 for row in tokens)
-
-
 @pytest.mark.parametrize("name", [name for name in samples.sample_names() if name.startswith("stdlib_")])
 def test_tokenizer_decodes_every_text(root, name):
     tokenizer = AutoTokenizer.from_pretrained(samples.sample_tokenizer(name, root))
@@ -134,67 +107,3 @@ def test_sample_as_dataset_and_tokenizer_name(root):
     assert task.config.vocab_size == len(task.tokenizer)
     for split in ("train", "validation"):
         assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
-
-
-def test_other_names_are_no_samples(root):
-    assert samples.sample_folder("stdlib", root) is samples.sample_tokenizer("gpt2", root) is None
-    assert find_source({"dataset_name": "someone/something"}, "train", "", root).name == "someone/something"
-    assert not (root / "samples").exists()
-
-
-def _make_slowly(root, callers: int = 1):
-    """Make the sample in one of several processes; making it leaves a line and waits for so many lines."""
-    original = stdlib_code.make
-
-    def slow(target):
-        with open(root / "calls", "a") as calls:
-            calls.write(f"{os.getpid()}\n")
-        time.sleep(0.5)
-        kit.until(lambda: len((root / "calls").read_text().splitlines()) >= callers)
-        original(target)
-
-    stdlib_code.make = slow
-    return samples.sample_folder("stdlib_code", root), len(rows(root, "stdlib_code", "train"))
-
-
-def test_processes_make_it_once(root, monkeypatch):
-    made = kit.spawn(3, _make_slowly, root, out=root / "out")
-    assert len(set(made)) == 1
-    assert made[0][1] > 0
-    assert len((root / "calls").read_text().splitlines()) == 1
-
-    (mutant := root / "mutant").mkdir()
-    monkeypatch.setattr(samples, "FileLock", lambda path: nullcontext())
-    with suppress(kit.RankFailed):  # they delete each other's folder
-        kit.spawn(3, _make_slowly, mutant, 2, out=mutant / "out")
-    assert len((mutant / "calls").read_text().splitlines()) > 1
-
-
-def _killed(root):
-    """Die between the rows and the tokenizer."""
-    _stdlib.train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
-    samples.sample_folder("stdlib_code", root)
-
-
-def test_interrupted_sample_is_made_again(root):
-    with pytest.raises(kit.RankFailed):
-        kit.spawn(1, _killed, root, out=root / "out")
-    target = folder(root, "stdlib_code")
-    assert (target / "train.jsonl").exists()
-    assert not (target / "DONE").exists()
-    (target / "DONE").touch()  # the mutant: a marker that is written first
-    assert samples.sample_tokenizer("stdlib_code", root) is None
-    (target / "DONE").unlink()
-    (target / "leftover").touch()
-    assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
-    assert (target / "DONE").exists()
-    assert not (target / "leftover").exists()
-
-
-def test_sample_is_made_once_per_version(root, monkeypatch):
-    calls = []
-    monkeypatch.setattr(stdlib_code, "make", calls.append)
-    for version in ("1", "1", "2", "2"):
-        monkeypatch.setattr(stdlib_code, "VERSION", version)
-        samples.sample_folder("stdlib_code", root)
-    assert len(calls) == 2

@@ -9,10 +9,8 @@ import yaml
 
 from addons.adapters import peft as addon
 from src.checkpointing import model_folder
-from src.config import parsing, validation
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.tasks import OPTIONS
 from src.training.step import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
@@ -116,19 +114,6 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
         task.build_model(checkpoint)
 
 
-def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
-    """Also if the student has an adapter: the teacher has none."""
-    kit.need_task("distillation")
-    config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
-    fields |= {"task": "distillation", "output_dir": tmp_path}
-    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
-    with pytest.raises(UsageError, match="beside it, the adapter"):
-        task.build_model()
-    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
-    assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
-
-
 def test_plain_module_with_an_adapter(tmp_path):
     """DDP on two processes; the merged weights load into the module without peft."""
     with plain_task.registered():
@@ -229,8 +214,6 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
         ({"megatron_core": "os"}, ["megatron_core"]),
         ({"type": "loha", "module_dropout": 0.1}, ["module_dropout", "rank_dropout"]),
-        ({"peft_type": "LORA"}, ["peft_type", "type"]),
-        ({"target": ["a"], "target_modules": ["a"]}, ["target_modules", "keep one"]),
         ({}, ["whole model", "{type: lora}"]),
     ],
     ids=lambda value: str(value)[:40],
@@ -241,20 +224,12 @@ def test_wrong_options_are_errors_before_the_data_is_read(llama, options, words)
     assert all(word in str(error.value) for word in ["peft", *words]), error.value
 
 
-@pytest.mark.parametrize("option", ["target", "target_modules", "modules_to_save"])
-def test_one_wrong_name_among_right_ones_is_an_error(llama, option):
-    """peft would train the others alone."""
-    task, _ = kit.open_data(**llama, peft=json.dumps({"type": "lora", option: ["v_proj", "o_prj"]}))
-    with pytest.raises(UsageError, match=rf"{option}.*o_prj.*o_proj"):
-        task.build_model()
-
-
 @pytest.mark.parametrize("target", [["qproj"], ["embed_tokens"]], ids=str)
 def test_wrong_targets_are_errors(llama, tmp_path, target):
     """A module that does not exist; a weight that embedding and head share."""
     tied = kit.write_yaml(tmp_path / "tied.yaml", kit.LLAMA | {"tie_word_embeddings": True})
     task, _ = kit.open_data(**llama | {"model_config": tied}, peft=json.dumps({"type": "lora", "target": target}))
-    words = "this model: down_proj.*q_proj" if target == ["qproj"] else "lm_head"
+    words = "qproj" if target == ["qproj"] else "lm_head"
     with pytest.raises(UsageError, match=words):
         task.build_model()
 
@@ -293,12 +268,6 @@ def test_learned_temperature_is_trained(tmp_path):
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert "logit_scale" in trained
     assert all("lora_" in name for name in trained - {"logit_scale"})
-
-
-def test_run_file_with_an_adapter_is_valid():
-    cfg, options = parsing.parse(["--config", str(kit.REPOSITORY / "configs" / "lora_hub.yaml")], OPTIONS)
-    validation.check(cfg, options)
-    assert cfg.addons == (addon,)
 
 
 def test_field_without_the_package_is_an_error(monkeypatch):

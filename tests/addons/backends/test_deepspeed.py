@@ -2,20 +2,16 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 import train
-from addons.backends import deepspeed
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
 from src.tasks import text_classification
 from tests.distributed import test_unused_parameters as unused
 from tests.helpers import kit, plain_task, routed_model
 from tests.helpers.strategy_runs import check_same_run, recipe, where
-from tests.training.test_smoke import check_sound_run
+from tests.training.test_optimizers import check_factors
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
@@ -122,17 +118,6 @@ def test_what_deepspeed_cannot_do_is_refused(files, tmp_path, field, value):
     assert not (tmp_path / "here" / "run").exists()
 
 
-def test_its_gradient_clipping_is_ignored_and_its_optimizer_refused(capsys):
-    plugin = SimpleNamespace(zero_stage=2, deepspeed_config={"gradient_clipping": 5.0})
-    accelerator = SimpleNamespace(mixed_precision="no", state=SimpleNamespace(deepspeed_plugin=plugin))
-    deepspeed._configure(accelerator, RunConfig(max_grad_norm=0.5))
-    assert plugin.deepspeed_config["gradient_clipping"] == 0.5
-    assert "gradient_clipping 5.0" in capsys.readouterr().err
-    plugin.deepspeed_config["optimizer"] = {}
-    with pytest.raises(UsageError, match="optimizer"):
-        deepspeed._configure(accelerator, RunConfig())
-
-
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
     argv = plain_task.flags(plain, dtype="float32", teacher=name == "zero3")
@@ -147,16 +132,8 @@ def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
     assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_smoke_test_passes(plain, tmp_path, name):
-    check_sound_run(plain, tmp_path, name, 2, dtype="float32")
-
-
-def test_groups_keep_their_factor(files, one, tmp_path):
-    argv = recipe(files, **FIELDS, parameter_groups='{"*norm*": {"lr_factor": 10}}')
-    alone = kit.run_training(1, tmp_path / "alone", *argv)
-    check_same_run(alone, kit.run_training(2, tmp_path / "two", *argv, env=where("zero2", 2)), rel=2e-5)
-    assert kit.distance(alone.weights, one.weights) > 1e-3
+def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path):
+    check_factors(files, tmp_path, 2, where("zero2", 2))
 
 
 def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ from addons.data._row_numbers import Column
 from src.config.errors import UsageError
 from src.data import prepare
 from src.data.prepared_split import repeated
-from tests.data.test_dataset import write_splits
 from tests.data.test_media import Pictures, opened
 from tests.helpers import images, kit
 
@@ -202,48 +201,7 @@ def test_evaluation_repeats_and_resume_keeps_the_held_out_rows(fields, tmp_path)
     assert "validation_split: 0.2 → 0.3" in texts[0]
 
 
-def test_plan_names_the_held_out_rows(fields, tmp_path):
-    given = kit.flags(**fields | {"train_file": write(tmp_path / "data", ROWS)}, max_steps=1, dry_run=True)
-    codes, texts = kit.run_command("train.py", *given, folder=tmp_path / "run")
-    assert codes == [0]
-    assert "validation_split 0.2" in texts[0]
-
-
 # ---- dataset_split ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["files", "saved"])
-def test_split_to_train_on_may_be_the_datasets_evaluation_split(fields, tmp_path, capsys, kind):
-    more = {"model_config": fields["model_config"], "cache_dir": tmp_path / "cache"}
-    more["dataset_name"] = write_splits(tmp_path / "set", kind)
-    _, splits = kit.open_data(**more, dataset_split="extra", validation_split=SHARE)
-    assert {*ids_of(splits["train"]), *ids_of(splits["validation"])} == set(map(tuple, ROWS[12:100]))
-    assert "the split validation" in capsys.readouterr().err
-    _, splits = kit.open_data(**more, dataset_split="validation", validation_split=0.5)
-    assert sum(map(len, splits.values())) == 3
-
-
 # ---- errors ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"validation_split": 1e-9}, "validation_split is 1e-09, which holds out none of the 230 rows"),
-        ({"validation_split": 1 - 1e-9}, "which holds out all of the 230 rows"),
-        ({"validation_split": 1}, "validation_split is 1: "),
-        ({"validation_file": "x.jsonl"}, "validation_split and validation_file are both given"),
-        (
-            {
-                "mixture": '{"a": {"train_file": "a", "validation_file": "b"}, "b": {"train_file": "b"}}',
-                "train_file": None,
-            },
-            "validation_split and mixture: a: validation_file are both given",
-        ),
-    ],
-)
-def test_invalid_splits_are_one_sentence(fields, tmp_path, change, message):
-    values = fields | {"train_file": write(tmp_path / "data", ROWS), "cache_dir": tmp_path / "cache"} | change
-    with pytest.raises(UsageError, match=message) as found:
-        kit.open_data(**{name: value for name, value in values.items() if value is not None})
-    assert "\n" not in str(found.value)

@@ -60,12 +60,6 @@ def test_weighted_draws_are_those_of_plain_python():
     assert weighted_ids(100, 5100, np.cumsum(weights), 7, 4).tolist() != found.tolist()
 
 
-def test_weighted_draws_can_be_entered_anywhere():
-    cumulative = np.cumsum(np.random.default_rng(0).random(1000))
-    whole = weighted_ids(0, 1000, cumulative, 1, 0)
-    assert whole[617:700].tolist() == weighted_ids(617, 700, cumulative, 1, 0).tolist()
-
-
 @pytest.mark.parametrize("sizes", [StepSizes(ROWS, BATCH), WarmupSizes(ROWS, BATCH, Ramp(2, 6, 3))])
 @pytest.mark.parametrize("steps", [1, 3, 4, 7, 12])
 def test_curriculum_sorts_the_rows_of_its_steps(steps, sizes):
@@ -81,15 +75,6 @@ def test_curriculum_sorts_the_rows_of_its_steps(steps, sizes):
         order = sorted(range(len(rows)), key=lambda at: (values[rows[at]], at))
         assert [i for step in numbers if step < steps for i in found[step]] == [rows[at] for at in order]
         assert [found[step] for step in numbers if step >= steps] == [plain[step] for step in numbers if step >= steps]
-
-
-def test_curriculum_over_weighted_draws():
-    values, weights = np.arange(ROWS)[::-1].copy(), np.arange(ROWS, dtype=float)
-    draw, ids = WeightedDraws(np.cumsum(weights)).draw, Curriculum(values, 2).ids
-    config = PlanConfig(ROWS, BATCH, BATCH, 3, draw=draw, ids=ids)
-    draws = plain_draws(0, ROWS, weights.tolist(), 3, 0)
-    expected = sorted(draws[:12], key=lambda i: -i) + draws[12:]
-    assert [i for ids in ids_of(config, 4) for i in ids] == expected
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------------
@@ -175,21 +160,6 @@ def test_mutant_order_that_depends_on_the_rank_is_caught(fields, tmp_path, monke
     monkeypatch.setattr(data_loader, "training_order", own_order)
     run = technique_runs.train(tmp_path / "run", fields, 2, 3)
     assert ledger.compare(run.folder).startswith("step 1 differs: ")
-
-
-def test_mixture_has_a_curriculum_by_length(fields, tmp_path):
-    """Short rows first, from both sources."""
-    import json
-
-    mixture = {name: {"train_file": str(write_rows(tmp_path / f"{name}.jsonl"))} for name in ("a", "b")}
-    values = {name: value for name, value in fields.items() if name != "train_file"}
-    values |= {"mixture": json.dumps(mixture), "curriculum_column": "length", "max_steps": 4, "curriculum_steps": 4}
-    run = technique_runs.train(tmp_path / "run", values, 2, 3)
-    weights = [line["weight"] for line in run.kind("train")]
-    assert weights == sorted(weights)
-    assert len(set(weights)) == 4
-    assert ledger.compare(run.folder) is None
-    assert technique_runs.train(tmp_path / "column", values | {"curriculum_column": "difficulty"}, 1, 6).weights
 
 
 # ---- errors ------------------------------------------------------------------------------------------------------------

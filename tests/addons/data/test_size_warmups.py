@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from addons.data.size_warmups import Ramp, WarmupSizes, shorten_row, step_sizes
+from addons.data.size_warmups import Ramp, WarmupSizes, shorten_row
 from addons.tools import ledger
-from src.config import validation
-from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import data_loader
 from src.data.batch_plan import PlanConfig, plan, training_order
 from src.data.row_order import permute
-from src.tasks.causal_lm import Options
 from tests.helpers import kit, plain_task, technique_runs
 
 ROWS, BATCH, STEPS = 23, 8, 8  # batches of 2, 2, 4, 4, 6, then 5 (the rest of the epoch), 8, 8
@@ -66,15 +63,6 @@ def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
     for epoch in range(last):
         assert sizes.steps_of(epoch + 1) == by_epoch[epoch][-1] + 1
         assert sizes.epochs_of(by_epoch[epoch][-1] + 1) == sizes.passes(by_epoch[epoch][-1] + 1) == epoch + 1
-
-
-def test_entering_a_billion_examples_after_a_warmup_costs_the_table_only():
-    cfg = run_config(global_batch_size=1024, batch_size_warmup_start=32, batch_size_warmup_steps=10_000)
-    config = PlanConfig(10**9, 1024, 8, 0, step_sizes=step_sizes(cfg, 10**9))
-    [micro, *_] = training_order(config, 3, 64, 10**7, 10**7 + 1)
-    assert micro.step == 10**7
-    assert config.sizes is step_sizes(cfg, 10**9)  # computed once
-    assert vars(config.sizes)["_table"].nbytes < 300_000
 
 
 def test_rows_are_shortened_before_they_are_sorted():
@@ -196,29 +184,6 @@ def test_mutant_weights_counted_before_the_cut_are_caught(fields, tmp_path, monk
 
 
 # ---- the run file ------------------------------------------------------------------------------------------------------
-
-
-def test_num_train_epochs_and_the_printed_plan_follow_the_warmup(fields, tmp_path):
-    more = {"max_steps": None, "num_train_epochs": 2, "dry_run": True, "per_device_batch_size": 4}
-    values = {name: value for name, value in (fields | more).items() if value is not None}
-    codes, [text] = kit.run_command("train.py", *kit.flags(**values), folder=tmp_path / "run")
-    assert codes == [0], text
-    assert "9 = 2.00 epochs, of 3 steps after the batch-size warmup" in text
-    assert "2 → 8 over the first 5 steps, in multiples of 2" in text
-    assert "3 → 11 over the first 6 steps, in multiples of 3" in text
-
-
-@pytest.mark.parametrize(
-    "more, message",
-    [
-        ({"batch_size_warmup_steps": 4}, "batch_size_warmup_start is missing: give both, or neither"),
-        ({"sequence_length_warmup_start": 4}, "sequence_length_warmup_steps is missing: give both, or neither"),
-        ({"batch_size_warmup_start": 32, "batch_size_warmup_steps": 9}, "not less than global_batch_size, which is 32"),
-    ],
-)
-def test_half_a_warmup_is_refused(more, message):
-    with pytest.raises(UsageError, match=message):
-        validation.check(run_config(output_dir="x", train_file=["a.jsonl"], **more), Options())
 
 
 def test_a_task_that_cannot_shorten_rows_refuses_the_field(fields, tmp_path):

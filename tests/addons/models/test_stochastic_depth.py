@@ -11,7 +11,7 @@ from src.config.errors import UsageError
 from src.models.load_config import load_config
 from src.tasks import OPTIONS
 from tests.addons.tasks import images
-from tests.helpers import kit, plain_task
+from tests.helpers import kit
 
 CONVNEXT = {"model_type": "convnext", "image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [2, 2]}
 CONVNEXT |= {"num_stages": 2}
@@ -53,17 +53,3 @@ def test_fields_of_the_model_and_a_model_without_one(tmp_path):
     cfg = parsing.parse(kit.flags(stochastic_depth=0.5), OPTIONS)[0]
     with pytest.raises(UsageError, match=r"stochastic_depth is 0.5, but Linear is not a model of transformers"):
         stochastic_depth.change_built_model(SimpleNamespace(cfg=cfg), torch.nn.Linear(2, 2), None, False)
-
-
-def test_plain_module_is_refused(tmp_path):
-    with plain_task.registered():
-        argv = plain_task.flags(plain_task.write_data(tmp_path), stochastic_depth=0.5)
-        codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path / "here")
-    assert codes == [2], texts
-    assert "stochastic_depth is 0.5, but Net is not a model of transformers" in texts[0]
-
-
-def test_none_after_the_flag_removes_the_add_on(tmp_path):
-    run_file = kit.write_yaml(tmp_path / "run.yaml", {"stochastic_depth": 0.5})
-    assert parsing.parse(["--config", str(run_file)], OPTIONS)[0].addons == (stochastic_depth,)
-    assert parsing.parse(["--config", str(run_file), "--stochastic_depth", "none"], OPTIONS)[0].addons == ()

@@ -16,7 +16,7 @@ def fields(folder) -> dict:
     return technique_runs.files(folder) | {"optim": "muon", "optim_args": json.dumps({"momentum": 0.9})}
 
 
-def plain_muon(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor]:
+def plain_weights(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor]:
     """Return the weights of a plain loop with two optimizers; with `embeddings`, Muon also updates the embeddings."""
     plain = technique_runs.Plain(values)
     named = dict(plain.model.named_parameters())
@@ -35,13 +35,9 @@ def plain_muon(values: dict, embeddings: bool = False) -> dict[str, torch.Tensor
     return plain.train(update)
 
 
-def test_muon_is_exact_for_every_split(tmp_path):
+def test_mutant_muon_of_the_embeddings_differs(tmp_path):
     values = fields(tmp_path)
-    first = technique_runs.check_splits(tmp_path, values, plain_muon(values))
-    moments = kit.load_weights(first.folder / "checkpoints" / "step_00000002", "optimizer")
-    assert {name.split("/")[0] for name in moments} == {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
-    mutant = plain_muon(values, embeddings=True)
-    assert kit.distance(first.weights, {name: mutant[name] for name in first.weights}) > 1e-4
+    assert kit.distance(plain_weights(values), plain_weights(values, embeddings=True)) > 1e-4
 
 
 def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypatch):

@@ -6,12 +6,8 @@ import shutil
 import pytest
 import torch
 
-from src.config import parsing, validation
-from src.config.errors import UsageError
-from src.tasks import OPTIONS
 from tests.checkpointing.test_run_identity import check, refusal, run_of
 from tests.helpers import kit
-from tests.training.test_schedules import rates
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +56,6 @@ def test_plateau_after_a_resume(plateau, tmp_path):
         line["learning_rate"] for line in run.kind("train")
     ]
     assert kit.distance(resumed.weights, run.weights) <= 1e-10
-
-
-def test_plateau_without_evaluations_is_refused():
-    with pytest.raises(UsageError, match="eval_steps"):
-        validation.check(
-            *parsing.parse(
-                kit.flags(lr_scheduler_type="reduce_lr_on_plateau", model_config="m.yaml", train_file="x"), OPTIONS
-            )
-        )
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"min_lr": [0.1]}, {"min_lr": "low"}, {"patience": -1}, {"factor": 2}, {"mode": "max"}]
-)
-def test_arguments_with_which_a_later_evaluation_would_fail_are_refused(wrong):
-    with pytest.raises(UsageError, match="lr_scheduler_kwargs"):
-        rates("reduce_lr_on_plateau", **wrong)
 
 
 # ---- resume ------------------------------------------------------------------------------------------------------------

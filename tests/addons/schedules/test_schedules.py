@@ -1,6 +1,5 @@
 """Schedules of addons/schedules/ as functions of completed updates; one of your own; a missing one."""
 
-import dataclasses
 import math
 import sys
 from types import ModuleType
@@ -8,13 +7,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from src.config import addons, fields, parsing, schema
+from src.config import addons, schema
 from src.config.addons import addon_names
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.tasks import OPTIONS
 from src.training.schedules import make_schedule
-from tests.helpers import kit
 from tests.training.test_schedules import rates
 
 
@@ -68,23 +64,3 @@ def test_a_schedule_of_your_own_is_one_file(tmp_path, monkeypatch):
     monkeypatch.setattr(addons, "ADDONS", tmp_path)
     monkeypatch.setitem(sys.modules, "addons.schedules.root", own)
     assert rates("root", end=0.5)[4:] == pytest.approx([2 * max(0.5, 1 - (u / 36) ** 0.5) for u in range(36)])
-
-
-@pytest.mark.parametrize("name", addon_names("schedules"))
-def test_wrong_arguments_of_an_own_schedule_are_refused(name):
-    with pytest.raises(UsageError, match="lr_scheduler_kwargs"):
-        rates(name, nonsense=1)
-
-
-def test_a_missing_schedule_is_named(tmp_path, monkeypatch):
-    """In a clone without addons/schedules, configs/schema.json still lists its names."""
-    choices = tuple(name for name in schema.SCHEDULES if name != "one_cycle")
-    with monkeypatch.context() as patch:
-        field = next(one for one in dataclasses.fields(RunConfig) if one.name == "lr_scheduler_type")
-        option = dataclasses.replace(field.metadata["option"], choices=choices)
-        patch.setattr(field, "metadata", {"option": option})
-        fields._adapters.cache_clear()
-        with pytest.raises(UsageError, match="restore addons/schedules/one_cycle") as error:
-            parsing.parse(kit.flags(lr_scheduler_type="one_cycle"), OPTIONS)
-        assert len(str(error.value).splitlines()) == 1
-    fields._adapters.cache_clear()

@@ -11,7 +11,6 @@ import pytest
 from addons.streaming import shards
 from src.config.errors import UsageError
 from tests.helpers import kit
-from tests.helpers.fake_hub import Fault
 from tests.storage.test_hub_downloads import make_hub, recipe, refused, since, train
 
 
@@ -66,22 +65,6 @@ def test_parquet_stream_reads_needed_columns_only(hub, tmp_path, where):
     assert sent[0] < size
 
 
-def test_stream_begins_before_the_file_is_downloaded(hub, tmp_path):
-    rows = [{"input_ids": [n // 50 % 50, n % 50, 3], "note": "x" * 4000} for n in range(10_000)]
-    size = kit.write_jsonl(hub.folder / "files/lines.jsonl", rows).stat().st_size
-    train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=f"{hub.files_url}/lines.jsonl"))
-    requests = [r for r in hub.requests if r.matches("/files/lines.jsonl")]
-    assert max(r.sent for r in requests) < size / 2
-    assert any(r.status == 206 for r in requests)
-
-
-def test_stream_from_a_failing_server_ends_all_ranks(hub, tmp_path):
-    kit.write_jsonl(hub.folder / "files/broken.jsonl", [{"input_ids": [1, 2, 3]}] * 20)
-    hub.faults["/files/broken.jsonl"] = Fault(status=500)
-    url = f"{hub.files_url}/broken.jsonl"
-    refused(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, train_file=url), url, world=2)
-
-
 def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):
     """Training rows arrive in parts; the validation split is read whole."""
     before = len(hub.requests)
@@ -106,26 +89,9 @@ def stop_before_training():
     streaming.Stream, dataset._check = Empty, stop
 
 
-def count_validation_rows():
-    from src.data import dataset
-
-    def stop(cfg, splits, wanted):
-        raise UsageError(f"{len(splits['validation'])} validation rows")
-
-    dataset._check = stop
-
-
 def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):
     before, argv = len(hub.requests), ["--streaming", "true", *recipe(tmp_path)]
     environment, words = hub.environment(tmp_path), "the validation data is ready"
     refused(environment, tmp_path, argv, words, before=stop_before_training)
     assert since(hub, before, "validation.jsonl", "GET")
     assert not since(hub, before, "train.jsonl")
-
-
-def test_a_limit_of_streamed_evaluation_rows_holds_for_this_run_only(hub, tmp_path):
-    """A later run with the same cache evaluates all rows."""
-    argv = ["--streaming", "true", *recipe(tmp_path)]
-    for limit, count in (("2", 2), (None, 4)):
-        words, more = f"{count} validation rows", ["--max_eval_examples", limit] if limit else []
-        refused(hub.environment(tmp_path), tmp_path, argv + more, words, before=count_validation_rows)

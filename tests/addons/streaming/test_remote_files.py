@@ -5,7 +5,6 @@ import pytest
 
 from addons.streaming.sources import StreamSource
 from addons.streaming.stream import Stream
-from src.storage import http_files
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
 from tests.helpers.served_data import open_served
@@ -53,30 +52,6 @@ def test_versions_of_many_local_files(tmp_path):
     assert source.versions() != versions
 
 
-def test_missing_file_is_named_before_anything_is_read(hub, tmp_path):
-    urls = [put(hub, "here.jsonl", 0), f"{hub.files_url}/nowhere.jsonl"]
-    before = len(hub.requests)
-    assert open_served(hub, tmp_path, urls) == f"train_file: {urls[1]}: the server answers 404 Not Found"
-    assert not any(r.method == "GET" and r.matches("/files/here.jsonl") for r in hub.requests[before:])
-
-
-def test_look_up_where_head_is_refused(hub, monkeypatch):
-    """As where a URL is signed for GET; the length is that of the file, not of the one byte asked for."""
-    monkeypatch.setenv("NO_PROXY", "localhost")
-    url = put(hub, "signed.jsonl", 0)
-    expected = http_files.look_up(url, "train_file")
-    hub.faults["/files/signed.jsonl"] = lambda r: Fault(status=403) if r.method == "HEAD" else None
-    assert http_files.look_up(url, "train_file") == expected
-    assert expected["bytes"] == (hub.folder / "files/signed.jsonl").stat().st_size
-
-
-@pytest.mark.parametrize("status", ["202 Accepted", "204 No Content"])
-def test_look_up_of_an_answer_without_the_file(hub, tmp_path, status):
-    url = put(hub, "preparing.jsonl", 0)
-    hub.faults["/files/preparing.jsonl"] = Fault(status=int(status[:3]))
-    assert f"{url}: not found: the server answers {status}" in open_served(hub, tmp_path, url)
-
-
 @pytest.mark.parametrize("streaming", [True, False])
 def test_empty_file_is_skipped(hub, tmp_path, streaming):
     urls = [put(hub, "e.jsonl", 0, 0), put(hub, "full.jsonl", 0), put(hub, "f.jsonl", 0, 0)]
@@ -120,12 +95,3 @@ def test_text_cannot_be_streamed(hub, tmp_path):
     (hub.folder / "files/a.txt").write_text("a\nb\n")
     url = f"{hub.files_url}/a.txt"
     assert open_served(hub, tmp_path, url).startswith(f"train_file: {url}: a .txt file cannot be streamed")
-
-
-def test_bad_line_is_named_by_its_url(hub, tmp_path):
-    url = put(hub, "bad.jsonl", 0)
-    with open(hub.folder / "files/bad.jsonl", "a") as file:
-        file.write('{"input_ids": [1, 2\n')
-    message = open_served(hub, tmp_path, url)
-    assert message.startswith(f"train_file: {url} could not be read: JSON parse error")
-    assert "encoding" not in message  # the second error, of datasets' explanation

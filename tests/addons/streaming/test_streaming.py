@@ -16,7 +16,6 @@ from src.config.errors import UsageError
 from src.data.data_loader import train_batches
 from src.tasks import OPTIONS
 from src.training.train_state import TrainState
-from tests.data.test_dataset import write_splits
 from tests.helpers import kit, technique_runs
 
 
@@ -232,29 +231,6 @@ def _without(progress):
     return progress
 
 
-def test_parquet_stream_equals_jsonl_stream(data, tmp_path):
-    _, argv, one = data
-    files = shards(tmp_path / "data", [20, 7, 3, 12, 8], kind="parquet")
-    at = argv.index("--train_file")
-    argv = [*argv[: at + 1], *(str(file) for file in files), *argv[at + 6 :]]
-    run = kit.run_training(1, tmp_path / "run", *argv)
-    assert kit.same(one.weights, run.weights)
-
-
-def test_stream_of_packed_texts(tmp_path):
-    kit.tiny_tokenizer(tmp_path / "tokenizer", ["def f return self"] * 2)
-    texts = [f"def f{n} " + "return self " * (n % 9) for n in range(90)]
-    for i in range(3):
-        kit.write_jsonl(tmp_path / f"{i}.jsonl", [{"text": text} for text in texts[i * 30 : i * 30 + 30]])
-    model = kit.write_yaml(tmp_path / "exact.yaml", kit.EXACT)
-    fields = {"model_config": model, "tokenizer_name": tmp_path / "tokenizer", "packing": True, "max_length": 32}
-    argv = recipe(tmp_path, [tmp_path / f"{i}.jsonl" for i in range(3)], **fields, max_steps=6)
-    one = kit.run_training(1, tmp_path / "one", *argv)
-    two = kit.run_training(2, tmp_path / "two", *argv, "--per_device_batch_tokens", "64")
-    assert kit.distance(one.weights, two.weights) <= 1e-9
-    assert min(line["padding"] for line in one.kind("train")) < 0.1
-
-
 @pytest.mark.parametrize(
     "fields, field",
     [
@@ -271,15 +247,6 @@ def test_fields_that_a_stream_cannot_have(tmp_path, fields, field):
     fields["model_config"] = kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY)
     with pytest.raises(UsageError, match=field):
         kit.open_data(**{name: value for name, value in fields.items() if value is not None})
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"curriculum_column": "length", "curriculum_steps": 2}, {"sample_weight_column": "n"}, {"validation_split": 0.2}],
-)
-def test_stream_refuses_addons_that_need_prepared_rows(tmp_path, fields):
-    with pytest.raises(UsageError, match=f"{next(iter(fields))} and streaming are both given"):
-        opened(tmp_path, shards(tmp_path / "data", [5]), **fields)
 
 
 def opened(folder, files, **fields):
@@ -329,24 +296,6 @@ def test_stream_without_targets_is_refused(tmp_path, monkeypatch, masked):
     assert (number >> 44, number >> 20 & 0xFFFFFF) == (1, 2)  # of the second file, the third block
 
 
-def test_save_to_disk_folder_cannot_be_streamed(tmp_path):
-    rows = datasets.Dataset.from_list([{"input_ids": [1, 2, 3]}] * 9)
-    for name, saved in (("one", rows), ("several", datasets.DatasetDict(train=rows))):
-        saved.save_to_disk(tmp_path / name)
-        with pytest.raises(UsageError, match=f"{name} was written by save_to_disk, which cannot be streamed"):
-            opened(tmp_path, [], dataset_name=tmp_path / name)
-
-
-def test_bad_row_of_a_stream_ends_all_ranks(tmp_path):
-    files = shards(tmp_path / "data", [9, 9, 9])
-    files[1].write_text(files[1].read_text() + '{"input_ids": [1, 99]}\n')
-    argv = recipe(tmp_path, files, max_steps=9, stream_lanes=3)
-    codes, texts = kit.run_command("train.py", *argv, "--output_dir", "run", folder=tmp_path, world=2)
-    assert 2 in codes, texts  # the rank that met the row; the other one may have lost its connection
-    assert 0 not in codes, texts
-    assert "shard1.jsonl, row 9: train data: `input_ids` holds 1 to 99" in "".join(texts)
-
-
 def test_stream_of_packed_rows_has_the_warmups(tmp_path):
     """The first steps have fewer and shorter rows, the same for 1 and 2 processes, and after a resume."""
     generator = np.random.default_rng(1)
@@ -362,20 +311,3 @@ def test_stream_of_packed_rows_has_the_warmups(tmp_path):
     _, steps = ledger.read(one.folder)
     assert [examples for examples, _ in steps.values()][:6] == [2, 2, 4, 4, 6, 8]
     assert one.kind("train")[0]["weight"] <= 2 * 2
-
-
-def test_dataset_split_of_a_stream(tmp_path):
-    more = {"model_config": kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY), "cache_dir": tmp_path / "cache"}
-    more["dataset_name"] = write_splits(tmp_path / "set")
-    more |= {"streaming": True, "max_steps": 1, "global_batch_size": 8}
-    streams = {name: kit.open_data(**more, dataset_split=name)[1]["train"] for name in ("train", "extra")}
-    assert streams["train"].stats["rows"] != streams["extra"].stats["rows"]
-    assert sum(len(table) for table in streams["extra"].shards.blocks(0)) == 88
-    with pytest.raises(UsageError, match=r"dataset_split is extras.*train, validation, extra"):
-        kit.open_data(**more, dataset_split="extras")
-
-
-def test_streaming_false_is_no_stream(tmp_path):
-    """config.yaml of a run names all fields of the add-ons that it had."""
-    split = opened(tmp_path, shards(tmp_path / "data", [5]), streaming=False)
-    assert len(split) == split.stats["examples"] == 5

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModel, AutoTokenizer, BertTokenizerFast
 
 from addons.tasks.embeddings import contrastive
-from src.config.errors import UsageError
 from tests.conformance.recipes import BERT
 from tests.helpers import kit
 
@@ -140,31 +139,3 @@ def test_temperature_is_resumed(trained, tmp_path):
     resumed = kit.run_training(2, tmp_path / "run", *flags)
     assert kit.same(resumed.weights, run.weights)
     assert kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", run.folder) == run.kind("eval")[-1]
-
-
-@pytest.mark.cluster
-def test_sharded_model_trains_the_same(trained, tmp_path):
-    flags, run = trained
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    sharded = kit.run_training(2, tmp_path / "run", *flags, env=env)
-    assert kit.distance(sharded.weights, run.weights) <= 1e-10
-    assert sharded.losses() == pytest.approx(run.losses(), rel=1e-10)
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"anchor_column": "text"}, ["`text`", "query, found, other", "anchor_column"]),
-        ({"tokenizer_name": None}, ["tokenizer_name"]),
-        ({"pooling": "max"}, ["pooling", "mean"]),
-        ({"temperature": 0}, ["temperature"]),
-        ({"train_file": [{"query": "a", "found": 3, "other": "b"}]}, ["train.jsonl", "found"]),
-    ],
-)
-def test_refused_in_one_sentence(folder, tmp_path, fields, words):
-    if isinstance(fields.get("train_file"), list):
-        fields = {"train_file": kit.write_jsonl(tmp_path / "train.jsonl", fields["train_file"])}
-    values = {name: value for name, value in recipe(folder, **fields).items() if value is not None}
-    with pytest.raises(UsageError) as caught:
-        kit.open_data(**values)
-    assert all(word in str(caught.value) for word in words), caught.value

@@ -78,31 +78,6 @@ def test_folder_of_images_gives_the_same_batches(folder, tmp_path):
         kit.open_data(**named)
 
 
-def test_unusable_data_is_refused(folder, tmp_path):
-    with pytest.raises(UsageError, match=r"no column `photo` among image, label: set --image_column"):
-        kit.open_data(**fields(folder, image_column="photo"))
-    texts = kit.write_jsonl(tmp_path / "texts.jsonl", [{"image": f"{i}.png", "label": i % 2} for i in range(4)])
-    with pytest.raises(UsageError, match=r"texts.jsonl, line 1: .*`image` holds str instead of an image"):
-        kit.open_data(**fields(folder, train_file=texts, validation_file=texts))
-    (tmp_path / "timm").mkdir()
-    (tmp_path / "timm" / "config.json").write_text('{"architecture": "resnet18", "num_classes": 10}')
-    with pytest.raises(UsageError, match=r"timm"):
-        task, _ = kit.open_data(**fields(folder, model_config=None, model_name_or_path=tmp_path / "timm"))
-        task.build()
-
-
-def test_classes_of_a_mixture_are_those_of_its_first_source(folder, tmp_path):
-    generator = np.random.default_rng(0)
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog", "bird"]))
-    pictures = {"image": [images.picture(generator, 0)] * 3, "label": [0, 1, 2]}
-    datasets.Dataset.from_dict(pictures, features).to_parquet(tmp_path / "animals.parquet")
-    files = {"plain": folder / "train.parquet", "animals": tmp_path / "animals.parquet"}
-    mixture = {name: {"train_file": str(file)} for name, file in files.items()}
-    for _ in range(2):  # also if the first source is prepared already
-        with pytest.raises(UsageError, match="the label 'cat' is none of the 3 known labels"):
-            kit.open_data(**fields(folder, train_file=None, mixture=mixture, cache_dir=tmp_path))
-
-
 def test_images_with_equal_corners_are_not_repeated(tmp_path):
     """The leak check sees all bytes of an image, also where encode returns arrays."""
     corners = [Image.new("L", (64, 64), 255) for _ in range(6)]
@@ -176,25 +151,6 @@ def test_top5_for_ten_classes(tmp_path):
 def trained(flags, tmp_path_factory):
     folder = tmp_path_factory.mktemp("trained")
     return kit.run_training(1, folder / "run", *flags, *kit.flags(**STEPS, random_crop=1, horizontal_flip=0))
-
-
-@pytest.mark.cluster
-def test_fsdp2_with_other_micro_batches_trains_the_same_model(flags, trained, tmp_path):
-    more = kit.flags(**STEPS, random_crop=1, horizontal_flip=0, per_device_batch_size=5)
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    run = kit.run_training(2, tmp_path / "run", *flags, *more, env=env)
-    assert kit.distance(run.weights, trained.weights) <= 1e-10
-
-
-def test_a_stream_hands_over_the_same_images(flags, folder, trained, tmp_path):
-    """Every image of a stream is one of the prepared rows, with its label."""
-    kit.need_addon("streaming")
-    _, splits = kit.open_data(**fields(folder))
-    known = {(row["image"].tobytes(), int(row["label"])) for row in rows(splits["train"])}
-    _, streams = kit.open_data(**fields(folder, streaming=True, max_steps=2))
-    shards = streams["train"].shards
-    found = [row for _, row, _ in shards.prepare(next(shards.blocks(0)), 0, 0, 0)]
-    assert {(row["image"].tobytes(), int(row["label"])) for row in found} == known
 
 
 def test_final_works_in_a_pipeline(folder, trained):

@@ -1,15 +1,11 @@
 """Masked language models: which tokens are masked, and the loss and gradient of transformers itself."""
 
-import json
-from itertools import chain
-
 import numpy as np
 import pytest
 import torch
 
 from addons.tasks.masked_lm.masked_head import has_positionwise_head
 from addons.tasks.masked_lm.masking import mask_tokens, masked_count
-from src.config.errors import UsageError
 from src.data.data_loader import seed_everything
 from tests.addons.tasks import recipes
 from tests.helpers import kit
@@ -85,15 +81,6 @@ def test_masks_belong_to_the_micro_batch_in_training_and_to_the_row_in_evaluatio
         assert torch.equal(together[i, : len(alone)], alone)
 
 
-def test_long_text_becomes_several_rows(folder):
-    task, splits = open_data(folder, max_length=8)
-    texts = [json.loads(line)["text"] for line in (folder / "train.jsonl").read_text().splitlines()]
-    rows = [row["input_ids"].tolist() for row in rows_of(splits)]
-    assert max(map(len, rows)) == 8
-    assert list(chain(*rows)) == list(chain(*task.tokenizer(texts)["input_ids"]))
-    assert splits["train"].stats["rows_cut"] == 0
-
-
 # ---- loss ------------------------------------------------------------------------------------------------------------
 
 
@@ -155,17 +142,3 @@ def test_mutant_head_that_mixes_positions_gets_all_of_them(folder):
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
-
-
-def test_labels_in_the_rows_are_refused(folder):
-    rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}]
-    with pytest.raises(UsageError, match=r"train data: .*labels.*`text` or `input_ids`"):
-        open_data(folder, train_file=kit.write_jsonl(folder / "labels.jsonl", rows))
-
-
-def test_pretrained_model_without_a_mask_token_is_refused(folder):
-    task, _ = open_data(folder)
-    assert task.tokenizer.mask_token_id == len(task.tokenizer) - 1 < task.config.vocab_size  # added for a new model
-    task.build().save_pretrained(folder / "model")
-    with pytest.raises(UsageError, match="mask token"):
-        open_data(folder, model_name_or_path=folder / "model")

@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from addons.tasks import preference
-from addons.tasks.distillation.frozen_teacher import RANDOM
-from src.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.helpers import kit
 
@@ -80,19 +78,6 @@ def test_pairs_without_difference_have_no_weight(fields, tmp_path):
     model = task.build()
     sums = [task.loss(model, b.inputs)["loss"].item() for b in (batch, alone)]
     assert sums == pytest.approx([np.log(2)] * 2)
-
-
-def test_columns_that_are_missing_are_named(fields, tmp_path):
-    with pytest.raises(UsageError, match="rejected not among the columns prompt, chosen"):
-        opened(fields, tmp_path, [{"prompt": "a", "chosen": "b"}])
-    with pytest.raises(UsageError, match=r"rows\.jsonl, line 1: .*`rejected` holds int"):
-        opened(fields, tmp_path, [{"prompt": "a", "chosen": "b", "rejected": 3}])
-
-
-def test_pairs_cannot_be_shortened(fields, tmp_path):
-    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
-    with pytest.raises(UsageError, match="task preference cannot shorten its rows"):
-        opened(fields, tmp_path, rows, sequence_length_warmup_start=3, sequence_length_warmup_steps=6)
 
 
 # ---- the loss ----------------------------------------------------------------------------------------------------------
@@ -205,15 +190,3 @@ def test_other_reference_is_refused(run, tmp_path):
     )
     assert codes == [2]
     assert "reference_revision is xxh3:" in texts[0]
-
-
-def test_reference_is_what_the_run_begins_with(fields, run, tmp_path):
-    flags, whole = run
-    fields = fields | {"tokenizer_name": flags[flags.index("--tokenizer_name") + 1]}
-    rows = [{"prompt": "the cat", "chosen": " sat", "rejected": " ran"}]
-    assert opened(fields, tmp_path, rows)[0].options.reference_name_or_path == RANDOM
-    task, _ = opened(fields, tmp_path, rows, init_from=whole.folder)
-    assert task.reference.folder == str(whole.folder / "final")
-    assert kit.same({k: v for k, v in task.build().teacher.state_dict().items() if k in whole.weights}, whole.weights)
-    with pytest.raises(UsageError, match=r"reference_name_or_path: .* holds no model"):
-        opened(fields, tmp_path, rows, init_from=tmp_path)

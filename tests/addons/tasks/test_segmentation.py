@@ -157,27 +157,7 @@ def test_ignored_and_palette_labels(flags, tmp_path):
     assert batch.weight == 2 * 256 - 1
 
 
-def test_unknown_classes_and_models_without_a_mask_are_refused(flags, tmp_path):
-    with pytest.raises(UsageError, match="give class_names or num_classes"):
-        kit.open_data(**fields(flags, num_classes=None))
-    model = kit.write_yaml(tmp_path / "model.yaml", SEGFORMER)
-    with pytest.raises(UsageError, match=r"segformer has no mask for padding.*--image_size"):
-        kit.open_data(**fields(flags, model_config=model))
-
-
 # ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.cluster
-def test_fsdp2_trains_the_same_model_with_random_views(flags, tmp_path):
-    more = kit.flags(**STEPS, per_device_batch_size=5)
-    one = kit.run_training(1, tmp_path / "one", *flags, *more)
-    env = kit.where("fsdp2", 2, mixed_precision="no")
-    two = kit.run_training(2, tmp_path / "two", *flags, *more, env=env)
-    assert kit.distance(one.weights, two.weights) <= 1e-10
-    line = one.kind("eval")[-1]
-    assert {"mean_iou", "pixel_accuracy"} <= line.keys()
-    assert kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", one.folder) == line
 
 
 def test_transformers_model_with_resized_images(flags, tmp_path):

@@ -107,31 +107,3 @@ def test_folder_as_on_the_hub_is_fine_tuned_on_other_classes(pictures, tmp_path,
     picture = images.picture(np.random.default_rng(0), 0)
     found = pipeline("image-classification", model=str(run.folder / "final"))(picture)
     assert {row["label"] for row in found} == set(images.CLASSES)
-
-
-def test_segmentation_with_a_backbone_of_timm(tmp_path):
-    images.segmentation_flags(tmp_path)
-    backbone = {"model_type": "timm_backbone", "backbone": "test_resnet", "out_indices": [1, 2, 3, 4]}
-    sizes = {"hidden_size": 16, "pool_scales": [1, 2], "use_auxiliary_head": False}
-    model = {"model_type": "upernet", "backbone_config": backbone} | sizes
-    values = fields(tmp_path, "upernet", task="segmentation", num_classes=4, metrics=None)
-    values["model_config"] = kit.write_yaml(tmp_path / "upernet.yaml", model)
-    one, two = (technique_runs.train(tmp_path / str(world), values, world, 4) for world in (1, 2))
-    assert kit.distance(two.weights, one.weights) <= 1e-10
-    found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", two.folder)
-    assert found["loss"] == two.kind("eval")[-1]["loss"]
-
-
-@pytest.mark.parametrize(
-    "name, more, said",
-    [
-        ("one_size", {"techniques": '{"progressive_resizing": null}'}, "cannot interpolate its position embeddings"),
-        ("no_such_model", {}, "no_such_model"),
-        ("test_resnet", {"stochastic_depth": 0.1}, "timm_wrapper has no field drop_path_rate"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_the_first_step(pictures, tmp_path, name, more, said):
-    argv = kit.flags(**fields(pictures, name, **more), per_device_batch_size=4, output_dir="run")
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
-    assert codes == [2, 2], texts
-    assert said in "".join(texts)

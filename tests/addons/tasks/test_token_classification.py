@@ -14,7 +14,6 @@ from src.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance import checks
 from tests.helpers import kit
-from tests.models.test_cross_entropy import TEXTS, check_balanced_weights
 
 WORDS = ["un", "##aff", "##able", "New", "York", "'", "s", "mayor", ",", "met", "the", "EU"]
 TAGS = ["B-LOC", "B-ORG", "I-LOC", "O"]
@@ -114,11 +113,6 @@ def test_unusable_rows_are_refused(folder, row, message):
         open_data(folder, validation_file=file)
 
 
-def test_missing_columns_are_refused(folder):
-    with pytest.raises(UsageError, match=r"no column `ner_tags` of lists.*--tags_column"):
-        open_data(folder, tags_column="ner_tags")
-
-
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
@@ -160,8 +154,3 @@ def test_accuracy_and_f1_equal_a_plain_loop(folder):
         "micro_f1": pytest.approx(2 * hits / given),
     }
     assert hits > 0
-
-
-def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
-    rows = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in TEXTS]
-    check_balanced_weights(tmp_path, "token_classification", rows, [tag for row in rows for tag in row["tags"]])

@@ -1,14 +1,11 @@
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from addons.techniques._chain import TechniqueChain
 from addons.techniques.ema import EMA
 from addons.techniques.lawa import LAWA
 from addons.techniques.lookahead import Lookahead
@@ -17,6 +14,7 @@ from src.distributed.sharded_tensors import local_part
 from src.distributed.step_buffers import StepBuffers
 from src.tasks import text_classification
 from src.training.train_state import Run, TrainState
+from tests.conformance import checks
 from tests.helpers import batch_norm, kit, technique_runs
 from tests.training.test_state import not_a_number, poison
 
@@ -111,26 +109,6 @@ def test_averages_and_lookahead_under_fsdp2(tmp_path):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("name", ["hsdp", "fsdp2_tp"])
-def test_averages_and_lookahead_under_other_meshes(tmp_path, name):
-    """And they resume from there on one process."""
-    values = fields(tmp_path, dtype="float32", adam_epsilon=1e-4)
-    values["model_config"] = kit.write_yaml(tmp_path / "llama.yaml", kit.LLAMA)
-    one = technique_runs.train(tmp_path / "one", values, 1, 4)
-    env = kit.where(name, 4, mixed_precision="no")
-    argv = [*kit.flags(**values), "--per_device_batch_size", "4", "--output_dir", tmp_path / "other"]
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=4, env=env)
-    assert codes == [0] * 4, texts
-    other = kit.Run(tmp_path / "other")
-    shutil.rmtree(other.folder / "final")
-    shutil.rmtree(other.folder / "checkpoints" / "step_00000005")
-    for run in (other, technique_runs.train(other.folder, values, 1, 4)):
-        assert kit.distance(run.weights, one.weights) <= 2e-5
-        for part in ("ema", "swa", "lawa", "lookahead"):
-            assert kit.distance(last_parts(one.folder, part), last_parts(run.folder, part)) <= 2e-5
-
-
-@pytest.mark.cluster
 def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
     """An EMA with the local shard as state: one rank's rows of it come back on every rank."""
     monkeypatch.setattr(
@@ -206,14 +184,6 @@ def test_statistics_of_batch_norm_are_averaged(tmp_path, monkeypatch, place):
     assert line["ema/loss"] != line["loss"]
 
 
-class _NoWait(TorchDispatchMode):
-    """Raises where the host would wait for a number of the device."""
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        assert function is not torch.ops.aten._local_scalar_dense.default
-        return function(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("kind", [EMA, SWA, LAWA, Lookahead])
 def test_an_update_does_not_wait_for_the_device(kind):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
@@ -221,43 +191,11 @@ def test_an_update_does_not_wait_for_the_device(kind):
     technique = kind()
     technique.run = Run(None, strategy, None, {}, model, model, None, 1000, TrainState(step=1000))
     technique.begin()
-    with _NoWait():
+    with checks.NoWaiting():
         technique.after_update(torch.tensor(False))
-    with _NoWait(), pytest.raises(AssertionError):
-        bool(torch.tensor(False))
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------------
-
-
-def _train_and_stop_in_the_second_evaluation(argv: list[str]) -> bool:
-    """Train; return whether the weights are bitwise those before an evaluation that was stopped while the EMA was in."""
-    import train
-    from src.training import evaluation
-
-    evaluation.ASK, evaluate, result = 1, TechniqueChain.evaluate, []
-
-    def stopped(self, metrics, score):
-        before = {n: value.clone() for n, value in self.run.model.state_dict().items()}
-        asked = iter(range(100))
-        stopping = partial(score.func, *score.args[:-1], lambda: float(next(asked) >= 2))
-        found = evaluate(self, metrics, stopping)
-        now = self.run.model.state_dict()
-        result.append(found is None and next(asked) == 3 and all(torch.equal(now[n], before[n]) for n in before))
-        return evaluate(self, metrics, score)
-
-    TechniqueChain.evaluate = stopped
-    train.main([str(word) for word in argv])
-    return result == [True]
-
-
-@pytest.mark.parametrize("place", [None, "fsdp2"])
-def test_stop_in_the_evaluation_of_an_average_restores_the_weights(tmp_path, place):
-    values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"ema": None}), "per_device_batch_size": 8}
-    values |= {"per_device_eval_batch_size": 1, "max_steps": 2, "output_dir": tmp_path / "run"}
-    env = kit.where("fsdp2", 2, mixed_precision="no") if place else None
-    argv = kit.flags(**values)
-    assert kit.spawn(2, _train_and_stop_in_the_second_evaluation, argv, out=tmp_path / "out", env=env) == [True] * 2
 
 
 def test_each_source_of_a_mixture_is_evaluated_with_the_average(tmp_path):
@@ -270,9 +208,6 @@ def test_each_source_of_a_mixture_is_evaluated_with_the_average(tmp_path):
     for key in ("loss", "perplexity", "accuracy"):
         assert {f"ema/{key}", f"ema/low/{key}", f"ema/high/{key}", f"lawa/high/{key}"} <= line.keys()
     assert "ema/low/weight" not in line
-
-
-# ---- options -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_longer_run_starts_its_mean_again(tmp_path):
@@ -296,32 +231,3 @@ def test_swa_that_is_resumed_and_saved_without_a_step_remembers_its_step():
     swa.begin()
     swa.load_state_dict(swa.state_dict() | {"count": 26, "step": 100})
     assert swa.state_dict()["step"] == 100  # by which a resumed run of another length is refused
-
-
-@pytest.mark.parametrize(
-    ("techniques", "said"),
-    [
-        ({"ema": {"decay": 1}}, "ema: decay"),
-        ({"lawa": {"k": 1}}, "lawa: k"),
-        ({"lookahead": {"alpha": 0}}, "lookahead: alpha"),
-    ],
-)
-def test_what_cannot_work_is_refused_on_all_ranks(tmp_path, techniques, said):
-    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques), "max_steps": 4}
-    argv = kit.flags(**values | {"per_device_batch_size": 8, "output_dir": "run"})
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
-    assert codes == [2, 2], texts
-    assert said in "".join(texts)
-
-
-def test_what_never_begins_is_warned_about(tmp_path):
-    late = {"spike_watch": None, "hard_examples": {"start_step": 99}, "unfreeze": {"steps": {"*.wpe.*": 99}}}
-    techniques = {"lawa": {"final": True}, "ema": {"decay": 0.999}} | late
-    values = technique_runs.files(tmp_path) | {"techniques": json.dumps(techniques)}
-    run = technique_runs.train(tmp_path / "run", values)
-    said = (tmp_path / "run.out" / "rank0.txt").read_text()
-    for name in ("lawa", "spike_watch", "hard_examples"):
-        assert f"warning: techniques: {name} has no effect" in said
-    assert "ema has little effect: after 5 steps with decay 0.999, 100% of the average are still the initial" in said
-    assert "unfreeze: steps: step 99 of" in said
-    assert kit.same(run.weights, kit.load_weights(tmp_path / "run" / "checkpoints" / "step_00000005"))

@@ -12,17 +12,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 
 import train
 from addons.techniques._batch_loss import BatchLossTask
-from src.config.schema import RunConfig
 from src.data.batch_plan import PlanConfig, plan
-from src.distributed.strategies import make_strategy
 from src.runtime.private_apis import known_masks
 from src.tasks import MODULES, OPTIONS, causal_lm
-from src.training import auto_batch_size
-from src.training.step import ModelWithLoss
 from tests.conformance import checks
 from tests.helpers import kit
 
@@ -101,15 +96,7 @@ class Spoiled(Contrastive):
         return vectors | {"pairs": vectors["pairs"] * factor[:, None, None]}
 
 
-class OtherShapes(Contrastive):
-    """Vectors as long as the micro-batch is wide."""
-
-    def represent(self, model, inputs):
-        hidden = model.base_model(input_ids=inputs["input_ids"], use_cache=False).last_hidden_state
-        return {"pairs": hidden, "first": inputs["input_ids"][:, 0]}
-
-
-TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled, OtherShapes)
+TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -231,18 +218,6 @@ def test_sharded_model(data, loops, tmp_path, world):
     )
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_stream(data, tmp_path, world):
-    """It has one shard, so that the second process has nothing but dummy batches."""
-    kit.need_addon("streaming")
-    fields = {"streaming": True, "per_device_batch_size": 5, "max_steps": 4, "output_dir": tmp_path / "run"}
-    run = kit.run_training(world, tmp_path / "run", *recipe(data, Contrastive, **fields))
-    assert [line["weight"] for line in run.kind("train")] == [24, 24, 24, 11]
-    expected = getattr(test_stream, "losses", run.losses())
-    test_stream.losses = expected
-    assert run.losses() == pytest.approx(expected, rel=1e-10)
-
-
 def test_loss_that_is_not_finite_skips_the_update_of_all_ranks(data, tmp_path):
     rows = [json.loads(line)["input_ids"] for line in data["train_file"].read_text().splitlines()]
     Spoiled.token = rows[0][0]
@@ -264,19 +239,12 @@ def test_loss_that_is_not_finite_skips_the_update_of_all_ranks(data, tmp_path):
         assert sorted(i for ids in named for i in json.loads(ids)) == sorted(i for ids in spoiled for i in ids)
 
 
-@pytest.mark.parametrize(
-    "task, words",
-    [
-        (Unrepeatable, ["Unrepeatable", "`pairs`", "twice"]),
-        (OtherShapes, ["OtherShapes", "`pairs`", "(5, "]),
-    ],
-)
-def test_refused_in_one_sentence(data, tmp_path, task, words):
-    flags = recipe(data, task, per_device_batch_size=5, output_dir="run")
+def test_vectors_that_differ_in_the_second_pass_are_refused(data, tmp_path):
+    flags = recipe(data, Unrepeatable, per_device_batch_size=5, output_dir="run")
     codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [2, 2]
     [line] = [line for line in outputs[0].splitlines() if "error: " in line or "failed" in line]
-    assert all(word in line for word in words), line
+    assert all(word in line for word in ("Unrepeatable", "`pairs`", "twice")), line
 
 
 def _watched(argv):
@@ -297,17 +265,6 @@ def test_nothing_waits_for_the_device(data, tmp_path):
     )
     # With two ranks, the host waits for the other host in addition. accelerate's debug mode reads from the device.
     kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
-
-
-def test_auto_batch_size_tries_a_backward_pass(data):
-    task, splits = kit.open_data(**data | {"task": "Contrastive"})
-    module = ModelWithLoss(task.build(), task)
-    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
-    seen = []
-    hook = module.model.transformer.wte.weight.register_hook(lambda gradient: seen.append(gradient.abs().sum().item()))
-    assert not auto_batch_size.lacks_memory(strategy, module, task, splits["train"], 4)
-    hook.remove()
-    assert seen[0] > 0
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The average of weights in final/: what eval.py finds there, which step it is of, what says so."""
 
 import json
-import re
 import shutil
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import pytest
 import torch
 
 from addons.techniques._chain import TechniqueChain
-from src.checkpointing import checkpoint_folder, model_folder
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.distributed.fsdp2 import FSDP2
 from src.runtime import run_status
-from src.training.train_state import TrainState
 from tests.addons.tasks import recipes
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import at_step
@@ -101,16 +98,6 @@ def test_final_holds_the_average_of_the_best_step(tiny, tmp_path, damaged):
         check_final(kit.run_training(1, run.folder, *flags(tiny, **BEST)), 6, worlds=(1,))
 
 
-def test_best_step_before_the_first_average_is_copied(tiny, tmp_path):
-    """Until SWA begins, its average is the weights of training."""
-    swa = {"swa": {"start": 5, "final": True}}
-    run = kit.run_training(1, tmp_path / "run", *flags(tiny, swa, **BEST | {"metric_for_best_model": "swa/loss"}))
-    first, last = run.kind("eval")
-    assert first["swa/loss"] == first["loss"]
-    assert last["swa/loss"] != last["loss"]
-    assert kit.same(run.weights, kit.load_weights(run.folder / at_step(3)))
-
-
 def test_saved_part_of_a_model_with_a_frozen_teacher(tmp_path):
     kit.need_task(name := "distillation")
     values = {"train_file": tmp_path / "train.jsonl", "validation_file": tmp_path / "validation.jsonl", "max_steps": 3}
@@ -141,37 +128,23 @@ def test_final_can_hold_one_average():
 
 
 @pytest.mark.parametrize(
-    "metric, final, fix",
+    "metric, techniques, mixture, text",
     [
-        (None, "ema", None),
-        ("loss", "", None),
-        ("ema/loss", "ema", None),
-        ("loss", "ema", "of the weights of training, but final/ will hold the average (ema) .* metric_for_best_model ema/loss"),
-        ("eval_code/loss", "ema", "metric_for_best_model ema/code/loss"),
-        ("swa/loss", "ema", "of the average .swa., but final/ will hold the average .ema. .* metric_for_best_model ema/loss"),
-        ("swa/loss", "", "but final/ will hold the weights of training .* give swa the option final: true"),
+        ("ema/loss", None, None, "techniques has no ema"),
+        ("eval_ema/loss", {"sam": None}, None, "techniques has no ema"),
+        ("ema/loss", EMA, None, None),
+        ("f1/macro", EMA, None, None),  # a metric of the task
+        ("code/loss", None, {"code": {}, "prose": {}}, None),
+        ("loss", {"sam": None}, None, None),
+        (None, None, None, None),
     ],
-)  # fmt: skip
-def test_metric_of_other_weights_than_final_is_warned_about(metric, final, fix):
-    techniques = {name: {"final": name == final} for name in ("ema", "swa")}
-    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture={"code": {}, "prose": {}})
-    notes = TechniqueChain(cfg).notes(cfg)
-    assert len(notes) == (fix is not None)
-    if fix:
-        assert re.search(fix.replace("(ema)", ".ema."), notes[0])
-
-
-def test_closing_line_says_which_weights_final_holds():
-    cfg = run_config(metric_for_best_model="ema/loss", techniques=EMA)
-    state = TrainState(best=3.78, best_step=24, best_metric="ema/loss")
-    expected = "best: step 24, ema/loss 3.78; final/ holds the average (ema) of step 24"
-    assert model_folder.best_sentence(cfg, state, 24, "ema") == expected
-    assert model_folder.best_sentence(cfg, state, 24) == "best: step 24, ema/loss 3.78; final/ holds step 24"
-
-
-def test_best_by_an_average_that_final_does_not_hold_is_warned_about(tiny, tmp_path):
-    argv = flags(tiny, {"ema": None}, metric_for_best_model="ema/loss", max_steps=3)
-    codes, texts = recipe.command(argv, tmp_path / "here")
-    assert codes == [0]
-    assert "warning: metric_for_best_model is ema/loss" in texts[0]
-    assert checkpoint_folder.newest_intact(tmp_path / "here" / "run")
+)
+def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, mixture, text):
+    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
+    if text is None:
+        TechniqueChain(cfg)
+        return
+    with pytest.raises(UsageError) as refused:
+        TechniqueChain(cfg)
+    assert f"metric_for_best_model is {metric}, but" in str(refused.value)
+    assert text in str(refused.value)

@@ -90,13 +90,3 @@ def _count_syncs(argv):
 def test_statistics_do_not_wait_for_the_device(tmp_path):
     argv = kit.flags(**fields(tmp_path), per_device_batch_size=16, output_dir=tmp_path / "run")
     assert kit.spawn(1, _count_syncs, argv, out=tmp_path / "out") == [[0] * technique_runs.STEPS]
-
-
-@pytest.mark.parametrize(
-    "options, word", [({"values": ["norm"]}, "'norm'"), ({"groups": {"head": "no_such"}}, "head: no_such")]
-)
-def test_unknown_values_and_groups_are_named(tmp_path, options, word):
-    argv = kit.flags(**fields(tmp_path, **options))
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "bad", world=1)
-    assert codes == [2]
-    assert word in texts[0]

@@ -26,10 +26,10 @@ def fields(folder, **options) -> dict:
     return technique_runs.files(folder) | {"techniques": json.dumps({"hard_examples": {"share": SHARE, **options}})}
 
 
-def plain_weights(values: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Return the weights of a plain loop over whole batches, and the mean loss of the chosen rows in each step."""
+def plain_weights(values: dict, losses: list | None = None) -> dict[str, torch.Tensor]:
+    """Return the weights of a plain loop over whole batches; append the mean loss of the chosen rows in each step."""
     plain = technique_runs.Plain(values)
-    optimizer, targets, losses = plain.optimizer(), plain.batch.inputs["targets"], []
+    optimizer, targets = plain.optimizer(), plain.batch.inputs["targets"]
 
     def update(step: int) -> None:
         logits = plain.model(input_ids=plain.batch.inputs["input_ids"]).logits
@@ -37,18 +37,19 @@ def plain_weights(values: dict) -> tuple[dict[str, torch.Tensor], list[float]]:
         counts = (targets != -100).sum(1)
         chosen = (each / counts).topk(math.ceil(SHARE * len(each))).indices
         loss = each[chosen].sum() / counts[chosen].sum()
-        losses.append(loss.item())
+        if losses is not None:
+            losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
 
-    return plain.train(update), losses
+    return plain.train(update)
 
 
-def test_hardest_rows_of_the_global_batch_for_every_split(tmp_path):
-    values = fields(tmp_path)
-    weights, losses = plain_weights(values)
-    run = technique_runs.check_splits(tmp_path, values, weights, dropout=technique_runs.with_dropout(tmp_path, values))
+def test_lines_of_a_run_name_both_losses(tmp_path):
+    values, losses = fields(tmp_path), []
+    plain_weights(values, losses)
+    run = technique_runs.train(tmp_path / "run", values, 2, 4)
     assert run.losses() == pytest.approx(losses, rel=1e-10)
     for line in run.kind("train"):  # the weight is that of all rows, as without the technique
         assert line["loss"] > line["all_rows_loss"]
@@ -69,7 +70,7 @@ class OfTheMicroBatch(hard_examples.HardestRows):
 
 def test_choice_within_a_micro_batch_is_caught(tmp_path, monkeypatch):
     values = fields(tmp_path)
-    weights, _ = plain_weights(values)
+    weights = plain_weights(values)
     monkeypatch.setattr(hard_examples, "HardestRows", OfTheMicroBatch)
     run = technique_runs.train(tmp_path / "mutant", values, 1, 4)
     assert kit.distance(run.weights, {name: weights[name] for name in run.weights}) > 1e-4
@@ -126,31 +127,6 @@ def _opened(flags):
     task = make_task(cfg, options)
     rows = dataset.prepare_datasets(cfg, task)["train"].rows(range(10))
     return task, task.build().train(), rows
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_refused_in_one_sentence(tmp_path, world):
-    wrong = {"per_device_batch_size": 4, "techniques": "{hard_examples: {share: 1.5}}"}
-    flags = kit.flags(**fields(tmp_path) | wrong)
-    codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=world)
-    assert codes == [2] * world
-    found = [line for line in "".join(outputs).splitlines() if "error: " in line]
-    assert all(word in found[0] for word in ("hard_examples", "share", "1.5")), found
-
-
-def test_task_whose_losses_of_rows_are_those_of_its_base_class(tmp_path):
-    kinds = {
-        "inherited": type("Inherited", (causal_lm.Task,), {}),
-        "other": type("Other", (causal_lm.Task,), {"loss": 1}),
-    }
-    for name, kind in kinds.items():
-        task = object.__new__(kind)
-        task.cfg = SimpleNamespace(task=name)
-        if name == "other":
-            with pytest.raises(UsageError, match="task other"):
-                hard_examples.HardestRows(task, 0.5)
-        else:
-            hard_examples.HardestRows(task, 0.5)
 
 
 def test_option_that_changes_the_loss_of_rows_is_refused(tmp_path, monkeypatch):

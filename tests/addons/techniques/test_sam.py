@@ -24,9 +24,9 @@ def fields(folder, name: str = "sam", **options) -> dict:
     return technique_runs.files(folder) | {"techniques": json.dumps({name: OPTIONS[name] | options})}
 
 
-def plain_weights(values: dict, name: str) -> dict[str, torch.Tensor]:
+def plain_weights(values: dict) -> dict[str, torch.Tensor]:
     """Return the weights of a plain loop, as the papers write the step."""
-    plain, o = technique_runs.Plain(values), OPTIONS[name]
+    plain, [o] = technique_runs.Plain(values), json.loads(values["techniques"]).values()
     optimizer, named = plain.optimizer(), dict(plain.model.named_parameters())
 
     def update(step: int) -> None:
@@ -49,14 +49,10 @@ def plain_weights(values: dict, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_passes_are_exact_for_every_split(tmp_path, name):
+def test_reported_loss_is_that_of_the_unmoved_weights(tmp_path, name):
     values = fields(tmp_path, name)
-    reference = plain_weights(values, name)
-    dropout = technique_runs.with_dropout(tmp_path, values) if name == "sam" else None
-    run = technique_runs.check_splits(tmp_path, values, reference, dropout=dropout)
-    # The reported loss is that of the unmoved weights: in step 1, that of a run without the technique.
-    without = technique_runs.train(tmp_path / "without", values | {"techniques": "{}", "max_steps": 1})
-    assert run.losses()[0] == pytest.approx(without.losses()[0], rel=1e-12)
+    run = technique_runs.train(tmp_path / "run", values | {"max_steps": 1})
+    assert run.losses() == pytest.approx([technique_runs.Plain(values).loss().item()], rel=1e-12)
 
 
 class MovedByOneMicroBatch(sam.SAM):
@@ -166,11 +162,3 @@ def test_nothing_waits_for_the_device(tmp_path, name):
     values = technique_runs.files(tmp_path) | {"techniques": techniques, "logging_steps": 100, "max_steps": 3}
     argv = kit.flags(**values | {"per_device_batch_size": 4, "output_dir": tmp_path / "run"})
     kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
-
-
-def test_loss_over_the_global_batch(tmp_path):
-    """SAM around the two passes of another loss: hard examples, chosen again by the losses at the moved weights."""
-    techniques = json.dumps({"sam": OPTIONS["sam"], "hard_examples": {"share": 0.3}})
-    values = technique_runs.files(tmp_path) | {"techniques": techniques}
-    runs = [technique_runs.train(tmp_path / f"{world}", values, world, micro) for world, micro in [(1, 16), (2, 2)]]
-    assert kit.distance(runs[0].weights, runs[1].weights) <= 1e-10

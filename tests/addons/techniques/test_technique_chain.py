@@ -1,6 +1,5 @@
 """The field `techniques`: reading it, the order of techniques, resuming; the registry and its documentation."""
 
-import ast
 import json
 import re
 from dataclasses import dataclass, replace
@@ -16,8 +15,6 @@ from addons.techniques._options import options_of
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.config.fields import declared_options, option
-from src.training.train_state import Run
-from tests.checkpointing import recipe
 from tests.helpers import kit, technique_runs
 
 PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
@@ -66,11 +63,6 @@ REQUIRED = {"unfreeze": {"steps": {"*": 2}}}
 
 
 # ---- reading the field -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("given", [None, {}])
-def test_a_run_without_techniques_has_none(given):
-    assert chain(given).techniques == {}
 
 
 @pytest.mark.parametrize("given", [None, True, {}])
@@ -152,26 +144,6 @@ def test_order_in_the_run_file_changes_no_bit(tmp_path):
     assert not kit.same(first.weights, plain.weights)
 
 
-def test_only_techniques_with_a_state_are_parts_of_a_checkpoint():
-    found = chain({"outer": None, "inner": None})
-    run = SimpleNamespace(strategy=_strategy("NO"))
-    assert found.begin(run) == {"inner": found.techniques["inner"]}
-    assert all(technique.run is run for technique in found.techniques.values())
-
-
-def _strategy(kind: str):
-    return SimpleNamespace(
-        accelerator=SimpleNamespace(distributed_type=SimpleNamespace(value=kind)), name="DeepSpeed ZeRO-2"
-    )
-
-
-def test_deepspeed_is_refused_unless_the_technique_supports_it():
-    run = SimpleNamespace(strategy=_strategy("DEEPSPEED"))
-    assert chain({"inner": None}).begin(run)
-    with pytest.raises(UsageError, match=r"techniques: outer .*DeepSpeed ZeRO-2.*fsdp2.yaml"):
-        chain({"outer": None, "inner": None}).begin(run)
-
-
 @pytest.mark.cluster
 def test_real_deepspeed_is_refused_on_all_ranks(tmp_path):
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
@@ -183,51 +155,7 @@ def test_real_deepspeed_is_refused_on_all_ranks(tmp_path):
     assert "techniques: clip_by_value does not support DeepSpeed" in "".join(texts)
 
 
-def test_resume_with_other_techniques_is_refused_by_name(tmp_path):
-    values = technique_runs.files(tmp_path) | {"max_steps": 2, "save_steps": 1, "per_device_batch_size": 4}
-    values["techniques"] = json.dumps({"clip_by_value": {"limit": 0.5}, "gradient_noise": None})
-    run = technique_runs.train(tmp_path / "run", values, 1, 4)
-
-    def found(techniques: dict | None):
-        fields = {name: value for name, value in values.items() if name != "techniques"}
-        return recipe.find(
-            run.folder, kit.flags(**fields, **({"techniques": json.dumps(techniques)} if techniques else {}))
-        )
-
-    assert found({"gradient_noise": None, "clip_by_value": {"limit": 0.5}})[0]
-    clip = {"clip_by_value": {"limit": 0.5}}
-    others = [
-        (None, r"clip_by_value: {'limit': 0\.5} → None"),
-        (clip, r"gradient_noise: {'eta': 0\.01, 'gamma': 0\.55} → None"),
-        (
-            {"clip_by_value": {"limit": 0.6}, "gradient_noise": None},
-            r"clip_by_value: {'limit': 0\.5} → {'limit': 0\.6}",
-        ),
-    ]
-    for other, text in others:
-        with pytest.raises(UsageError, match=rf"techniques\.{text}.*--output_dir"):
-            found(other)
-
-
 # ---- weights in place of others ------------------------------------------------------------------------------------------
-
-
-class Halve(Technique):
-    """A technique that does not think of autograd."""
-
-    def after_update(self, skipped):
-        for parameter in self.run.parameters().values():
-            parameter.mul_(0.5)
-
-
-def test_techniques_change_weights_outside_of_the_graph():
-    model = torch.nn.Linear(2, 2)
-    before = model.weight.detach().clone()
-    halving = chain(None)
-    halving.techniques["halve"] = Halve()
-    halving.run = halving.techniques["halve"].run = Run(None, None, None, {}, model, model, None, 1)
-    halving.after_update(torch.tensor(False))
-    assert torch.equal(model.weight.detach(), before / 2)
 
 
 def test_exchanged_weights_are_bitwise_restored():
@@ -324,17 +252,3 @@ def test_the_page_shows_all_defaults():
         options = [f"`{option}: {json.dumps(value)}`" for option, value in options_of(kind()()).items()]
         rows.append(f"* `{name}`: {', '.join(options) or 'no options'}")
     assert "\n".join(rows) + "\n\n" in PAGE
-
-
-def test_no_other_file_imports_a_technique():
-    """So that a fork can delete any of them, with its line in the registry, its row and its test."""
-    techniques = {kind().__module__ for kind in TECHNIQUES.values()}
-    for path in [*kit.REPOSITORY.glob("*.py"), *(kit.REPOSITORY / "src").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and path.parent.name != "techniques":
-                names = {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-                assert not names & techniques, path
-
-
-def test_the_readme_links_to_the_page():
-    assert "(docs/techniques.md)" in (kit.REPOSITORY / "README.md").read_text()

@@ -4,6 +4,7 @@ import gc
 import json
 import math
 
+import matplotlib.figure  # noqa: F401 (before ranks are forked: it takes a second)
 import numpy as np
 import pytest
 from torch.nn.parallel import DistributedDataParallel
@@ -64,13 +65,6 @@ def test_no_suggestion_if_the_loss_never_fell(kind):
     assert found.suggestion is None, found.reason
     assert "never fell" in found.reason
     assert ("it diverged" in found.reason) == (kind not in ("noise", "rises"))
-
-
-def test_loss_that_still_falls_at_the_end_is_said():
-    test = RangeTest()
-    found = result(test, [test.rate(i) for i in range(100)], np.linspace(5, 4, 100).tolist())
-    assert found.suggestion
-    assert "--end_lr" in found.reason
 
 
 # ---- the command -------------------------------------------------------------------------------------------------------
@@ -186,7 +180,6 @@ def test_nothing_is_left_behind(tmp_path, fields):
         ({"start_lr": -1}, ["start_lr is -1"]),
         ({"updates": "many"}, ["updates", "'many'"]),
         ({"updates": 3}, ["updates is 3", "20"]),
-        ({"curve": "/nowhere/curve.json"}, ["/nowhere/curve.json"]),
         ({"techniques": json.dumps({"sma": None})}, ["sma"]),
         ({"end_rl": 1}, ["end_rl", "end_lr"]),
         ({"dry_run": True}, ["dry_run", "train.py"]),

@@ -56,15 +56,6 @@ def test_report_of_a_real_run(files, tmp_path):
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
 
 
-def test_numbers_are_of_what_the_task_counts(tmp_path):
-    folder = run_folder(tmp_path / "run", {"kind": "train", "step": 1, "loss": 2.0, "tokens_per_second": 3.0})
-    (folder / "environment.json").write_text('{"unit": "pixels"}')
-    page = html_report.write(folder).read_text()
-    assert "<td>pixels per second<td>3.0" in page
-    assert ">pixels per second</text>" in page
-    assert "tokens" not in page
-
-
 def test_torn_line_and_missing_numbers(tmp_path):
     lines = [
         {"kind": "train", "step": 1, "loss": 2.5, "learning_rate": None, "grad_norm": None, "padding": 0.1},
@@ -80,17 +71,6 @@ def test_torn_line_and_missing_numbers(tmp_path):
     assert "config.yaml is missing" in page
     with pytest.raises(json.JSONDecodeError):  # the mutant: a reader that expects whole lines
         list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-
-
-def test_averages_are_curves_beside_the_loss(tmp_path):
-    """Sources of a mixture, which have a weight, are not."""
-    extra = {"code/loss": 1.0, "code/weight": 2, "ema/loss": 1.5, "ema/code/loss": 1.0}
-    lines = [{"kind": "eval", "step": step, "loss": 2.0, "weight": 2} | extra for step in (1, 2)]
-    page = html_report.write(run_folder(tmp_path / "run", *lines)).read_text()
-    assert titles(page) == ["Loss"]
-    assert "eval, ema" in page
-    assert "eval, code" not in page
-    assert "eval, ema/code" not in page
 
 
 def test_values_are_escaped_and_symlinks_replaced(tmp_path):

@@ -5,7 +5,6 @@
 import pytest
 
 from addons.tools import hub_upload
-from src.config.addons import run_config
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault
 from tests.storage.test_hub_downloads import hub, recipe, refused, served, train  # noqa: F401
@@ -40,15 +39,3 @@ def test_failed_push_is_a_warning(hub, tmp_path, path, fault):
     assert "warning: push_to_hub" in text
     assert f"hf upload org/failing {tmp_path / 'run/final'}" in text
     assert (tmp_path / "run/final/model.safetensors").exists()
-
-
-def test_name_without_an_upload_is_an_error():
-    text = "hub_model_id is given without push_to_hub: give both, or neither"
-    assert list(hub_upload.errors(run_config(hub_model_id="me/mine"), training=True)) == [text]
-
-
-def test_smoke_test_uploads_nothing(hub, tmp_path):
-    argv, before = recipe(tmp_path, push_to_hub=True, hub_model_id="org/smoke", smoke=True), len(hub.requests)
-    train(hub.environment(tmp_path), tmp_path, argv, HF_TOKEN=hub.token)
-    assert not [request for request in hub.requests[before:] if "repos/create" in str(request)]
-    assert (tmp_path / "run" / ".smoke").is_dir()

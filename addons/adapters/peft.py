@@ -4,6 +4,7 @@ A checkpoint holds the base model under its own names, so that `build` loads it,
 Tests: tests/addons/adapters/test_peft.py.
 """
 
+import copy
 import re
 import warnings
 from collections.abc import Iterator
@@ -13,13 +14,16 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
+from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
-from src.config.errors import UsageError, did_you_mean, one_line
+from src.config.errors import UsageError, one_line
 from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
 from src.models.load_config import model_folder
+from src.training.step import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
@@ -32,9 +36,14 @@ TASK_TYPES = {  # for the Auto classes of peft
     "token_classification": "TOKEN_CLS",
     "embeddings": "FEATURE_EXTRACTION",
 }
-REFUSED_TYPES = ("adalora", "poly", "xlora", "shadow", "osf")  # they need more than layers in a model: wrong results
+REFUSED_TYPES = {  # peft would train them, but to a wrong result
+    "adalora": "it changes its ranks and its loss in every step",
+    "poly": "it needs a task for each row",
+    "xlora": "it mixes other adapters",
+    "shadow": "peft does not inject it into a model",
+    "osf": "it replaces the weights of the base model",
+}
 REFUSED_OPTIONS = {
-    "peft_type": "give type",
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, whose gradients other processes wait for: give rank_dropout",
 }
@@ -65,7 +74,7 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
 def read_options(cfg: Any) -> tuple[type, Any]:
     """Return peft's classes for the field `peft`: the tuner, which injects layers, and its configuration.
 
-    Raise UsageError for an unknown type or option, and for what would silently train something else."""
+    Raise UsageError for what peft refuses, and for what would silently train something else."""
     if not cfg.peft:
         raise UsageError("peft: it gives no type, so the whole model would be trained: give {type: lora}, or remove it")
     try:
@@ -74,15 +83,14 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(
             f"peft: the package peft cannot be imported: {error}; install it: pip install peft (requirements-extra.txt)"
         ) from error
-    given = {name: value for name, value in cfg.peft.items() if value is not None}
+    given = {"target_modules" if name == "target" else name: v for name, v in cfg.peft.items() if v is not None}
+    name = str(given.pop("type", "lora")).lower()
     configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    works = sorted(name for name in configs if _can_train(name, configs[name], tuners.get(name)))
-    name = str(given.pop("type", "lora")).lower()
-    if name not in works:
-        raise UsageError(f"peft: type is {name}{did_you_mean(name, works)}; choose from {', '.join(works)}")
-    if "target" in given:
-        given["target_modules"] = given.pop("target")
+    why = {each: _why_refused(each, configs[each], tuners.get(each)) for each in configs}
+    if why.get(name, "it is unknown"):
+        works = ", ".join(sorted(each for each in why if not why[each]))
+        raise UsageError(f"peft: type is {name}: {why.get(name, 'it is unknown')}; choose from {works}")
     if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
@@ -96,11 +104,11 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(f"peft: {one_line(error)}") from error
 
 
-def _can_train(name: str, config: type, tuner: Any) -> bool:
-    """Return whether a type only adds layers with weights of their own, which a checkpoint then holds."""
-    if name in REFUSED_TYPES or tuner is None or getattr(tuner, "uses_shared_state", True):
-        return False
-    return "target_modules" in vars(config)["__dataclass_fields__"]
+def _why_refused(name: str, config: type, tuner: Any) -> str | None:
+    if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
+        return "it changes the forward pass of the model instead of layers in it"
+    shared = "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+    return REFUSED_TYPES.get(name, shared)
 
 
 # ---- injection -------------------------------------------------------------------------------------------------------
@@ -117,30 +125,29 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
     initial adapter depends on the seed only. If the folder of the weights holds an adapter, load it."""
     cfg, model = task.cfg, task.saved(whole)
-    kind, config = read_options(cfg)
+    tuner_class, config = read_options(cfg)
     folder = None if empty else _folder_with_adapter(cfg, weights)
+    new_head = getattr(task, "new_head", ())
     if folder and hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # loaded below
-    names, tied = list(model.state_dict()), _tied(model)
-    is_open = config.target_modules is None and not getattr(config, "target_parameters", None)
-    architecture = getattr(getattr(model, "config", None), "model_type", None)
-    if is_open and architecture not in (getattr(kind, "target_module_mapping", None) or {}):
-        config.target_modules = "all-linear"
+    if config.target_modules is None and not getattr(config, "target_parameters", None):
+        architecture = getattr(getattr(model, "config", None), "model_type", None)
+        if architecture not in (getattr(tuner_class, "target_module_mapping", None) or {}):
+            config.target_modules = "all-linear"
     if hasattr(config, "modules_to_save"):
-        found = _new_head(model, getattr(task, "new_head", ()))
-        config.modules_to_save = [*(config.modules_to_save or []), *found] or None
+        config.modules_to_save = [*(config.modules_to_save or []), *_outermost(model, new_head)] or None
+    names, tied = list(model.state_dict()), _tied(model)
     torch.manual_seed(cfg.seed)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft sets it itself
-            tuner = kind(model, config, adapter_name=NAME)
+            tuner = tuner_class(model, config, adapter_name=NAME)
     except Exception as error:
         raise UsageError(f"peft: {one_line(error)}") from error
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.requires_grad or name in getattr(task, "new_head", ()))  # a temperature
+        parameter.requires_grad_(parameter.requires_grad or name in new_head)  # a temperature
         if parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, cfg.dtype))
-    _check_names(model, cfg.peft or {})
     vars(model)["base_names"] = _base_names(model, names, tied)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if getattr(task, "plain_head", False) and head is not None and type(head).__module__.startswith("peft."):
@@ -150,24 +157,14 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     return tuner
 
 
-def _check_names(model: torch.nn.Module, given: dict[str, Any]) -> None:
-    """Raise UsageError for a target that the model lacks: peft ignores it if another one exists."""
-    modules = [f".{name}" for name, _ in model.named_modules()]
-    targets = given.get("target", given.get("target_modules"))
-    for name in targets if isinstance(targets, list) else ():
-        if not any(module.endswith(f".{name}") for module in modules):
-            near = did_you_mean(name, {module.rpartition(".")[2] for module in modules})
-            raise UsageError(f"peft: target: this model has no module {name!r}{near}")
-
-
-def _new_head(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
+def _outermost(model: torch.nn.Module, parts: tuple[str, ...]) -> list[str]:
     """Return the outermost modules with a name that contains one of `parts`."""
-    found: list[str] = []
+    names: list[str] = []
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in found)
+        inside = any(name.startswith(f"{outer}.") for outer in names)
         if not inside and any(part in f"{name}." for part in parts) and next(module.parameters(), None) is not None:
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _tied(model: torch.nn.Module) -> list[list[str]]:
@@ -179,18 +176,34 @@ def _tied(model: torch.nn.Module) -> list[list[str]]:
 
 def _base_names(model: torch.nn.Module, names: list[str], tied: list[list[str]]) -> dict[str, str]:
     """Return {name in the adapted model: name in the base model}; raise UsageError if a weight of two layers has one."""
-    known, found = set(names), {name: WRAPPED.sub("", name) for name in model.state_dict()}
-    found = {name: base for name, base in found.items() if base in known}
-    if sorted(found.values()) != sorted(names):
+    before, base_of = set(names), {name: WRAPPED.sub("", name) for name in model.state_dict()}
+    base_of = {name: base for name, base in base_of.items() if base in before}
+    if sorted(base_of.values()) != sorted(names):
         raise UsageError(f"peft: this type changes the names of {type(model).__name__}: give another type")
-    moved = {base for name, base in found.items() if name != base}
+    moved = {base for name, base in base_of.items() if name != base}
     for group in tied:
         if moved & set(group):
             raise UsageError(
                 f"peft: {' and '.join(group)} are one weight, so an adapter of one layer could not be merged: give a target "
                 "(or modules_to_save) without these layers"
             )
-    return found
+    return base_of
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def write_own_tensors(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
+) -> dict[str, torch.Tensor]:
+    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
+    if "base_names" not in vars(model):
+        return tensors  # the adapter is merged
+    base: dict[str, str] = vars(model)["base_names"]
+    adapter = {name: value for name, value in tensors.items() if name not in base}
+    if adapter or world == 1:
+        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
+    return {base[name]: value for name, value in tensors.items() if name in base}
 
 
 def _folder_with_adapter(cfg: Any, weights: str | Path | None) -> Path | None:
@@ -216,24 +229,15 @@ def _load(model: torch.nn.Module, folder: Path) -> None:
         raise UsageError(f"{wrong} ({missing[0]}): give the options of the run that saved it")
 
 
-def write_own_tensors(
-    model: torch.nn.Module, tensors: dict[str, torch.Tensor], folder: Path, rank: int, world: int
-) -> dict[str, torch.Tensor]:
-    """Write the adapter to adapter.safetensors; return the tensors of the base model under its own names."""
-    if "base_names" not in vars(model):
-        return tensors  # the adapter is merged
-    base: dict[str, str] = vars(model)["base_names"]
-    adapter = {name: value for name, value in tensors.items() if name not in base}
-    if adapter or world == 1:
-        write_tensors(adapter, folder / file_name(ADAPTER, rank, world))
-    return {base[name]: value for name, value in tensors.items() if name in base}
-
-
 def change_final_model(folder: Path, task: Any) -> None:
-    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft."""
-    from addons.adapters.peft.merged_model import write_merged
+    """Merge the adapter in `folder` into the weights, so that `from_pretrained` needs no peft.
 
-    write_merged(folder, task)
+    The adapter and the weights before merging stay beside them. Costs the memory of one more model on the host."""
+    whole, lost = merge(copy.copy(task), folder)  # building a model sets attributes of its task
+    for path in [*folder.glob("model*.safetensors*"), *adapter_files(folder)]:
+        path.unlink()
+    write_model(ModelWithLoss(whole, task), folder, task.saved(whole).state_dict())
+    write_tensors(lost, folder / f"{ADAPTER}.safetensors")
 
 
 def model_card(cfg: Any) -> str:
@@ -244,3 +248,30 @@ def model_card(cfg: Any) -> str:
         "weights here. The folder adapter/ holds it alone, for `PeftModel.from_pretrained`; adapter.safetensors holds what "
         "an exact evaluation or further training of the adapter needs.\n"
     )
+
+
+@torch.no_grad()
+def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Return (the model of `folder` with its adapter merged, the tensors that it had before and that merging lost).
+
+    Write the adapter as peft does to FOLDER/adapter."""
+    from peft.utils import get_peft_model_state_dict
+
+    whole = task.build(str(folder))
+    tuner = add_adapter(task, whole, folder)
+    model, config = tuner.model, tuner.peft_config[NAME]
+    export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
+    base = task.cfg.model_name_or_path
+    config.base_model_name_or_path = (
+        base if base and not Path(locate(base)).exists() else None
+    )  # no path of this machine
+    config.revision, config.inference_mode = task.cfg.model_revision if base else None, True
+    if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
+        config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it
+    config.save_pretrained(folder / ADAPTER)
+    named = {f"base_model.model.{name}": value.clone() for name, value in export.items()}
+    save_file(named, folder / ADAPTER / "adapter_model.safetensors", {"format": "pt"})
+    names = vars(model).pop("base_names")
+    lost = {name: value.clone() for name, value in model.state_dict().items() if names.get(name) != name}
+    tuner.merge_and_unload()
+    return whole, lost

@@ -1,0 +1,136 @@
+"""Every technique, however a step is split, resumed and sharded; losses and tasks under other strategies.
+
+A technique's test file has `fields(folder)`, its run, and `plain_weights(values)`, an independent loop over the whole batch.
+tests/addons/tasks/test_conformance.py checks tasks in the same way."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.addons.tasks import recipes
+from tests.helpers import kit, technique_runs
+
+SPLITS = [  # (module of its test, options of its `fields`, whether a further run has dropout)
+    ("optimizers.test_muon", {}, False),
+    ("techniques.test_adaptive_clipping", {}, False),
+    ("techniques.test_clip_by_value", {}, False),
+    ("techniques.test_cycle_momentum", {}, False),
+    ("techniques.test_gradient_noise", {}, False),
+    ("techniques.test_hard_examples", {}, True),
+    ("techniques.test_progressive_resizing", {}, False),
+    ("techniques.test_sam", {"name": "sam"}, True),
+    ("techniques.test_sam", {"name": "asam"}, False),
+    ("techniques.test_sam", {"name": "gradient_norm_penalty"}, False),
+    ("techniques.test_schedule_free", {}, False),
+    ("techniques.test_unfreeze", {}, False),
+]
+FSDP2 = [  # (module, options, further fields): other optimizers than SPLITS where rounding would grow
+    *((module, options, {}) for module, options, _ in SPLITS[1:] if "cycle" not in module and "free" not in module),
+    ("optimizers.test_muon", {}, {"adam_epsilon": 1e-8}),
+    ("techniques.test_channels_last", {"techniques": '{"channels_last": null}'}, {}),
+    ("techniques.test_cycle_momentum", {}, {"optim": "adamw", "learning_rate": 1e-2}),
+    ("techniques.test_neftune", {}, {}),
+    # An evaluation after each step gathers other weights than those of the next forward pass.
+    ("techniques.test_schedule_free", {}, {"eval_steps": 1}),
+]
+
+
+@pytest.mark.parametrize(("test", "options", "dropout"), SPLITS)
+def test_technique_is_exact_for_every_split(tmp_path, test, options, dropout):
+    """The weights of a plain loop on 1, 2 and 4 processes, and resumed bitwise."""
+    module = pytest.importorskip(f"tests.addons.{test}")  # a fork may have removed it
+    values = module.fields(tmp_path, **options)
+    noisy = technique_runs.with_dropout(tmp_path, values) if dropout else None
+    technique_runs.check_splits(tmp_path, values, module.plain_weights(values), dropout=noisy)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("test", "options", "more"), FSDP2)
+def test_technique_under_fsdp2(tmp_path, test, options, more):
+    """The weights of one process, and resumed."""
+    module = pytest.importorskip(f"tests.addons.{test}")
+    technique_runs.check_fsdp2(tmp_path, module.fields(tmp_path, **options) | more)
+
+
+# ---- techniques together, losses and tasks under other strategies --------------------------------------------------------
+
+EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
+MIXTRAL = kit.LLAMA | EXPERTS | {"model_type": "mixtral", "num_local_experts": 4}
+DROPOUT = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+LOSSES = {"label_smoothing_factor": 0.1, "z_loss": 0.01, "focal_gamma": 1.5}
+UNFREEZE = {"unfreeze": {"steps": {"*.wte.*": 3, "*.mlp.*": 4}}}  # wte is tied to the head
+EMA = {"ema": {"decay": 0.6, "final": True}}
+AVERAGES = EMA | {"lookahead": {"k": 2}, "swa": {"start": 0.4}, "lawa": {"k": 2, "every": 1}}
+TWICE = {"techniques": {"sam": None, "hard_examples": {"start_step": 2}}}  # at the weights that SAM has moved
+EXACT, CLOSE, ZERO = 1e-10, 2e-5, 1e-4
+WORLD = {"fsdp2": 2, "hsdp": 4, "fsdp2_tp": 4, "zero2": 2, "zero3": 2}
+RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs; model; fields; strategy; tolerance)
+    (None, kit.LLAMA, TWICE | {"pad_to_multiple_of": 16}, "fsdp2_tp", CLOSE),
+    (None, kit.LLAMA, TWICE, "hsdp", CLOSE),
+    (None, kit.EXACT, TWICE | {"gradient_checkpointing": True}, "fsdp2", EXACT),
+    (None, kit.LLAMA, TWICE | {"compile": True, "pad_to_multiple_of": 16}, "fsdp2", CLOSE),
+    (None, kit.LLAMA, {"techniques": AVERAGES}, "hsdp", CLOSE),
+    (None, None, {"techniques": AVERAGES | UNFREEZE, "freeze": ["*.wpe.*", "*.ln_f.*"]}, "fsdp2", EXACT),
+    (None, None, {"techniques": {"schedule_free": None, "sam": None} | UNFREEZE, "adam_beta1": 0.0}, "fsdp2", EXACT),
+    (None, None, {"techniques": UNFREEZE, "optim": "muon"}, "fsdp2", EXACT),
+    (None, MIXTRAL, {}, "fsdp2", CLOSE),
+    (None, MIXTRAL, {}, "zero2", ZERO),
+    (None, MIXTRAL, {}, "zero3", ZERO),
+    ("causal_lm", kit.EXACT, LOSSES, "fsdp2", EXACT),
+    ("text_classification", recipes.BERT | DROPOUT, LOSSES | {"r_drop_alpha": 2.0, "class_weights": "balanced"}, "fsdp2", EXACT),
+    # With mixup and cutmix; weights before a batch norm have a gradient along them that is zero except for rounding.
+    ("image_classification", None, {"r_drop_alpha": 1.0, "techniques": {"sam": None}, "adam_epsilon": 1e-4}, "fsdp2", EXACT),
+    ("token_classification", None, {}, "fsdp2", EXACT),
+    ("masked_lm", None, {}, "fsdp2", EXACT),
+    ("segmentation", None, {}, "fsdp2", EXACT),
+    *((name, None, {}, place, ZERO) for name in ("preference", "distillation", "embeddings") for place in ("zero2", "zero3")),
+]  # fmt: skip
+
+
+def fields(folder: Path, name: str | None, model: dict | None, more: dict) -> dict:
+    """Return the fields of a short run."""
+    values = technique_runs.files(folder) | {"eval_steps": 5, "per_device_batch_size": 2}
+    if name:
+        kit.need_task(name)
+        words = [str(word) for word in getattr(recipes, name)(folder)]
+        starts = [i for i, word in enumerate(words) if word.startswith("--")]
+        given = {words[i][2:]: words[i + 1 : end] for i, end in zip(starts, [*starts[1:], len(words)], strict=True)}
+        values |= {"max_grad_norm": 1.0, "weight_decay": 0.01}
+        values |= {key: found if len(found) > 1 else found[0] for key, found in given.items()}
+    if model:
+        values["model_config"] = kit.write_yaml(folder / "other.yaml", model)
+    return values | {key: json.dumps(value) if key == "techniques" else value for key, value in more.items()}
+
+
+def run(folder: Path, values: dict, world: int = 1, env: dict | None = None) -> kit.Run:
+    argv, here = kit.flags(**values, output_dir=folder), folder.with_suffix(".cwd")
+    codes, texts = kit.run_command("train.py", *argv, folder=here, world=world, env=env, timeout=300)
+    assert codes == [0] * world, texts
+    return kit.Run(folder)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(("name", "model", "more", "place", "bar"), RUNS)
+def test_numbers_of_one_process_under(tmp_path, name, model, more, place, bar):
+    """The weights of one process, a bitwise resume from step 2, and the number of eval.py."""
+    if place.startswith("zero"):
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
+    values, world, env = (
+        fields(tmp_path, name, model, more),
+        WORLD[place],
+        kit.where(place, WORLD[place], mixed_precision="no"),
+    )
+    if bar != EXACT:
+        values |= {"dtype": "float32", "adam_epsilon": 1e-4}
+    one, other = run(tmp_path / "one", values), run(tmp_path / "other", values, world, env)
+    assert kit.distance(other.weights, one.weights) <= bar
+    again = shutil.copytree(other.folder, tmp_path / "again")
+    for path in (again / "final", *sorted((again / "checkpoints").iterdir())[1:]):
+        shutil.rmtree(path)
+    assert kit.same(run(again, values, world, env).weights, other.weights)
+    assert kit.timeless(again) == kit.timeless(other.folder)
+    found = kit.run_evaluation(world, tmp_path / "eval", "--checkpoint", other.folder, env=env)
+    [line] = [line for line in other.kind("eval") if line["step"] == found["step"]]
+    assert found["loss"] == line["ema/loss" if "ema" in more.get("techniques", {}) else "loss"]
