@@ -11,14 +11,14 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from src.training.evaluation_plan import Block
+from src.training.evaluation import Part
 
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
-from src.training.step import StepBatch, StepLosses, naming_a_smaller_batch, widen
+from src.training.step import StepBatch, StepLosses, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes
@@ -56,7 +56,7 @@ class BatchLossTask(Task, BatchLoss):
         return compute_gradient(self, strategy, module, batch, total_weight)
 
     def sums_by_block(
-        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Block]
+        self, names: list[str], table: np.ndarray, values: dict[str, np.ndarray], blocks: list[Part]
     ) -> tuple[list[str], np.ndarray]:
         """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
 
@@ -87,7 +87,7 @@ def compute_gradient(
     further sums of `batch_loss`. If the loss is not finite, so are the gradient of every rank and the losses of the
     micro-batches that caused it. Raise UsageError on every rank if micro-batches have different vectors, or if pass 2
     differs from pass 1 in the first step. The host waits for other hosts, not for the device, except in that step."""
-    with naming_a_smaller_batch(strategy.cfg, step_batch), strategy.accumulation():
+    with strategy.accumulation():
         losses, sums = _backward_in_two_passes(batch_loss, strategy, module, step_batch, total_weight)
     return StepLosses(widen(torch.stack(losses)), {name: widen(value) for name, value in sums.items()})
 
