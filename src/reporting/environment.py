@@ -58,7 +58,7 @@ def topology(strategy: Strategy, cfg: RunConfig, training: bool = True) -> dict:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     compute_dtype = cfg.dtype if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     values = {
-        "device": f"{device.type} ({name}, {torch.get_num_threads()} threads per rank)",
+        "device": f"{device.type} ({name}), CPU threads per rank: {torch.get_num_threads()}",
         "precision": f"weights {cfg.dtype}, computing in {compute_dtype}",
         "strategy": strategy.name,
         "world_size": accelerator.num_processes,

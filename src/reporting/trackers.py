@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from src.config.errors import one_line, warn
 from src.config.paths import REPOSITORY
@@ -23,9 +23,6 @@ from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 TIMEOUT = 10.0  # seconds that the first step waits for trackers to start, and the end of a process for them to close
 MAX_QUEUED = 100_000  # lines; trackers that fall further behind lose lines
@@ -35,7 +32,7 @@ FILE = "trackers.json"  # in the run folder: the run id for wandb
 class Trackers:
     """The trackers of `report_to`; main process only. One thread makes every call to them, in order."""
 
-    def __init__(self, accelerator: "Accelerator", cfg: RunConfig, step: int):
+    def __init__(self, accelerator: Any, cfg: RunConfig, step: int):
         """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
 
         Their packages must be imported before dataloader workers are forked."""
@@ -69,7 +66,7 @@ class Trackers:
             warn(f"report_to: {self.busy} has not closed in time, and may lack lines; metrics.jsonl has all")
         return not self.thread.is_alive()
 
-    def _run(self, accelerator: "Accelerator", cfg: RunConfig, options: dict) -> None:
+    def _run(self, accelerator: Any, cfg: RunConfig, options: dict) -> None:
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
         fields = {k: v if isinstance(v, int | float | str) else str(v) for k, v in redact_all(vars(cfg)).items()}
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")

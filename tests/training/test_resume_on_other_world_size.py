@@ -51,6 +51,13 @@ def test_killed_on_two_then_one_and_finished_on_four(tiny, whole, tmp_path):
     assert len(kit.ledger_text(folder).splitlines()) == 1 + STEPS
 
 
+def test_killed_at_the_end_of_an_epoch(tiny, whole, tmp_path):
+    """Saved after the tail (save_steps 11), and killed in the first step of the next epoch."""
+    flags, folder = recipe(tiny, dtype="float64", save_steps=11), tmp_path / "run"
+    train_until_killed(12, 4, folder, *flags)
+    assert_same(kit.run_training(2, folder, *flags), whole)
+
+
 def test_mutant_dropout_seeded_by_rank_is_caught(tiny, whole, tmp_path, monkeypatch):
     original = data_loader.seed_everything
     monkeypatch.setattr(data_loader, "seed_everything", lambda seed: original(seed + int(os.environ["RANK"])))
