@@ -154,10 +154,8 @@ class Task(base.Task):
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         logits, labels = self._logits(model, inputs), inputs["labels"]
         if self.options.regression:
-            return {
-                "loss": (cross_entropy.at_least_float32(logits[:, 0]) - labels).square(),
-                "weight": torch.ones_like(labels),
-            }
+            error = cross_entropy.at_least_float32(logits[:, 0]) - labels
+            return {"loss": error.square(), "weight": torch.ones_like(labels)}
         return row_losses(Scored(logits), labels, self.options, cross_entropy.class_weights_of(inputs))
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
