@@ -11,13 +11,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-from src.training.evaluation import Part
 
 from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch
 from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
+from src.training.evaluation import Part
 from src.training.step import StepBatch, StepLosses, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
