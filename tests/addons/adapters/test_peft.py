@@ -253,23 +253,6 @@ def test_new_head_is_trained_in_full(tmp_path):
     assert not any("classifier" in name and "lora_" in name for name in trained)
 
 
-def test_learned_temperature_is_trained(tmp_path):
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    task, _ = kit.open_data(
-        task="embeddings",
-        learn_temperature=True,
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
-        train_file=kit.write_jsonl(tmp_path / "train.jsonl", [{"anchor": "a b", "positive": "c"}] * 4),
-        output_dir=tmp_path / "run",
-        peft=json.dumps({"type": "lora"}),
-    )
-    model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert "logit_scale" in trained
-    assert all("lora_" in name for name in trained - {"logit_scale"})
-
-
 def test_field_without_the_package_is_an_error(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft.mapping", None)
     with pytest.raises(UsageError, match="pip install peft"):
