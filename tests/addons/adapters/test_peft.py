@@ -114,6 +114,19 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
         task.build_model(checkpoint)
 
 
+def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
+    """Also if the student has an adapter: the teacher has none."""
+    kit.need_task("distillation")
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
+    fields |= {"task": "distillation", "output_dir": tmp_path}
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
+    with pytest.raises(UsageError, match="beside it, the adapter"):
+        task.build_model()
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
+    assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
+
+
 def test_plain_module_with_an_adapter(tmp_path):
     """DDP on two processes; the merged weights load into the module without peft."""
     with plain_task.registered():
@@ -251,6 +264,23 @@ def test_new_head_is_trained_in_full(tmp_path):
     assert "classifier.modules_to_save.default.weight" in trained
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert not any("classifier" in name and "lora_" in name for name in trained)
+
+
+def test_learned_temperature_is_trained(tmp_path):
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    task, _ = kit.open_data(
+        task="embeddings",
+        learn_temperature=True,
+        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
+        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
+        train_file=kit.write_jsonl(tmp_path / "train.jsonl", [{"anchor": "a b", "positive": "c"}] * 4),
+        output_dir=tmp_path / "run",
+        peft=json.dumps({"type": "lora"}),
+    )
+    model = task.build_model()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert "logit_scale" in trained
+    assert all("lora_" in name for name in trained - {"logit_scale"})
 
 
 def test_field_without_the_package_is_an_error(monkeypatch):

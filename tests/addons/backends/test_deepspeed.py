@@ -7,8 +7,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import train
-from tests.helpers import kit, plain_task
+from src.tasks import text_classification
+from tests.distributed import test_unused_parameters as unused
+from tests.helpers import kit, plain_task, routed_model
 from tests.helpers.strategy_runs import check_same_run, recipe, where
+from tests.training.test_optimizers import check_factors
 
 pytestmark = pytest.mark.cluster
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
@@ -127,3 +130,20 @@ def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
     assert kit.distance(run.weights, two.weights) <= 1e-6
     line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", two.folder)
     assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
+
+
+def test_groups_keep_their_factor_in_every_step_and_after_a_resume(files, tmp_path):
+    check_factors(files, tmp_path, 2, where("zero2", 2))
+
+
+def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):
+    folder, env = tmp_path, kit.where("zero2", 2, mixed_precision="no")
+    monkeypatch.setattr(text_classification.Task, "build", routed_model.build)
+    codes, texts = unused.command(folder, tmp_path / "experts", 2, env=env, max_steps=3, dtype="float32")
+    assert codes == [2, 2], texts
+    assert "experts" in texts[0]
+    unused.model(monkeypatch, dense=True, frozen=("experts.1", "experts.2", "experts.3", "experts.4"))
+    codes, texts = unused.command(folder, tmp_path / "zero", 2, env=env, max_steps=3, dtype="float32")
+    assert codes == [0, 0], texts
+    codes, texts = unused.command(folder, tmp_path / "refused", 2, *unused.ALLOW, env=env, max_steps=3, dtype="float32")
+    assert codes == [2, 2], texts

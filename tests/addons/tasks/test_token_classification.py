@@ -14,6 +14,7 @@ from src.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance import checks
 from tests.helpers import kit
+from tests.models.test_cross_entropy import TEXTS, check_balanced_weights
 
 WORDS = ["un", "##aff", "##able", "New", "York", "'", "s", "mayor", ",", "met", "the", "EU"]
 TAGS = ["B-LOC", "B-ORG", "I-LOC", "O"]
@@ -74,6 +75,13 @@ def test_token_that_begins_with_a_space_belongs_to_the_word_after_it(tmp_path):
     assert [word for word in begins if word is not None] == [0, 1, 2, 3, 4]
     texts = [tokenizer.decode(token) for token in encoded["input_ids"]]
     assert [text.strip() for text, word in zip(texts, begins, strict=True) if word in (0, 1)] == ["def", "return"]
+
+
+def test_truncated_words_are_no_targets(folder):
+    _, splits = open_data(folder, max_length=6)
+    _, whole = open_data(folder)
+    assert splits["train"].stats["tokens_cut"] == np.maximum(whole["train"].lengths - 6, 0).sum() > 0
+    assert splits["train"].stats["targets"] < whole["train"].stats["targets"]
 
 
 def test_class_labels_keep_the_order_of_their_names(folder):
@@ -147,3 +155,8 @@ def test_accuracy_and_f1_equal_a_plain_loop(folder):
         "micro_f1": pytest.approx(2 * hits / given),
     }
     assert hits > 0
+
+
+def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
+    rows = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in TEXTS]
+    check_balanced_weights(tmp_path, "token_classification", rows, [tag for row in rows for tag in row["tags"]])
