@@ -88,17 +88,9 @@ def figures(by_kind: dict[str, list[dict]], unit: str) -> list[str]:
             points = [(line["step"], line.get(key)) for line in by_kind[kind]]
             if any(isinstance(value, int | float) for _, value in points):
                 curves[kind] = points
-            for name in averages(by_kind[kind], key):
-                curves[f"{kind}, {name}"] = [(line["step"], line.get(f"{name}/{key}")) for line in by_kind[kind]]
         if curves:
             made.append(f"<figure>{draw(title, label.format(unit=unit), curves)}</figure>")
     return made
-
-
-def averages(lines: list[dict], key: str) -> list[str]:
-    """Return the averages of weights that have a metric `key`; unlike sources of a mixture they have no weight."""
-    names = {name.removesuffix(f"/{key}") for line in lines for name in line if name.endswith(f"/{key}")}
-    return sorted(name for name in names if "/" not in name and not any(f"{name}/weight" in line for line in lines))
 
 
 def draw(title: str, unit: str, curves: dict[str, list[tuple]]) -> str:

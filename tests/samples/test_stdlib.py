@@ -2,6 +2,8 @@
 
 import ast
 import json
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -107,3 +109,24 @@ def test_sample_as_dataset_and_tokenizer_name(root):
     assert task.config.vocab_size == len(task.tokenizer)
     for split in ("train", "validation"):
         assert splits[split].stats["source_rows"] == len(rows(root, "stdlib_code", split))
+
+
+def _killed(root):
+    """Die between the rows and the tokenizer."""
+    _stdlib.train_tokenizer = lambda texts, target: os.kill(os.getpid(), signal.SIGKILL)
+    samples.sample_folder("stdlib_code", root)
+
+
+def test_interrupted_sample_is_made_again(root):
+    with pytest.raises(kit.RankFailed):
+        kit.spawn(1, _killed, root, out=root / "out")
+    target = folder(root, "stdlib_code")
+    assert (target / "train.jsonl").exists()
+    assert not (target / "DONE").exists()
+    (target / "DONE").touch()  # the mutant: a marker that is written first
+    assert samples.sample_tokenizer("stdlib_code", root) is None
+    (target / "DONE").unlink()
+    (target / "leftover").touch()
+    assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
+    assert (target / "DONE").exists()
+    assert not (target / "leftover").exists()

@@ -114,6 +114,19 @@ def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_
         task.build_model(checkpoint)
 
 
+def test_teacher_from_a_checkpoint_is_not_its_base_model(run, tmp_path):
+    """Also if the student has an adapter: the teacher has none."""
+    kit.need_task("distillation")
+    config = yaml.safe_load((run.folder / "config.yaml").read_text())
+    fields = {name: config[name] for name in ("model_config", "train_file", "dtype")} | {"peft": json.dumps(LORA)}
+    fields |= {"task": "distillation", "output_dir": tmp_path}
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder / "checkpoints" / "step_00000002")
+    with pytest.raises(UsageError, match="beside it, the adapter"):
+        task.build_model()
+    task, _ = kit.open_data(**fields, teacher_name_or_path=run.folder)
+    assert not any("lora_" in name for name in task.build_model().teacher.state_dict())
+
+
 def test_plain_module_with_an_adapter(tmp_path):
     """DDP on two processes; the merged weights load into the module without peft."""
     with plain_task.registered():

@@ -11,10 +11,7 @@ import torch.distributed.tensor.parallel  # once, not in every process
 from torch.distributed.tensor import DTensor
 
 import train
-from src.config import addons
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.distributed import sharded_tensors, strategies
+from src.distributed import sharded_tensors
 from src.distributed.host_group import HostGroup
 from src.runtime import private_apis
 from tests.helpers import kit
@@ -129,10 +126,3 @@ def test_what_cannot_be_exact_is_refused(files, tmp_path, world, model, keys, fi
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world, env=env)
     assert codes == [2] * world, outputs
     assert message in outputs[0]
-
-
-def test_launch_without_the_add_on_is_refused(tmp_path, monkeypatch):
-    mesh, kind = SimpleNamespace(tp_size=2), SimpleNamespace(value="FSDP")
-    monkeypatch.setattr(addons, "ADDONS", tmp_path)
-    with pytest.raises(UsageError, match="restore addons/backends/tensor_parallel"):
-        strategies.make_strategy(SimpleNamespace(distributed_type=kind, parallelism_config=mesh), RunConfig())

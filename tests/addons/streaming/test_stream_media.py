@@ -5,9 +5,8 @@ import numpy as np
 import PIL.Image
 import pytest
 
-from src.config.errors import UsageError
 from src.data import prepared_split
-from tests.data.test_media import SHAPE, Encoded, Pictures, broken_image, opened
+from tests.data.test_media import SHAPE, Pictures, opened
 from tests.helpers import images, kit
 
 STREAM = {"streaming": True, "max_steps": 1}
@@ -32,16 +31,6 @@ def test_streams_hand_over_what_prepared_data_does(folder):
         assert row["pixels"].shape == SHAPE
         assert not row["pixels"].flags.owndata  # views of the memory-mapped file
         assert not row["flat"].flags.owndata
-
-
-def test_images_can_stay_encoded(folder):
-    task, _ = opened(Encoded, folder, **STREAM)
-    assert all(value["bytes"][:4] == b"\x89PNG" for value in task.seen)
-
-
-def test_broken_image_is_named(folder):
-    with pytest.raises(UsageError, match=r"broken.parquet, row 3: .*cannot be decoded"):
-        opened(Pictures, folder, train_file=[broken_image(folder)], **STREAM)
 
 
 def test_messages_of_a_stream_are_decoded(tmp_path):

@@ -58,6 +58,18 @@ def test_teacher_has_no_dropout(folder):
     assert (model.student.training, model.teacher.training) == (True, False)
 
 
+def test_teacher_that_does_not_fit_is_refused(folder, tmp_path):
+    with pytest.raises(UsageError, match="teacher_name_or_path is missing"):
+        kit.open_data(task="distillation", model_config=folder / "model.yaml", train_file=folder / "train.jsonl")
+    with pytest.raises(UsageError, match=r"teacher_name_or_path: .* holds no model"):
+        opened(folder, tmp_path)
+    other = kit.save_model(tmp_path / "other", kit.GPT2 | {"vocab_size": 77})
+    with pytest.raises(UsageError, match="a vocabulary of 77 tokens, but the trained model has 500"):
+        opened(folder, other)
+    with pytest.raises(UsageError, match=r"teacher_revision is xxh3:0, but the weights in .* are xxh3:"):
+        opened(folder, teacher_revision="xxh3:0")
+
+
 def test_tokenizer_of_the_teacher_must_be_that_of_the_student(folder, tmp_path):
     tokenizers = [
         kit.tiny_tokenizer(tmp_path / name, [text] * 3) for name, text in (("a", "the cat sat"), ("b", "dog ran"))

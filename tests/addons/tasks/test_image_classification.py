@@ -78,6 +78,18 @@ def test_folder_of_images_gives_the_same_batches(folder, tmp_path):
         kit.open_data(**named)
 
 
+def test_classes_of_a_mixture_are_those_of_its_first_source(folder, tmp_path):
+    generator = np.random.default_rng(0)
+    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["cat", "dog", "bird"]))
+    pictures = {"image": [images.picture(generator, 0)] * 3, "label": [0, 1, 2]}
+    datasets.Dataset.from_dict(pictures, features).to_parquet(tmp_path / "animals.parquet")
+    files = {"plain": folder / "train.parquet", "animals": tmp_path / "animals.parquet"}
+    mixture = {name: {"train_file": str(file)} for name, file in files.items()}
+    for _ in range(2):  # also if the first source is prepared already
+        with pytest.raises(UsageError, match="the label 'cat' is none of the 3 known labels"):
+            kit.open_data(**fields(folder, train_file=None, mixture=mixture, cache_dir=tmp_path))
+
+
 def test_images_with_equal_corners_are_not_repeated(tmp_path):
     """The leak check sees all bytes of an image, also where encode returns arrays."""
     corners = [Image.new("L", (64, 64), 255) for _ in range(6)]

@@ -16,7 +16,6 @@ from addons.tasks.image_classification.image_processor import (
     read_image_processor,
     stack,
 )
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
 
 NONE = {"image_size": None, "image_mean": [], "image_std": []}
@@ -57,13 +56,3 @@ def test_sizes(tmp_path, values, options, expected):
     assert (found.size, found.shorter_side) == expected
     assert (found.mean, found.std) == ([0.1, 0.2, 0.3], [0.5, 0.5, 0.5])
     assert config.image_size == found.size
-
-
-def test_channels_must_fit():
-    config = SimpleNamespace(num_channels=3)
-    for options, field in (({"image_mean": [0.5]}, "image_mean"), ({"image_std": [0.0, 1, 1]}, "image_std")):
-        with pytest.raises(UsageError, match=f"{field} is .*give 3 numbers"):
-            read_image_processor(RunConfig(), config, SimpleNamespace(**NONE | options))
-    with pytest.raises(UsageError, match="num_channels of the model is 4"):
-        read_image_processor(RunConfig(), SimpleNamespace(num_channels=4), SimpleNamespace(**NONE))
-    assert read_image_processor(RunConfig(), config, SimpleNamespace(**NONE)).size == 224

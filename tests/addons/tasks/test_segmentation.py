@@ -15,18 +15,6 @@ from tests.addons.tasks import images
 from tests.helpers import kit
 
 STEPS = {"max_steps": 6, "global_batch_size": 24, "learning_rate": 2e-3, "dtype": "float64", "save_steps": 3}
-SEGFORMER = {
-    "model_type": "segformer",
-    "num_encoder_blocks": 2,
-    "depths": [1, 1],
-    "sr_ratios": [2, 1],
-    "hidden_sizes": [8, 16],
-    "patch_sizes": [3, 3],
-    "strides": [2, 2],
-    "num_attention_heads": [1, 2],
-    "mlp_ratios": [2, 2],
-    "decoder_hidden_size": 16,
-}
 
 
 @pytest.fixture(scope="module")
@@ -158,23 +146,3 @@ def test_ignored_and_palette_labels(flags, tmp_path):
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
-
-
-def test_transformers_model_with_resized_images(flags, tmp_path):
-    from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
-
-    model = kit.write_yaml(tmp_path / "model.yaml", SEGFORMER)
-    more = kit.flags(**STEPS | {"max_steps": 2}, model_config=model, image_size=16)
-    run = kit.run_training(1, tmp_path / "run", *flags, *more)
-    saved, info = AutoModelForSemanticSegmentation.from_pretrained(run.folder / "final", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert saved.config.num_labels == 4
-    final = run.folder / "final"
-    task, splits = kit.open_data(**fields(flags, model_name_or_path=final, image_size=16))
-    rows = splits["validation"].rows(np.arange(3))
-    batch = task.collate(rows, False)
-    theirs = AutoImageProcessor.from_pretrained(final)(
-        [Image.open(io.BytesIO(row["image"])) for row in rows], return_tensors="pt"
-    )["pixel_values"]
-    ours = (batch.inputs["pixels"] / 255 - 0.5) / 0.5
-    assert torch.allclose(ours, theirs, atol=1e-5)

@@ -87,6 +87,14 @@ def test_loss_is_that_of_transformers_times_tokens(data, tmp_path, name, plain_h
     assert task.loss(model, unmasked)["loss"].item() != pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_head_with_a_bias_of_its_own_is_not_plain(data, tmp_path):
+    """Marian models have trained biases of the logits."""
+    task, _ = kit.open_data(**data, model_config=kit.write_yaml(tmp_path / "model.yaml", BART))
+    model = task.build()
+    model.final_logits_bias += 0.5
+    assert not seq2seq.has_plain_decoder_head(model, 300)
+
+
 def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     rows = [{"in": "", "out": "a"}, {"in": "red fox", "out": "cat " * 9}]
     file = kit.write_jsonl(tmp_path / "train.jsonl", rows)

@@ -14,6 +14,7 @@ from src.config.errors import UsageError
 from tests.addons.tasks import recipes
 from tests.conformance import checks
 from tests.helpers import kit
+from tests.models.test_cross_entropy import TEXTS, check_balanced_weights
 
 WORDS = ["un", "##aff", "##able", "New", "York", "'", "s", "mayor", ",", "met", "the", "EU"]
 TAGS = ["B-LOC", "B-ORG", "I-LOC", "O"]
@@ -154,3 +155,8 @@ def test_accuracy_and_f1_equal_a_plain_loop(folder):
         "micro_f1": pytest.approx(2 * hits / given),
     }
     assert hits > 0
+
+
+def test_balanced_weights_are_those_of_scikit_learn(tmp_path):
+    rows = [{"tokens": text.split(), "tags": [word[0] for word in text.split()]} for text in TEXTS]
+    check_balanced_weights(tmp_path, "token_classification", rows, [tag for row in rows for tag in row["tags"]])

@@ -198,18 +198,6 @@ def test_an_update_does_not_wait_for_the_device(kind):
 # ---- evaluation --------------------------------------------------------------------------------------------------------
 
 
-def test_each_source_of_a_mixture_is_evaluated_with_the_average(tmp_path):
-    values = technique_runs.files(tmp_path)
-    names = ("train_file", "validation_file")
-    files = {name: str(values.pop(name)) for name in names}
-    mixture = {"low": files | {"weight": 1}, "high": files | {"weight": 1}}
-    values |= {"mixture": json.dumps(mixture), "techniques": json.dumps({"ema": None, "lawa": {"every": 4}})}
-    line = technique_runs.train(tmp_path / "run", values).kind("eval")[-1]
-    for key in ("loss", "perplexity", "accuracy"):
-        assert {f"ema/{key}", f"ema/low/{key}", f"ema/high/{key}", f"lawa/high/{key}"} <= line.keys()
-    assert "ema/low/weight" not in line
-
-
 def test_a_longer_run_starts_its_mean_again(tmp_path):
     """SWA over the last half: an extended run ends with the mean of a straight run of that length, or is refused."""
     values = technique_runs.files(tmp_path) | {"techniques": json.dumps({"swa": {"start": 0.5, "final": True}})}

@@ -303,23 +303,3 @@ def test_evaluation_is_bitwise_the_same_on_one_and_three_processes(evaluated, tm
     reported = evaluated.kind("eval")[-1]
     for world in (1, 3):
         assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", evaluated.folder) == reported
-
-
-def test_sources_of_a_mixture_are_evaluated_alone(data, tiny, tmp_path):
-    """The blocks of a mixture never hold rows of two sources: here they are those of one file of 21 rows."""
-    lines = tiny["validation_file"].read_text().splitlines(True)
-    mixture = {}
-    for name, part in (("one", lines[:8]), ("two", lines[8:])):
-        (file := tmp_path / f"{name}.jsonl").write_text("".join(part))
-        mixture[name] = {"train_file": str(file), "validation_file": str(file)}
-    fields = {"global_batch_size": 8, "per_device_eval_batch_size": 3, "max_steps": 1, "train_file": None}
-    run = kit.run_training(2, tmp_path / "run", *recipe(data, Contrastive, **fields, mixture=json.dumps(mixture)))
-    line = run.kind("eval")[-1]
-    assert (8 * line["one/loss"] + 13 * line["two/loss"]) / 21 == pytest.approx(line["loss"], rel=1e-12)
-    fields = {
-        "task": "Contrastive",
-        "model_name_or_path": run.folder / "final",
-        "validation_file": tiny["validation_file"],
-    }
-    flags = kit.flags(**fields, global_batch_size=8, dtype="float64")
-    assert kit.run_evaluation(1, tmp_path / "eval", *flags)["loss"] == pytest.approx(line["loss"], rel=1e-12)

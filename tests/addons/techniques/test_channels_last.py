@@ -64,10 +64,3 @@ def test_channels_last_has_the_same_numbers_and_resumes(tmp_path):
     assert len(found) > 20
     assert found[-1] == [True, True]
     assert all(pixels for pixels, _ in found[-4:])
-
-
-def test_a_model_without_images_is_refused(tmp_path):
-    argv = kit.flags(**technique_runs.files(tmp_path), techniques=json.dumps({"channels_last": None}))
-    codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "bad", world=1)
-    assert codes == [2]
-    assert "techniques: channels_last" in texts[0]

@@ -3,8 +3,6 @@ import torch
 from safetensors.torch import load_file
 
 from addons.schedules.one_cycle import one_cycle_momentum
-from addons.techniques.cycle_momentum import CycleMomentum
-from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.training.schedules import make_schedule
 from tests.helpers import kit, technique_runs
@@ -68,9 +66,3 @@ def test_first_update_may_be_skipped_without_momentum_in_the_run_file(tmp_path, 
     run = technique_runs.train(tmp_path / "run", values, 1, 4, env={"NOTES": str(tmp_path)})
     assert [line["skipped"] for line in run.kind("train")] == [1] * technique_runs.STEPS
     assert load_file(run.folder / "checkpoints" / "step_00000001" / "optimizer.safetensors") == {}
-
-
-def test_cycle_momentum_needs_one_cycle_and_an_order_of_its_bounds():
-    with pytest.raises(UsageError, match="lr_scheduler_type"):
-        CycleMomentum().change_model(torch.nn.Linear(1, 1), RunConfig())
-    assert "base_momentum is 0.96" in CycleMomentum(base_momentum=0.96).errors()[0]

@@ -64,14 +64,6 @@ def test_final_holds_the_average_of_the_last_step(last):
     assert "; ema: loss " in (last.folder.with_suffix(".out") / "rank0.txt").read_text()
 
 
-def test_final_of_a_finished_run_is_written_again(tiny, last, tmp_path):
-    folder = shutil.copytree(last.folder, tmp_path / "run")
-    shutil.rmtree(folder / "final")
-    assert kit.same(kit.run_training(1, folder, *flags(tiny)).weights, last.weights)
-    again = kit.run_training(1, folder, *flags(tiny))
-    assert kit.same(again.weights, last.weights)
-
-
 @pytest.mark.cluster
 @pytest.mark.parametrize("reshard", [True, False])
 def test_shards_are_averaged_evaluated_and_written(tiny, tmp_path, reshard):

@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch.nn.functional as F
 from addons.tasks.distillation import token_terms
 from addons.techniques import hard_examples
 from src.config import parsing
-from src.config.errors import UsageError
 from src.data import dataset
 from src.data.data_loader import seed_everything
 from src.models import chunked_cross_entropy
@@ -137,9 +135,3 @@ def test_option_that_changes_the_loss_of_rows_is_refused(tmp_path, monkeypatch):
     codes, outputs = kit.run_command("train.py", *flags, folder=tmp_path / "here", world=2)
     assert codes == [2, 2]
     assert "row_losses" in outputs[0]
-
-
-def test_r_drop_is_refused_by_both_names():
-    model = SimpleNamespace(task=SimpleNamespace(options=SimpleNamespace(r_drop_alpha=0.5)))
-    with pytest.raises(UsageError, match=r"hard_examples .*r_drop_alpha is 0.5.*remove one"):
-        hard_examples.HardExamples().change_model(model, parsing.RunConfig())

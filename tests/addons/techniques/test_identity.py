@@ -71,12 +71,6 @@ def test_another_technique_or_option_is_refused_by_name(tmp_path, was, now, text
     assert text in refusal(tmp_path, with_techniques(now), was=with_techniques(was))
 
 
-def test_a_removed_technique_is_refused_by_name(tmp_path):
-    cfg = with_techniques(None)
-    was = dataclasses.replace(cfg, techniques={"l2sp": {"alpha": 0.1}})
-    assert "(techniques.l2sp: {'alpha': 0.1} → None)" in refusal(tmp_path, cfg, was=was)
-
-
 def test_a_changed_default_is_refused(tmp_path, monkeypatch):
     was = with_techniques({"ema": None})
     monkeypatch.setattr(EMA_CLASS.__init__, "__defaults__", (0.99, *EMA_CLASS.__init__.__defaults__[1:]))

@@ -7,10 +7,8 @@ import torch.nn.functional as F
 import transformers
 
 from addons.techniques.neftune import NEFTune
-from src.config.errors import UsageError
 from src.data.batch_plan import PlanConfig, plan
 from src.training.step import ModelWithLoss
-from tests.addons.tasks import recipes
 from tests.helpers import kit, technique_runs
 
 ALPHA = 5.0
@@ -99,18 +97,3 @@ def test_noise_does_not_depend_on_padding():
         for found, tokens in zip(largest, (4, 24), strict=True):
             limit = ALPHA / math.sqrt(tokens * kit.TINY["n_embd"])
             assert 0.95 * limit < found <= 1.0001 * limit
-
-
-def test_encoder_of_a_pair_gets_the_noise():
-    model = transformers.AutoModelForSeq2SeqLM.from_config(transformers.BartConfig(**recipes.BART, vocab_size=50))
-    inputs = {"input_ids": torch.arange(12)[None], "attention_mask": torch.ones(1, 12, dtype=torch.int64)}
-    module = module_with_noise(model, lambda model, inputs: model.get_encoder()(**inputs).last_hidden_state)
-    one, other = module(inputs), module(inputs)
-    assert not torch.equal(one, other)
-    module.eval()
-    assert torch.equal(module(inputs), module(inputs))
-
-
-def test_model_without_input_embeddings_is_refused():
-    with pytest.raises(UsageError, match="Linear has no get_input_embeddings"):
-        module_with_noise(torch.nn.Linear(2, 2), None)

@@ -1,11 +1,9 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 import torch.nn.functional as F
 
-from addons.techniques.progressive_resizing import ProgressiveResizing
 from tests.addons.tasks import images
 from tests.addons.techniques.test_channels_last import fields as image_fields
 from tests.helpers import kit, technique_runs
@@ -58,9 +56,3 @@ def test_evaluation_sees_full_images(tmp_path):
     argv = kit.flags(checkpoint=tmp_path / "run" / "final")
     found = kit.spawn(1, kit.evaluate_here, [*argv, "--output_dir", tmp_path / "eval"], out=tmp_path / "out")[0]
     assert found["loss"] == run.kind("eval")[0]["loss"]
-
-
-def test_scales_by_default_and_wrong_fractions():
-    technique = ProgressiveResizing()
-    assert [technique.scale_at(i / 20) for i in (0, 9, 10, 13, 16, 19)] == pytest.approx([0.5, 0.5, 0.5, 0.75, 1, 1])
-    assert "1.1" in ProgressiveResizing(delay_fraction=0.9).errors()[0]

@@ -45,26 +45,6 @@ def test_mutant_gradients_at_the_fast_weights_differ(tmp_path):
     assert kit.distance(plain_weights(values), plain_weights(values, beta=0.0)) > 1e-6  # plain averaging
 
 
-@pytest.mark.cluster  # needs an extra package
-def test_schedule_free_is_that_of_pytorch_optimizer(tmp_path):
-    package = pytest.importorskip("pytorch_optimizer")
-    values = fields(tmp_path, optim="sgd", weight_decay=0.0, warmup_steps=0, learning_rate=0.1)
-    plain = technique_runs.Plain(values)
-    optimizer = package.ScheduleFreeSGD(plain.model.parameters(), lr=0.1, momentum=0.8)
-    optimizer.train()
-
-    def update(step: int) -> None:
-        optimizer.zero_grad()
-        plain.loss().backward()
-        optimizer.step()
-        if step == technique_runs.STEPS - 1:
-            optimizer.eval()
-
-    expected = plain.train(update)
-    run = technique_runs.train(tmp_path / "run", values, 2, 4)
-    assert kit.distance(run.weights, {name: expected[name] for name in run.weights}) <= 1e-10
-
-
 @pytest.mark.parametrize(
     "given, text",
     [

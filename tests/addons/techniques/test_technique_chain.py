@@ -70,11 +70,6 @@ def test_null_and_true_take_all_defaults(given):
     assert vars(chain({"outer": given}).techniques["outer"]) == {"rate": 0.5, "low": 1, "high": 2}
 
 
-def test_values_are_read_as_the_types_of_the_options():
-    outer = chain({"outer": {"rate": 1, "low": "0"}}).techniques["outer"]
-    assert (outer.rate, type(outer.rate), outer.low) == (1.0, float, 0)
-
-
 @pytest.mark.parametrize(
     "given, words",
     [

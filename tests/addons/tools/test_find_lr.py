@@ -91,10 +91,6 @@ def find(folder, fields: dict, world: int = 1, env=None) -> dict:
     return numbers
 
 
-def files(folder) -> dict:
-    return {str(path): path.is_file() and path.read_bytes() for path in sorted(folder.rglob("*"))}
-
-
 def test_same_suggestion_on_any_number_of_processes(tmp_path, fields):
     one = find(tmp_path / "one", fields)
     assert 1e-4 < one["suggestion"] < 1
@@ -147,30 +143,6 @@ def test_nothing_holds_the_wrapper_at_the_end(tmp_path, fields, module):
         }
     argv = kit.flags(**fields)
     assert kit.spawn(2, _wrappers_at_shutdown, module, argv, out=tmp_path / "out") == [0, 0]
-
-
-def test_nothing_is_left_behind(tmp_path, fields):
-    """Neither beside a run that exists, nor after a divergence at once, nor after an error."""
-    here = tmp_path / "here"
-    own = {name: value for name, value in fields.items() if name not in ("updates", "start_lr", "output_dir")}
-    run = kit.run_training(1, tmp_path / "run", *kit.flags(**own | {"max_steps": 1}))
-    before = files(run.folder)
-    codes, texts = kit.run_command("addons/tools/find_lr.py", *kit.flags(**fields), folder=here, world=2)
-    assert codes == [0, 0], texts
-    assert "suggestion: " in texts[0]
-    assert texts[1] == ""
-    fields |= {"output_dir": here / "new"}
-    diverging = {"start_lr": 1e30, "end_lr": 1e38}
-    codes, texts = kit.run_command("addons/tools/find_lr.py", *kit.flags(**fields | diverging), folder=here)
-    assert codes == [0], texts
-    assert "no suggestion: the loss never fell" in texts[0]
-    codes, texts = kit.run_command(
-        "addons/tools/find_lr.py", *kit.flags(**fields | {"train_file": "gone"}), folder=here
-    )
-    assert codes == [2], texts
-    assert "gone" in texts[0]
-    assert files(run.folder) == before
-    assert files(here) == {}
 
 
 @pytest.mark.parametrize(

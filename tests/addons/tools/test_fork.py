@@ -10,6 +10,7 @@ import pytest
 
 from addons.tools import fork
 from src.config import addons
+from src.config.errors import UsageError
 from tests.helpers import kit
 
 pytestmark = pytest.mark.skipif(not (kit.REPOSITORY / ".git").exists(), reason="the copy is made of tracked files")
@@ -90,3 +91,14 @@ def test_needed_addons_are_copied_too(tmp_path, monkeypatch):
     assert fork.is_of("addons/data/_part.py", {"data"})
     assert not fork.is_of("addons/data/_part.py", {"data/d"})
     assert fork.is_of("addons/tasks/c/part.py", {"tasks/c"})
+
+
+def test_folder_with_files_and_unknown_names_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=str(tmp_path)):
+        fork.fork(tmp_path, [], [], "x")
+    with pytest.raises(UsageError, match="did you mean causal_lm"):
+        fork.fork(tmp_path / "new", ["casual_lm"], [], "x")
+    with pytest.raises(UsageError, match="did you mean tools/ledger"):
+        fork.fork(tmp_path / "new", [], ["tools/leger"], "x")
+    assert not (tmp_path / "new").exists()

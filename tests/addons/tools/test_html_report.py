@@ -56,23 +56,6 @@ def test_report_of_a_real_run(files, tmp_path):
     assert page.count('<g id="legend') == 1  # the loss: train and eval in one figure
 
 
-def test_torn_line_and_missing_numbers(tmp_path):
-    lines = [
-        {"kind": "train", "step": 1, "loss": 2.5, "learning_rate": None, "grad_norm": None, "padding": 0.1},
-        {"kind": "train", "step": 2, "loss": None, "learning_rate": None, "grad_norm": None, "padding": 0.2},
-        {"kind": "train", "step": 3, "loss": 2.0, "learning_rate": None, "grad_norm": 1.0, "padding": 0.2},
-        '{"kind": "train", "step": 4, "lo',
-    ]
-    page = html_report.write(run_folder(tmp_path / "run", *lines)).read_text()
-    assert titles(page) == ["Loss", "Gradient norm", "Padding"]  # no figure without a number
-    assert "1 unreadable line" in page
-    assert "Last train line" in page
-    assert "Last eval line" not in page
-    assert "config.yaml is missing" in page
-    with pytest.raises(json.JSONDecodeError):  # the mutant: a reader that expects whole lines
-        list(map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()))
-
-
 def test_values_are_escaped_and_symlinks_replaced(tmp_path):
     line = {"kind": "eval", "step": 1, "loss": 1.0, "note": "<script>"}
     folder = run_folder(tmp_path / "<b>run", line)
