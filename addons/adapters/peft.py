@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from src.checkpointing.model_folder import write_model
 from src.checkpointing.tensor_files import file_name, write_tensors
@@ -27,22 +26,9 @@ from src.training.step import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base
-TASK_TYPES = {  # for the Auto classes of peft
-    "causal_lm": "CAUSAL_LM",
-    "distillation": "CAUSAL_LM",
-    "preference": "CAUSAL_LM",
-    "seq2seq": "SEQ_2_SEQ_LM",
-    "text_classification": "SEQ_CLS",
-    "token_classification": "TOKEN_CLS",
-    "embeddings": "FEATURE_EXTRACTION",
-}
-REFUSED_TYPES = {  # peft would train them, but to a wrong result
-    "adalora": "it changes its ranks and its loss in every step",
-    "poly": "it needs a task for each row",
-    "xlora": "it mixes other adapters",
-    "shadow": "peft does not inject it into a model",
-    "osf": "it replaces the weights of the base model",
-}
+# peft would train these to a wrong result: adalora changes its ranks and its loss in every step, poly needs a task for each
+# row, xlora mixes other adapters, osf replaces weights of the base model; shadow it does not inject into a model.
+REFUSED_TYPES = ("adalora", "osf", "poly", "shadow", "xlora")
 REFUSED_OPTIONS = {
     "megatron_core": "it imports a module by name",
     "module_dropout": "it skips layers at random, whose gradients other processes wait for: give rank_dropout",
@@ -80,9 +66,7 @@ def read_options(cfg: Any) -> tuple[type, Any]:
     try:
         from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
     except ImportError as error:
-        raise UsageError(
-            f"peft: the package peft cannot be imported: {error}; install it: pip install peft (requirements-extra.txt)"
-        ) from error
+        raise UsageError(f"peft: {error}; install it: pip install peft (requirements-extra.txt)") from error
     given = {"target_modules" if name == "target" else name: v for name, v in cfg.peft.items() if v is not None}
     name = str(given.pop("type", "lora")).lower()
     configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
@@ -94,12 +78,9 @@ def read_options(cfg: Any) -> tuple[type, Any]:
     if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
-        raise UsageError(
-            f"peft: init_lora_weights is {value!r}, which changes the base model or needs data: give one of "
-            f"{', '.join(str(one).lower() for one in INITIAL)}"
-        )
+        raise UsageError(f"peft: init_lora_weights is {value!r}, which changes the base model or needs data: give true")
     try:
-        return tuners[name], configs[name](**given, task_type=TASK_TYPES.get(cfg.task))
+        return tuners[name], configs[name](**given)
     except Exception as error:  # also a package that one type needs
         raise UsageError(f"peft: {one_line(error)}") from error
 
@@ -107,19 +88,15 @@ def read_options(cfg: Any) -> tuple[type, Any]:
 def _why_refused(name: str, config: type, tuner: Any) -> str | None:
     if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
         return "it changes the forward pass of the model instead of layers in it"
-    shared = "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
-    return REFUSED_TYPES.get(name, shared)
+    if name in REFUSED_TYPES:
+        return "it would train something else than an adapter of this model"
+    return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
 
 
 # ---- injection -------------------------------------------------------------------------------------------------------
 
 
-def change_built_model(task: Any, model: torch.nn.Module, weights: str | Path | None, empty: bool) -> None:
-    """Add the adapter to a model that the task has built."""
-    add_adapter(task, model, weights, empty)
-
-
-def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
+def change_built_model(task: Any, whole: torch.nn.Module, weights: str | Path | None, empty: bool = False) -> Any:
     """Inject the adapter into the part of `whole` that is trained, in place; return peft's tuner.
 
     Only the adapter, `modules_to_save` and a head that pretrained weights lack (`new_head` of the task) stay trainable. The
@@ -128,8 +105,6 @@ def add_adapter(task: Any, whole: torch.nn.Module, weights: str | Path | None, e
     tuner_class, config = read_options(cfg)
     folder = None if empty else _folder_with_adapter(cfg, weights)
     new_head = getattr(task, "new_head", ())
-    if folder and hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True  # loaded below
     if config.target_modules is None and not getattr(config, "target_parameters", None):
         architecture = getattr(getattr(model, "config", None), "model_type", None)
         if architecture not in (getattr(tuner_class, "target_module_mapping", None) or {}):
@@ -215,18 +190,17 @@ def _folder_with_adapter(cfg: Any, weights: str | Path | None) -> Path | None:
 @torch.no_grad()
 def _load(model: torch.nn.Module, folder: Path) -> None:
     """Copy the tensors of adapter*.safetensors into the model. In final/, the unmerged weights are among them."""
-    state, loaded = model.state_dict(keep_vars=True), set()
-    wrong = f"peft: the adapter in {folder} has other layers than this field asks for"
-    for path in adapter_files(folder):
-        with safe_open(path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118 (safe_open is no dict)
-                value = file.get_tensor(name)
-                if name not in state or state[name].shape != value.shape:
-                    raise UsageError(f"{wrong} ({name}): give the options of the run that saved it")
-                state[name].copy_(value)
-                loaded.add(name)
-    if missing := sorted(state.keys() - vars(model)["base_names"].keys() - loaded):
-        raise UsageError(f"{wrong} ({missing[0]}): give the options of the run that saved it")
+    state = model.state_dict(keep_vars=True)
+    stored = {name: value for path in adapter_files(folder) for name, value in load_file(path).items()}
+    wrong = [name for name, value in stored.items() if name not in state or state[name].shape != value.shape]
+    wrong += state.keys() - vars(model)["base_names"].keys() - stored.keys()
+    if wrong:
+        raise UsageError(
+            f"peft: the adapter in {folder} has other layers than this field asks for ({min(wrong)}): give the options of the "
+            "run that saved it"
+        )
+    for name, value in stored.items():
+        state[name].copy_(value)
 
 
 def change_final_model(folder: Path, task: Any) -> None:
@@ -244,9 +218,8 @@ def model_card(cfg: Any) -> str:
     """Return the paragraph of the model card about the adapter."""
     options = ", ".join(f"{name} {value}" for name, value in cfg.peft.items())
     return (
-        f"\nTrained with an adapter ({options}), which is merged into the "
-        "weights here. The folder adapter/ holds it alone, for `PeftModel.from_pretrained`; adapter.safetensors holds what "
-        "an exact evaluation or further training of the adapter needs.\n"
+        f"\nTrained with an adapter ({options}), which is merged into the weights here. adapter/ holds it for "
+        "`PeftModel.from_pretrained`, adapter.safetensors what an exact evaluation or further training needs.\n"
     )
 
 
@@ -258,13 +231,12 @@ def merge(task: Any, folder: Path) -> tuple[torch.nn.Module, dict[str, torch.Ten
     from peft.utils import get_peft_model_state_dict
 
     whole = task.build(str(folder))
-    tuner = add_adapter(task, whole, folder)
+    tuner = change_built_model(task, whole, folder)
     model, config = tuner.model, tuner.peft_config[NAME]
     export = get_peft_model_state_dict(model, adapter_name=NAME, save_embedding_layers=False)
     base = task.cfg.model_name_or_path
-    config.base_model_name_or_path = (
-        base if base and not Path(locate(base)).exists() else None
-    )  # no path of this machine
+    is_local = not base or Path(locate(base)).exists()
+    config.base_model_name_or_path = None if is_local else base  # no path of this machine
     config.revision, config.inference_mode = task.cfg.model_revision if base else None, True
     if getattr(config, "feedforward_modules", None) and isinstance(config.target_modules, set):
         config.feedforward_modules = set(config.feedforward_modules) & config.target_modules  # else peft cannot load it

@@ -221,7 +221,7 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
     [
         ({"type": "lorra"}, ["lorra", "lora"]),
         ({"type": "prompt_tuning"}, ["prompt_tuning", "forward"]),
-        ({"type": "adalora"}, ["adalora", "every step"]),
+        ({"type": "adalora"}, ["adalora", "something else"]),
         ({"type": "vera"}, ["vera", "share"]),
         ({"rank": 8}, ["unexpected", "rank"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
