@@ -20,7 +20,7 @@ from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, evaluation, optimizers, schedules, smoke
+from src.training import evaluation, memory, optimizers, schedules, smoke
 from src.training.step import StepBatch, StepLosses, StepTotals, build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
@@ -57,7 +57,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
     model = build_model(cfg, strategy, task, start.weights, techniques.change_model)  # model and loss in one module
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
-    size = start.batch_size or auto_batch_size.choose_batch_size(strategy, cfg, module, task, train_set)
+    size = start.batch_size or memory.choose_batch_size(strategy, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)  # was perhaps `auto`
     run = Run(cfg, strategy, task, datasets, model, module, optimizer, num_steps)
     state = start.load(run, techniques)  # step, updates, best metric, ...

@@ -15,7 +15,7 @@ from src.config.optimizer_class import BUILT_IN
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import ShardedTensorRef, plain_name
 from src.distributed.strategies import Strategy
-from src.models.memory_estimate import optimizer_moments
+from src.training.memory import optimizer_moments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

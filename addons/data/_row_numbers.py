@@ -20,7 +20,7 @@ from src.data.prepared_split import Split
 from src.data.raw_rows import RawRows, load_raw_rows
 from src.data.sources import Source
 from src.storage import atomic_folder
-from src.storage.shared_work import SharedWork, write_atomic
+from src.storage.cache_folder import SharedWork, write_atomic
 from src.tasks.base import Task
 
 ROWS = 1 << 20  # rows that are read at once

@@ -16,7 +16,7 @@ from src.config.fields import option
 from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
 from src.data.sources import Source
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 LENGTH = "length"  # as curriculum_column: the tokens of a row

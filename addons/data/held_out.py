@@ -19,7 +19,7 @@ from src.data.prepared_split import MEDIA, Split, keep_encoded
 from src.data.raw_rows import RawRows
 from src.data.row_errors import read_rows
 from src.data.sources import Source
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 

@@ -15,7 +15,7 @@ from src.data.batch_plan import PlanConfig
 from src.data.prepared_split import Split
 from src.data.row_order import derive_seed, splitmix64
 from src.data.sources import Source
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 

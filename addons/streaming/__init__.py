@@ -14,7 +14,7 @@ from src.config.fields import option
 from src.data import dataset
 from src.data.prepared_split import Split
 from src.data.sources import Source
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 from src.tasks.base import Task
 
 

@@ -11,7 +11,7 @@ from functools import cache
 
 from src.config.errors import UsageError, one_line
 from src.storage import http_files, hub
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 
 AT_ONCE = 16  # files looked up in parallel
 

@@ -15,8 +15,7 @@ from addons.streaming import remote_files
 from src.config.errors import UsageError
 from src.data import sources
 from src.data.sources import Source, at_commit, drop_files
-from src.storage.cache_folder import cache_root
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork, cache_root
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder

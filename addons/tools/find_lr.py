@@ -25,7 +25,7 @@ from src.runtime.exit_codes import run_main
 from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
-from src.training import auto_batch_size, optimizers, schedules
+from src.training import memory, optimizers, schedules
 from src.training.step import StepTotals, build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Run
@@ -119,7 +119,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)
     num_steps = schedules.total_steps(cfg, train_set.stats["examples"])
-    size = auto_batch_size.choose_batch_size(strategy, cfg, module, task, train_set)
+    size = memory.choose_batch_size(strategy, cfg, module, task, train_set)
     cfg = replace(cfg, per_device_batch_size=size)
     run = Run(cfg, strategy, task, {"train": train_set}, model, module, optimizer, num_steps)
     state = run.state

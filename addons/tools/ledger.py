@@ -17,16 +17,16 @@ from src.config.errors import UsageError
 from src.data.batch_plan import PlanConfig, hash_ids, plan
 from src.data.data_loader import plan_config
 from src.data.dataset import prepare_datasets
-from src.reporting.ledger import FILE, OF_CORE, hash_text
+from src.reporting.run_logger import LEDGER, OF_CORE, hash_text
 from src.storage import jsonl
 from src.tasks import OPTIONS, make_task
 
 
 def read(folder: Path) -> tuple[dict, dict[int, tuple[int, str]]]:
     """Return (first line, {step: (examples, hash)}) of a run; skip a truncated last line."""
-    lines = jsonl.read_lines(folder / FILE, required=())
+    lines = jsonl.read_lines(folder / LEDGER, required=())
     if not lines or "plan" not in lines[0]:
-        raise UsageError(f"{folder} has no {FILE} that begins with a plan: give a run folder")
+        raise UsageError(f"{folder} has no {LEDGER} that begins with a plan: give a run folder")
     return lines[0], {line["step"]: (line["examples"], line["ids"]) for line in lines[1:]}
 
 

@@ -18,8 +18,7 @@ from src.data.prepared_split import STATS, Split, data_notes, format_stats, task
 from src.data.sources import Source, fetch_source, find_sources
 from src.runtime import console
 from src.runtime.exit_codes import run_main
-from src.storage.cache_folder import cache_root
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork, cache_root
 from src.tasks import OPTIONS, Task, make_task
 
 if TYPE_CHECKING:

@@ -34,8 +34,7 @@ from src.data.sources import Source
 from src.distributed.stop_signals import end_with_parent
 from src.runtime import console, private_apis
 from src.storage import atomic_folder
-from src.storage.cache_folder import cache_root
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork, cache_root
 from src.tasks import Task, base
 
 BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed together

@@ -21,8 +21,7 @@ from src.config.errors import UsageError, warn
 from src.config.paths import locate, plain_data
 from src.config.schema import RunConfig
 from src.storage import http_files, hub
-from src.storage.cache_folder import cache_root, sample_folder
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork, cache_root, sample_folder
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder

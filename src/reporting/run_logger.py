@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from src.checkpointing.resume import Start
+from src.config.addons import fields_of_addons_with
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
+from src.config.schema import RunConfig
+from src.data.batch_plan import LOW
 from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.environment import topology, write_environment
-from src.reporting.ledger import Ledger
 from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
 from src.reporting.utilization import GpuUse
@@ -139,3 +141,33 @@ def _is_before(line: dict, state: TrainState) -> bool:
     """Return True if a line of metrics.jsonl describes work that `state` already includes."""
     done = {"train": state.logged, "eval": state.evaluated}.get(line["kind"], state.step)
     return line["step"] < state.step or (line["step"] == state.step == done)
+
+
+# ---- ledger.jsonl: a hash of each step's example ids; addons/tools/ledger.py compares them ---------------------------
+LEDGER = "ledger.jsonl"
+OF_CORE = {"examples", "global_batch_size", "seed", "quotas"}  # the core's inputs of the plan
+FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step
+
+
+def hash_text(low: float, high: float) -> str:
+    """Format the two sums of `hash_ids` over a global batch as 16 hexadecimal digits."""
+    return f"{int(high) & int(LOW):08x}{int(low) & int(LOW):08x}"
+
+
+class Ledger(jsonl.JsonlWriter):
+    """Appends a line per step to ledger.jsonl. The first line holds the batch plan's inputs."""
+
+    def __init__(self, cfg: RunConfig, train_set, step: int):
+        """Delete the lines after `step`; write the first line if the file is missing or empty."""
+        super().__init__(Path(cfg.output_dir, LEDGER))
+        jsonl.truncate_after(self.path, lambda line: line["step"] <= step)
+        if not self.path.exists() or not self.path.stat().st_size:
+            plan = {"examples": train_set.stats["examples"], "global_batch_size": cfg.global_batch_size}
+            plan |= {"seed": cfg.seed} | fields_of_addons_with(cfg, "change_plan")
+            self.add({"step": 0, "after": step, "plan": plan | ({"quotas": q} if (q := train_set.quotas) else {})})
+
+    def add_step(self, step: int, examples: float, low: float, high: float) -> None:
+        """Queue the line of one step. Lines are written every FLUSH_EVERY steps and before each checkpoint."""
+        self.waiting.append(f'{{"step": {step}, "examples": {int(examples)}, "ids": "{hash_text(low, high)}"}}\n')
+        if len(self.waiting) >= FLUSH_EVERY:
+            self.try_flush()

@@ -13,9 +13,9 @@ from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.batch_plan import sizes_of_run
 from src.data.prepared_split import data_notes, format_stats
-from src.models import memory_estimate
 from src.runtime.console import table
 from src.tasks import Task
+from src.training import memory
 from src.training.optimizers import make_optimizer
 from src.training.schedules import make_schedule, total_steps, warmup_updates
 from src.training.step import ModelWithLoss
@@ -53,11 +53,11 @@ def plan_table(
     shown = sorted({0, min(warmup_updates(cfg, total), total - 1), total // 2, total - 1})
     rates = ", ".join(f"{schedule(step):.2e} at step {step}" for step in shown)
     rows["learning rate"] = f"{cfg.lr_scheduler_type}: {rates}"
-    parameters, trainable = memory_estimate.count_parameters(module.model)
+    parameters, trainable = memory.count_parameters(module.model)
     rows["parameters"] = f"{parameters:,} ({trainable:,} trainable) in {cfg.dtype}"
     rows |= techniques.plan()
-    rows["memory"] = memory_estimate.describe_memory(cfg, module.model, _size, techniques.copies_in_step)
-    saved, _ = memory_estimate.count_parameters(task.saved(module.model))  # without a frozen teacher
+    rows["memory"] = memory.describe_memory(cfg, module.model, _size, techniques.copies_in_step)
+    saved, _ = memory.count_parameters(task.saved(module.model))  # without a frozen teacher
     disk = _disk_bytes(cfg, saved, trainable, total, techniques.copies)
     rows["disk"] = f"{_size(disk)} for checkpoints and the final model in {cfg.output_dir}"
     return rows
@@ -66,7 +66,7 @@ def plan_table(
 def _disk_bytes(cfg: RunConfig, parameters: int, trainable: int, total: int, copies: int) -> int:
     """Return the peak size of checkpoints/ and final/ during the run, in bytes."""
     width = getattr(torch, cfg.dtype).itemsize
-    checkpoint = width * (parameters + memory_estimate.optimizer_moments(cfg) * trainable)
+    checkpoint = width * (parameters + memory.optimizer_moments(cfg) * trainable)
     checkpoint += copies * max(width, 4) * trainable
     # Old checkpoints are deleted after the next one is written, and the best and every Nth are kept besides the newest.
     kept = cfg.save_total_limit + 1 + bool(cfg.metric_for_best_model)

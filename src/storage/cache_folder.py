@@ -1,19 +1,113 @@
-"""Cache folder for downloads and prepared data, and the sample datasets made in it: one for each file of samples/.
+"""Cache folder for downloads and prepared data: samples, and work that one process does once per machine or shared disk.
 
-Tests: tests/samples/.
+Processes coordinate through file locks only, never through a collective. So this works before a process group exists,
+between launches that start together, and on nodes with a shared disk or local disks. The kernel releases the lock of a
+process that dies, and the next process does its work. An atomic rename publishes each result, and every process would
+write the same bytes. So a file system that ignores locks only costs repeated work.
+
+Tests: tests/storage/test_shared_work.py and tests/samples/.
 """
 
+import hashlib
+import json
+import os
 import shutil
 import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
+from src.storage.atomic_folder import fsync
+
+NOTICE_EVERY = 10.0  # seconds between two messages about waiting
+STARTED = time.time()
+START_SPREAD = 20.0  # seconds within which the processes of a launch start
+DAY = 24 * 3600
 
 
+class SharedWork:
+    """Runner of tasks for all processes that share the folder `root`.
+
+    A task is identified by the file that it publishes. If a task fails, its process raises the error, and the next
+    process tries it: the launcher ends the other ranks, or they meet the same error.
+    """
+
+    def __init__(self, root: str | Path):
+        self.root = Path(root)
+        self.host = socket.gethostname()
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+
+    def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
+        """Call `make()`, which creates `target` atomically, in one process. Return when `target` exists."""
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            with self.exclusive(target, what):
+                if not target.exists():
+                    make()
+
+    def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
+        """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
+        if self.world_size == 1:
+            return compute()
+        folder = self.root / "launches" / _launch_name()
+        result = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        with suppress(FileNotFoundError):
+            if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
+                result.unlink()
+        self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
+        self._remove_old_launches()
+        return json.loads(result.read_text())
+
+    @contextmanager
+    def exclusive(self, target: Path, what: str) -> Iterator[None]:
+        """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
+        lock = FileLock(f"{target}.lock")
+        while True:
+            try:
+                lock.acquire(timeout=NOTICE_EVERY)
+                break
+            except Timeout:
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _remove_old_launches(self) -> None:
+        """Remove the results of launches over a day ago."""
+        for folder in (self.root / "launches").iterdir():
+            with suppress(OSError):
+                if STARTED - folder.stat().st_mtime > DAY:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_atomic(target: Path, text: str) -> None:
+    """Write a file atomically, even if another process writes it, too: some file systems ignore locks."""
+    temporary = target.with_name(f"{target.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(target)
+
+
+def _launch_name() -> str:
+    """Return the name of this launch, which is the same in all its processes on all nodes.
+
+    Launches on one host have its name and the number of their launcher in theirs."""
+    names = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "WORLD_SIZE")
+    on_one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    host = [socket.gethostname(), str(os.getppid())] if on_one_host else []
+    return "_".join(host + [os.environ.get(name, "") for name in names]).replace("/", "_")
+
+
+# ---- the folder, and the sample datasets made in it: one for each file of samples/ -----------------------------------
 def cache_root(cfg: RunConfig) -> Path:
     """Return the cache folder for downloads and prepared data: one per host if `cache_per_node` is set."""
     import datasets

@@ -18,8 +18,8 @@ from urllib.parse import urlparse
 from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder
+from src.storage.cache_folder import SharedWork, write_atomic
 from src.storage.hub import fetch_once, is_offline
-from src.storage.shared_work import SharedWork, write_atomic
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout

@@ -14,8 +14,7 @@ from pathlib import Path
 from src.config.errors import UsageError, did_you_mean, one_line, warn
 from src.config.paths import locate, not_found_locally
 from src.storage.atomic_folder import read_json
-from src.storage.cache_folder import sample_names
-from src.storage.shared_work import SharedWork, write_atomic
+from src.storage.cache_folder import SharedWork, sample_names, write_atomic
 
 TIMEOUT = 30  # seconds to wait for a response of the Hub
 WEIGHT_FORMATS = ("*.safetensors", "*.bin")  # download only the first format that a repository has

@@ -211,9 +211,9 @@ def adopt(environment: dict[str, str]) -> None:
     import datasets.config
     from huggingface_hub import constants, hf_api
 
-    from src.storage import shared_work
+    from src.storage import cache_folder
 
-    shared_work.STARTED = time.time()  # as in a new process
+    cache_folder.STARTED = time.time()  # as in a new process
 
     os.environ |= environment
     url, cache = environment["HF_ENDPOINT"], Path(environment["HF_DATASETS_CACHE"])

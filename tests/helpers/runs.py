@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from src.data.batch_plan import PlanConfig, hash_ids, plan
-from src.reporting.ledger import hash_text
+from src.reporting.run_logger import hash_text
 
 
 def last_step(folder) -> int:

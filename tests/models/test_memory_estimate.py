@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from src.config.schema import RunConfig
-from src.models.memory_estimate import count_parameters, describe_memory, resting_bytes, strategy_of_launch
+from src.training.memory import count_parameters, describe_memory, resting_bytes, strategy_of_launch
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from src.data import batch_plan, data_loader
-from src.reporting import ledger
+from src.reporting import run_logger
 from tests.helpers import kit
 
 STEPS = 36  # step 32 is the tail of the first epoch, with 11 examples
@@ -49,9 +49,9 @@ def test_hash_depends_on_every_id_but_not_on_order_or_split():
     changed = [np.delete(ids, i) for i in range(500)]  # one removed
     changed += [np.append(ids, i) for i in ids]  # one repeated
     changed += [np.append(ids[1:], i) for i in ids[1:]]  # one replaced by another
-    hashes = {ledger.hash_text(*batch_plan.hash_ids(other)) for other in changed}
+    hashes = {run_logger.hash_text(*batch_plan.hash_ids(other)) for other in changed}
     assert len(hashes) == len(changed)
-    assert ledger.hash_text(*whole) not in hashes
+    assert run_logger.hash_text(*whole) not in hashes
 
 
 def test_mutant_sum_of_ids_is_caught():

@@ -18,7 +18,7 @@ from src.data import dataset
 from src.runtime.exit_codes import run_main
 from src.storage import http_files
 from src.storage import hub as hub_module
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork
 from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from src.config import validation
-from src.storage import shared_work
-from src.storage.shared_work import SharedWork
+from src.storage import cache_folder
+from src.storage.cache_folder import SharedWork
 from tests.helpers import kit
 
 PIECES = 12
@@ -41,7 +41,7 @@ def share_pieces(folder: Path, before=lambda i: None, seconds: float = 0.03, pie
     def make(i: int) -> None:
         before(i)
         time.sleep(seconds)
-        shared_work.write_atomic(targets[i], f"piece {i}")
+        cache_folder.write_atomic(targets[i], f"piece {i}")
         note(folder, "made", i, os.getpid())
 
     for i, target in enumerate(targets):
@@ -85,7 +85,7 @@ def test_each_piece_is_made_once(tmp_path):
 
 
 def test_mutant_without_a_lock_makes_a_piece_three_times(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared_work, "FileLock", NoLock)
+    monkeypatch.setattr(cache_folder, "FileLock", NoLock)
     all_begun = functools.partial(wait_for, tmp_path, 3)
     results = kit.spawn(3, share_pieces, tmp_path, all_begun, 0.0, 1, out=tmp_path / "out")
     assert results == [CONTENT[:1]] * 3  # no data is lost
@@ -132,7 +132,7 @@ def test_result_of_an_earlier_launch_with_the_same_name(tmp_path, monkeypatch):
     results = [SharedWork(tmp_path).compute_once("main", lambda i=i: {"commit": i}, "a look-up") for i in range(2)]
     assert results == [{"commit": 0}] * 2
     (file,) = (tmp_path / "launches").glob("*/*.json")
-    os.utime(file, (shared_work.STARTED - 100, shared_work.STARTED - 100))
+    os.utime(file, (cache_folder.STARTED - 100, cache_folder.STARTED - 100))
     assert SharedWork(tmp_path).compute_once("main", lambda: {"commit": 2}, "a look-up") == {"commit": 2}
 
 
@@ -143,7 +143,7 @@ def test_launches_on_different_hosts_are_different(tmp_path, monkeypatch):
         found = set()
         for host in ("one", "other"):
             monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-            found.add(shared_work._launch_name())
+            found.add(cache_folder._launch_name())
         return len(found)
 
     monkeypatch.setenv("WORLD_SIZE", "2")

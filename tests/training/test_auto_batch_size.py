@@ -8,7 +8,7 @@ import yaml
 
 from src.config.schema import RunConfig
 from src.distributed.strategies import make_strategy
-from src.training import auto_batch_size
+from src.training import memory
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
@@ -39,7 +39,7 @@ def _search(files, limits: list[int]):
     model_with_loss.forward = bounded
     module = accelerator.prepare(model_with_loss)
 
-    sizes, lacks = [16], auto_batch_size.lacks_memory
+    sizes, lacks = [16], memory.lacks_memory
     while sizes[-1] > 1 and strategy.hosts.sum([lacks(strategy, module, task, splits["train"], sizes[-1])])[0]:
         sizes.append(sizes[-1] // 2)
     return sizes, tried, all(p.grad is None for p in module.parameters())
@@ -54,7 +54,7 @@ def test_all_ranks_use_what_fits_the_smallest(files, tmp_path, limits, sizes):
 def test_auto_is_kept_on_resume(files, tmp_path):
     auto = kit.run_training(1, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
     chosen = yaml.safe_load((tmp_path / "auto" / "config.yaml").read_text())["per_device_batch_size"]
-    assert chosen == auto_batch_size.LARGEST_ON_CPU
+    assert chosen == memory.LARGEST_ON_CPU
     fixed = kit.run_training(1, tmp_path / "fixed", *flags(files, per_device_batch_size=chosen))
     assert kit.same(auto.weights, fixed.weights)
     kit.run_training(2, tmp_path / "auto", *flags(files, per_device_batch_size="auto"))
@@ -70,4 +70,4 @@ def test_other_errors_of_a_forward_pass_are_raised(files):
         accelerator=SimpleNamespace(device=torch.device("cpu"), unwrap_model=lambda module: module)
     )
     with pytest.raises(RuntimeError, match="size"):
-        auto_batch_size.lacks_memory(strategy, module, task, splits["train"], 2)
+        memory.lacks_memory(strategy, module, task, splits["train"], 2)

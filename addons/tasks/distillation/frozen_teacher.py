@@ -20,8 +20,7 @@ from src.models.load_tokenizer import load_tokenizer
 from src.runtime import private_apis
 from src.storage import hub
 from src.storage.atomic_folder import hash_file
-from src.storage.cache_folder import cache_root
-from src.storage.shared_work import SharedWork
+from src.storage.cache_folder import SharedWork, cache_root
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
