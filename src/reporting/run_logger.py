@@ -144,6 +144,7 @@ def _is_before(line: dict, state: TrainState) -> bool:
 
 
 # ---- ledger.jsonl: a hash of each step's example ids; addons/tools/ledger.py compares them ---------------------------
+
 LEDGER = "ledger.jsonl"
 OF_CORE = {"examples", "global_batch_size", "seed", "quotas"}  # the core's inputs of the plan
 FLUSH_EVERY = 64  # lines; a write after every step would cost a few percent of a 10 ms step

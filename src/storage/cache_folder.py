@@ -108,6 +108,8 @@ def _launch_name() -> str:
 
 
 # ---- the folder, and the sample datasets made in it: one for each file of samples/ -----------------------------------
+
+
 def cache_root(cfg: RunConfig) -> Path:
     """Return the cache folder for downloads and prepared data: one per host if `cache_per_node` is set."""
     import datasets

@@ -76,6 +76,7 @@ def _env(name: str, default: str = "") -> str:
 
 
 # ---- the largest micro-batch -----------------------------------------------------------------------------------------
+
 LARGEST_ON_CPU = 8  # a CPU process that runs out of memory is killed without an exception
 
 
