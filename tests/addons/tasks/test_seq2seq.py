@@ -183,12 +183,14 @@ def test_generated_once_for_each_row_of_a_sharded_model(trained, data, tmp_path,
 def test_mutant_padded_share_of_rows_is_caught(trained, tmp_path, monkeypatch):
     """As DistributedSampler does it: ranks with fewer micro-batches repeat some."""
 
-    def padded_share(strategy, micro_batches, rounds):
-        mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
-        return mine + micro_batches[: rounds - len(mine)]
+    make_plan = evaluation.make_plan
 
-    monkeypatch.setattr(evaluation, "share_of_rank", padded_share)
-    with pytest.raises(kit.RankFailed, match="more than once"):
+    def padded_plan(*args):
+        plan = make_plan(*args)
+        return plan._replace(micro_batches=[*plan.micro_batches, plan.micro_batches[0]])
+
+    monkeypatch.setattr(evaluation, "make_plan", padded_plan)
+    with pytest.raises(kit.RankFailed, match="exactly once"):
         kit.run_evaluation(2, tmp_path / "two", "--checkpoint", trained.folder)
 
 
