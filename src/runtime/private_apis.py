@@ -7,12 +7,9 @@ checks that no other file of src/ uses private names.
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    pass
 
 
 @contextmanager
