@@ -41,10 +41,8 @@ def evaluate(
     number. Memory: a few numbers per micro-batch.
     """
     plan, accelerator = make_plan(split, cfg, task), strategy.accelerator
-    mine = plan.micro_batches[strategy.data_rank :: strategy.data_world_size]
     rounds = -(-len(plan.micro_batches) // strategy.data_world_size)
-    if strategy.is_sharded:  # each forward pass is a collective
-        mine += [replace(plan.micro_batches[0], dummy=True)] * (rounds - len(mine))
+    mine = share_of_rank(strategy, plan.micro_batches, rounds)
     results = Results(plan)
     # Without DDP's wrapper a forward pass is not a collective, so ranks may run different numbers of them.
     module = accelerator.unwrap_model(module)
@@ -64,6 +62,12 @@ def evaluate(
                 results.add(*output)  # waits for the device
             bar.update(len(outputs))
     return _combine(strategy, task, results)
+
+
+def share_of_rank(strategy: Strategy, micro_batches: list[MicroBatch], rounds: int) -> list[MicroBatch]:
+    """Return the micro-batches of this rank; a sharded model, of which each pass is a collective, gets dummies."""
+    mine = micro_batches[strategy.data_rank :: strategy.data_world_size]
+    return mine + [replace(micro_batches[0], dummy=True)] * (rounds - len(mine)) * strategy.is_sharded
 
 
 # ---- the plan --------------------------------------------------------------------------------------------------------
@@ -119,9 +123,8 @@ class Results:
         self.plan = plan
         self.columns: dict[str, np.ndarray] = {}
         self.times_seen = np.zeros(plan.examples)
-        self.signatures: set[str] = (
-            set()
-        )  # what a micro-batch returned, as JSON: {name: "sum" or [dtype, *shape of a row]}
+        # What micro-batches returned, as JSON: {name: "sum" or [dtype, *shape of a row]}.
+        self.signatures: set[str] = set()
 
     def add(self, micro: MicroBatch, batch: Batch, out: dict[str, torch.Tensor]) -> None:
         """Store what the forward pass of a micro-batch returned; this waits for the device."""

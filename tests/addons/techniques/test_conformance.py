@@ -94,6 +94,7 @@ def fields(folder: Path, name: str | None, model: dict | None, more: dict) -> di
     values = technique_runs.files(folder) | {"eval_steps": 5, "per_device_batch_size": 2}
     if name:
         kit.need_task(name)
+        del values["model_config"]  # the recipe has its own, or none
         words = [str(word) for word in getattr(recipes, name)(folder)]
         starts = [i for i, word in enumerate(words) if word.startswith("--")]
         given = {words[i][2:]: words[i + 1 : end] for i, end in zip(starts, [*starts[1:], len(words)], strict=True)}
