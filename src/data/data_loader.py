@@ -137,12 +137,15 @@ def read_ahead(reader: BatchReader, order: Iterator[MicroBatch]) -> Iterator[Ite
     """Yield the batches of `order`, read READ_AHEAD at a time: this code and the rows then stay in the processor's caches,
     and a batch of 8 short rows takes 0.15 ms instead of 0.5 ms. Each batch has its own seed, so numbers stay the same."""
     while micro_batches := list(islice(order, READ_AHEAD)):
-        batches = []
+        batches, error = [], None
         try:
             for micro in micro_batches:
                 batches.append(reader[micro])
-        finally:
-            yield from batches  # also those before a row that cannot be collated
+        except Exception as of_a_row:
+            error = of_a_row
+        yield from batches  # also those before a row that cannot be collated
+        if error:
+            raise error
 
 
 def worker_options(cfg: RunConfig, workers: int) -> dict:
