@@ -84,7 +84,8 @@ def missing_addon(name: str, value: Any = None) -> str | None:
     configs/schema.json lists the fields of all add-ons, and the names of tasks and schedules."""
     schema = json.loads(SCHEMA_FILE.read_text(encoding="utf-8"))["properties"] if SCHEMA_FILE.exists() else {}
     rules, room = schema.get(name, {}), {"task": "tasks", "lr_scheduler_type": "schedules"}.get(name)
-    addon = f"addons/{room}/{value}" if room and value in rules.get("enum", ()) else rules.get("x-add-on")
+    is_choice = room and isinstance(value, str) and value in rules.get("enum", ())
+    addon = f"addons/{room}/{value}" if is_choice else rules.get("x-add-on")
     if not addon or any((REPOSITORY / f"{addon}{end}").exists() for end in (".py", "")):
         return None
     return f"{name}: this is of the add-on {addon}, which is not here: restore it, or remove this from the run file"

@@ -32,12 +32,13 @@ def find_class(optim: str) -> "type[torch.optim.Optimizer]":
     """Return the class that `optim` names. Raise UsageError if there is none, or if it evaluates other weights."""
     import torch
 
-    name, classes, problem = normalized(BUILT_IN.get(optim, optim)), _classes(torch.optim), ""
-    if optim.startswith(f"{PACKAGE}/") or name not in classes:
+    package, _, given = optim.rpartition("/")
+    name, classes, problem = normalized(BUILT_IN.get(given, given)), {} if package else _classes(torch.optim), ""
+    if package == PACKAGE or (not package and name not in classes):
         try:
-            classes = classes | _classes(importlib.import_module(PACKAGE))
+            classes = _classes(importlib.import_module(PACKAGE)) | classes
         except ImportError as error:
-            problem, name = f" ({PACKAGE} has more of them: {error})", name if name not in classes else ""
+            problem = f" ({PACKAGE} has more of them: {error})"
     if name not in classes:
         near = did_you_mean(name, classes)
         raise UsageError(f"optim is {optim}: not a class of torch.optim or {PACKAGE}{near}{problem}")

@@ -20,7 +20,7 @@ from src.config.addons import (
     missing_addon,
 )
 from src.config.errors import UsageError, did_you_mean, list_errors
-from src.config.fields import as_list, declared_options, field_types, read_value, read_words
+from src.config.fields import declared_options, field_types, read_value, read_words
 from src.config.help_text import fields_in, format_help, run_file_schema, to_json
 from src.config.paths import locate, read_yaml
 from src.config.redact import redact_all, url_error
@@ -129,7 +129,8 @@ def parse(
                 read = read_words if source == "--" else read_value
                 values[name] = read(core_type if name in field_types(core_type) else options_type, name, value)
             except ValueError as error:
-                errors.append(f"{source}{missing_addon(name, (as_list(value) or [None])[-1]) or error}")
+                choice = value[0] if isinstance(value, list) and len(value) == 1 else value
+                errors.append(f"{source}{missing_addon(name, choice) or error}")
     if errors:
         raise UsageError(list_errors(errors))
     values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")

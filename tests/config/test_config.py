@@ -215,6 +215,7 @@ def test_new_field_is_one_line(here):
         (["--packing", "maybe"], ["--packing: 'maybe'", "boolean"]),
         (["--output_dir", ""], ["--output_dir: ''"]),
         (["--dtype", "float16"], ["--dtype: 'float16'", "'bfloat16'"]),
+        (["--lr_scheduler_type", "linear", "cosine"], ["expected one value, found linear cosine"]),
         (["--lr_scheduler_type", "cosin"], ["--lr_scheduler_type: 'cosin'", "did you mean cosine?"]),
         (["--lr_scheduler_kwargs", "{min"], ["--lr_scheduler_kwargs: '{min'", "min_lr"]),
         (["--lr_scheduler_kwargs", "[1]"], ["--lr_scheduler_kwargs: '[1]'"]),

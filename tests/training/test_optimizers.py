@@ -71,6 +71,7 @@ def test_arguments_reach_the_optimizer():
     "given, text",
     [
         ({"optim": "adamm"}, "optim is adamm: .*did you mean adam"),
+        ({"optim": "nowhere/adamw"}, "optim is nowhere/adamw: not a class of"),
         ({"optim": "sgd", "optim_args": {"nestrov": True}}, "no argument nestrov; did you mean nesterov"),
         ({"optim": "sgd", "optim_args": {"momentum": 0.9}}, "momentum is set by adam_beta1"),
         ({"optim_args": {"lr": 0.9}}, "lr is set by learning_rate"),
