@@ -113,6 +113,7 @@ class MicroBatch:
     cost: int = 0  # tokens including padding, or rows if lengths are unknown
     last: bool = True  # last micro-batch of the rank in its step: gradients are reduced after it
     dummy: bool = False  # weight zero; run because every rank must take part in the reduction
+    hash: tuple[float, float] = (0.0, 0.0)  # `hash_ids` of its ids; of a micro-batch that was read for training
 
 
 def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:

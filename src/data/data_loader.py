@@ -10,6 +10,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, training_order
+from src.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
 from src.data.row_errors import describe_failing_row
 from src.data.row_order import derive_seed
 from src.distributed.stop_signals import end_with_parent, ignore_signals
@@ -102,7 +103,8 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
         batch = task.collate(rows, training)
         if not 0 <= batch.weight < math.inf:
             raise ValueError(f"collate of task {task.cfg.task} returned weight {batch.weight}: it must be 0 or more")
-        return micro, batch
+        # The hash is computed here, where several micro-batches are read at once, rather than in the step.
+        return (replace(micro, hash=hash_ids(micro.ids)) if training else micro), batch
     except Exception:
         text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
         text += describe_failing_row(lambda row: task.collate(row, training), micro.ids.tolist(), rows)

@@ -125,6 +125,8 @@ class Strategy:
 
     def pad_with_dummy_batches(self, batch: list, forwards: list[float]) -> list:
         """Return the batch with dummy batches (weight zero) in front, so that every rank runs max(forwards) passes."""
+        if not forwards:
+            return batch
         micro, rows = batch[0]
         dummy = replace(micro, ids=micro.ids[:1], dummy=True, last=False)
         return [(dummy, rows)] * (int(max(forwards, default=0)) - len(batch)) + batch

@@ -5,13 +5,11 @@ Tests: tests/training/test_step.py and tests/conformance/.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from src.config.schema import RunConfig
-from src.data.batch_plan import hash_ids
 from src.data.data_loader import StepBatch
 from src.distributed.strategies import Strategy
 from src.models.compile_and_recompute import compile_and_recompute
@@ -88,35 +86,31 @@ class StepTotals(NamedTuple):
 
 def batch_counts(batch: StepBatch) -> list[float]:
     """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's micro-batches."""
-    weight, tokens, padded_tokens, ids = 0.0, 0.0, 0.0, [np.zeros(0, np.int64)]
+    counts = [0.0] * 6
     for micro, rows in batch:
         if not micro.dummy:
-            weight, tokens, padded_tokens = (
-                weight + rows.weight,
-                tokens + rows.tokens,
-                padded_tokens + rows.padded_tokens,
-            )
-            ids.append(micro.ids)
-    every = np.concatenate(ids)
-    return [float(weight), float(tokens), float(padded_tokens), float(len(every)), *hash_ids(every)]
+            more = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
+            counts = [count + value for count, value in zip(counts, more, strict=True)]
+    return counts
 
 
 class StepLosses(NamedTuple):
     """What the task returned for this rank's micro-batches of a step, on the device."""
 
-    losses: torch.Tensor  # float64, one per micro-batch
-    sums: dict[str, torch.Tensor]  # its further sums (0-d, float64), added over the micro-batches
+    losses: torch.Tensor  # one per micro-batch
+    sums: dict[str, torch.Tensor]  # its further sums (0-d), added over the micro-batches
 
     @classmethod
     def of(cls, batch: StepBatch, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
         """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
-        losses, sums = [], {}
-        for (micro, _), out in zip(batch, outputs, strict=True):
-            losses.append(torch.zeros_like(out["loss"]) if micro.dummy else out["loss"])
+        real = [(out, micro.dummy) for (micro, _), out in zip(batch, outputs, strict=True)]
+        losses = [torch.zeros_like(out["loss"]) if dummy else out["loss"] for out, dummy in real]
+        sums: dict[str, Any] = {}
+        for out, dummy in real:
             for name, value in out.items():
-                if name != "loss" and not micro.dummy:
-                    sums[name] = sums.get(name, 0.0) + widen(value)
-        return cls(widen(torch.stack(losses)), sums)
+                if name != "loss" and not dummy:
+                    sums[name] = sums[name] + widen(value) if name in sums else widen(value)
+        return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)
 
 
 def widen(value: torch.Tensor) -> torch.Tensor:
