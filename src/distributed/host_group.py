@@ -3,6 +3,7 @@
 Tests: tests/training/test_step.py, tests/distributed/ and tests/addons/backends/test_tensor_parallel.py.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,9 @@ from src.config.errors import Failure, Stopped, UsageError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+last_sum = time.monotonic()  # when the last sum over all ranks ended: hang_report.py reads it
 
 
 class HostGroup:
@@ -33,10 +37,12 @@ class HostGroup:
         """Return `values` summed over all ranks, in float64. Collective: the shape must be the same on every rank.
 
         Ranks that read the same data count once."""
+        global last_sum
         # A copy, because all_reduce works in place and must not change the caller's array.
         vector = torch.as_tensor(values, dtype=torch.float64).clone()
         if not self.is_single:
             dist.all_reduce(vector, group=self.group)
+        last_sum = time.monotonic()
         return vector / self.ranks_per_batch if self.ranks_per_batch > 1 else vector
 
     def union(self, names: set[str]) -> list[str]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
+from src.distributed.hang_report import HangReport
 from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
@@ -48,6 +49,7 @@ class StopSignals:
         self.folder = Path(cfg.output_dir)
         self.deadline = None if cfg.time_limit is None else PROCESS_START + 60 * cfg.time_limit
         self.has_launcher = _has_launcher()
+        self.hangs = HangReport(self.folder, self.rank, cfg.ddp_timeout)
         self.reason: str | None = None  # why this rank wants to stop
         self.save_requested = False
         self.is_training = False
@@ -132,6 +134,8 @@ class StopSignals:
             _exit(1, f"failed: output_dir: another process trains in {self.folder}: ended without saving")
         if self.has_launcher and os.getppid() != LAUNCHER_PID:
             self.reason = self.reason or "the end of the launcher"
+        if self.is_training:
+            self.hangs.check(time.monotonic())
         if self.is_training and self.is_main:
             self._poll_requests()
 
