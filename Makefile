@@ -21,11 +21,9 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT ?= 120
 export PET_SIGNALS_TO_HANDLE ?= SIGTERM,SIGINT,SIGQUIT,SIGUSR1
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE ?= 1
 LAUNCH = $(VENV)/accelerate launch --quiet --config_file '$(ACCELERATE)' --num_processes $(NPROC)
-# The run folder if neither YAML nor ARGS name one (the last flag wins). Runs on several processes get their own, so that
-# you can compare both.
-OUT = runs/$(basename $(notdir $(CONFIG)))$(if $(filter 1,$(NPROC)),,_$(NPROC)proc)
-NO_OUT_IN_CONFIG = $(shell grep -sL '^[^\#]*output_dir' '$(CONFIG)')
-OUT_FLAG = $(if $(filter command,$(origin OUT))$(NO_OUT_IN_CONFIG),--output_dir '$(OUT)')
+# Without OUT and a folder in YAML or ARGS, train.py chooses runs/ and the name of CONFIG; another configuration than that
+# of the run there gets a new folder.
+OUT_FLAG = $(if $(filter command,$(origin OUT)),--output_dir '$(OUT)')
 # RUN=folder, else the run in runs/ that was last written to.
 define find_run
 run='$(RUN)'; run="$${run:-$$($(VENV)/python -m src.runtime.run_status --newest)}"; \

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from src.checkpointing import checkpointer, resume
+from src.checkpointing import checkpointer, resume, run_identity
 from src.config import parsing, validation
 from src.data import data_loader, dataset
 from src.distributed import replica_check, stop_signals, strategies
@@ -28,7 +28,8 @@ from src.training.train_state import Intervals, Run
 
 def main(argv: list[str]) -> None:
     stop_signals.exit_on_signal()
-    cfg, task_options = parsing.parse(parsing.with_default_config(argv), OPTIONS)
+    argv = parsing.with_default_config(argv)
+    cfg, task_options = parsing.parse(argv, OPTIONS, choose_folder=run_identity.choose_folder)
     validation.check(cfg, task_options)
     check_environment()
     task = make_task(cfg, task_options)

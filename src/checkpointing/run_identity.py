@@ -1,16 +1,17 @@
-"""Run identity: everything that decides a run's numbers; refuses to resume another run, with a list of what differs.
+"""Run identity: everything that decides a run's numbers; refuses to resume another run, or chooses it a new folder.
 
 Tests: tests/checkpointing/test_run_identity.py.
 """
 
 import dataclasses
 import os
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from src.checkpointing.checkpoint_folder import read_state
+from src.checkpointing.checkpoint_folder import list_checkpoints, read_state
 from src.config.addons import config_type, follows_evaluations
 from src.config.errors import UsageError
 from src.config.parsing import to_yaml
@@ -27,6 +28,7 @@ SAVED_BY = ("transformers_version", "_name_or_path")  # in config.json: about th
 DATA = ("examples", "rows", "sample", "labels", "tokenizer_files")  # statistics of a split that identify its contents
 SILENT = ("output_dir", "resume", "dry_run", "smoke")
 LENGTH = {"max_steps", "num_train_epochs"}
+NAMES_OF_DATA = {"dataset_name", "dataset_config_name", "dataset_revision", "dataset_split", "train_file", "mixture"}
 
 
 def identity(accelerator: "Accelerator", cfg: RunConfig, splits: dict) -> dict[str, Any]:
@@ -55,7 +57,37 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options: Any, current: dict
     """Return the harmless changes since the checkpoint. Raise UsageError if a change would alter the result.
 
     `current` is the identity of this run. A changed field is refused unless it is declared may_change_on_resume."""
-    state = read_state(checkpoint)
+    refused, allowed = _changes(read_state(checkpoint), cfg, options, current)
+    if refused:
+        raise UsageError(
+            f"{checkpoint.parent.parent} holds another run ({'; '.join(refused.values())}): to resume it, give the old "
+            "values; to train a new run, give another --output_dir (and --init_from to begin with its weights); to start "
+            "over in this folder, give --resume never once, which renames the outputs of the old run and deletes nothing"
+        )
+    return [f"changed since {checkpoint.name}: {text}" for text in allowed.values()]
+
+
+def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
+    """Return `cfg` with the first of the folders NAME, NAME_2, NAME_3, … that holds no run with other fields.
+
+    Only fields are compared; `check_same_run` compares the contents of data and model, too."""
+    first = ""
+    for number in count(1) if cfg.resume == "auto" else ():
+        folder = cfg.output_dir + f"_{number}" * (number > 1)
+        checkpoints = list_checkpoints(folder)
+        state = atomic_folder.read_json(checkpoints[-1] / "state.json") if checkpoints else {}
+        refused, allowed = _changes(state, cfg, options, state["identity"]) if "identity" in state else ({}, {})
+        if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:
+            first = first or "; ".join(other.values())
+            continue
+        if first and os.environ.get("RANK", "0") == "0":
+            print(f"{cfg.output_dir} holds another run ({first}): this one is in {folder}", flush=True)
+        return dataclasses.replace(cfg, output_dir=folder)
+    return cfg
+
+
+def _changes(state: dict, cfg: RunConfig, options: Any, current: dict) -> tuple[dict[str, str], dict[str, str]]:
+    """Return ({name: NAME: was → is} of changes that alter the result, the same of harmless ones) since a checkpoint."""
     # The fields of an add-on that only one of the two runs names count, too.
     names = [*(name for name, value in state["config"].items() if value is not None), *vars(cfg)]
     schemas = config_type(names), type(options)
@@ -66,13 +98,8 @@ def check_same_run(checkpoint: Path, cfg: RunConfig, options: Any, current: dict
     if "data.rows" not in changed and _has_same_rates(cfg, state, current["data.examples"]):
         may_change |= LENGTH
     diff = {name: f"{name}: {str(was.get(name))[:200]} → {str(now.get(name))[:200]}" for name in changed}
-    if refused := [text for name, text in diff.items() if name not in may_change]:
-        raise UsageError(
-            f"{checkpoint.parent.parent} holds another run ({'; '.join(refused)}): to resume it, give the old values; to "
-            "train a new run, give another --output_dir (and --init_from to begin with its weights); to start over in this "
-            "folder, give --resume never once, which renames the outputs of the old run and deletes nothing"
-        )
-    return [f"changed since {checkpoint.name}: {text}" for name, text in diff.items() if now.get(name) != "auto"]
+    refused = {name: text for name, text in diff.items() if name not in may_change}
+    return refused, {name: text for name, text in diff.items() if name not in refused and now.get(name) != "auto"}
 
 
 def _fields(config: dict[str, Any], schemas: tuple[type[RunConfig], type]) -> dict[str, Any]:

@@ -101,12 +101,16 @@ def with_default_config(argv: list[str]) -> list[str]:
 
 
 def parse(
-    argv: list[str], tasks: Tasks, base: dict | None = None, also: dict[str, str] | None = None
+    argv: list[str],
+    tasks: Tasks,
+    base: dict | None = None,
+    also: dict[str, str] | None = None,
+    choose_folder: Callable[[RunConfig, Any], RunConfig] = lambda cfg, options: cfg,
 ) -> tuple[RunConfig, Any]:
     """Parse flags and the run file of --config into (cfg, task options); both override the values in `base`.
 
     `also` holds flags that the caller has already removed from `argv`, with their help texts. With --help, print the
-    help and exit; with --schema, the JSON schema. Raise one UsageError that lists all unknown names, wrong types and
+    help and exit; with --schema, the JSON schema. `choose_folder` chooses an output_dir that was not given. Raise one UsageError that lists all unknown names, wrong types and
     values out of range. src/config/validation.py checks the rules between fields."""
     flags, path = split_flags(argv)
     given = _given_values(flags, path, base or {})
@@ -133,6 +137,7 @@ def parse(
                 errors.append(f"{source}{missing_addon(name, choice) or error}")
     if errors:
         raise UsageError(list_errors(errors))
+    has_folder = "output_dir" in values
     values.setdefault("output_dir", f"runs/{Path(path).stem if path and not base else task}")
     core_type = config_type(values.keys() - field_types(options_type).keys())  # a flag `none` removes an add-on
     cfg, options = (
@@ -141,7 +146,7 @@ def parse(
     )
     for complete in functions_of_addons(cfg, "complete"):
         cfg = dataclasses.replace(cfg, **complete(cfg))
-    return cfg, options
+    return cfg if has_folder else choose_folder(cfg, options), options
 
 
 def _given_values(flags: dict[str, list[str]], path: str | None, base: dict) -> dict[str, Given]:

@@ -34,7 +34,7 @@ class RunConfig:
         from_checkpoint=True,
     )
     output_dir: str = changeable(  # the parser replaces None
-        "run folder (default: runs/ and the name of the run file)"
+        "run folder (default: runs/ and the name of the run file; a new one for another configuration)"
     )
     seed: int = option(
         "the only seed: weights, data order, dropout, augmentation", 42, min=0, max=2**63 - 1, from_checkpoint=True

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -46,6 +47,31 @@ def test_fork_of_a_checkpoint_is_resumed_by_the_same_command(tiny, straight, tmp
     assert ledger == [0, *range(5, 13)]
     said = (run.with_suffix(".out") / "rank0.txt").read_text()
     assert ("holds the run that began from" in said) == (at == 7)
+
+
+def test_other_configuration_begins_in_a_new_folder(tiny, tmp_path):
+    """Without an output_dir; the same configuration resumes, on any number of processes."""
+    path, expected = kit.write_yaml(tmp_path / "chat.yaml", {"seed": 1}), {}
+    other = Path(shutil.copy(tiny["train_file"], tmp_path / "rows.jsonl"))
+    short, longer, elsewhere = {"max_steps": 2}, {"max_steps": 3}, {"max_steps": 2, "train_file": other}
+    for fields, name, world in (
+        *(
+            (short, "chat", 1),
+            (longer, "chat_2", 2),
+            (longer, "chat_2", 1),
+            (elsewhere, "chat_3", 1),
+            (short, "chat", 2),
+        ),
+    ):
+        argv = ["--config", path, *recipe.flags(tiny, **fields)]
+        codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=world)
+        assert codes == [0] * world, texts
+        assert ("nothing is left to train" in texts[0]) == (name in expected)
+        expected |= {name: fields["max_steps"]}
+        runs = (tmp_path / "here" / "runs").iterdir()
+        assert {run.name: checkpoint_folder.step_of(checkpoint_folder.newest_intact(run)) for run in runs} == expected
+        said = f"runs/chat holds another run (max_steps: 2 → {fields['max_steps']}): this one is in runs/{name}"
+        assert "".join(texts).count(said) == (name == "chat_2")
 
 
 def test_renamed_or_moved_checkpoint_is_still_of_the_run(tiny, straight, interrupted):
