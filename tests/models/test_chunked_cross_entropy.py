@@ -1,5 +1,7 @@
 """Cross-entropy in chunks: equal to the plain formula in value and gradient, three matrix products, bounded memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,8 +31,14 @@ def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULAR
     return hidden, weight, offset, targets
 
 
+def linear_sums(hidden, weight, bias, targets, options=PLAIN, training=True):
+    """Return the sums of a linear head with these parameters."""
+    scored = chunked_cross_entropy.Scored(hidden, SimpleNamespace(weight=weight, bias=bias))
+    return chunked_cross_entropy.sums_from_scored(scored, targets, training, options)
+
+
 def linear_cross_entropy(*arguments):
-    return chunked_cross_entropy.linear_sums(*arguments)["loss"]
+    return linear_sums(*arguments)["loss"]
 
 
 def plain(hidden, weight, bias, targets):
@@ -45,7 +53,7 @@ def with_gradients(function, hidden, weight, bias, targets):
 
 def scores(*arguments):
     """Return (loss, correct predictions) of an evaluation."""
-    return chunked_cross_entropy.linear_sums(*arguments, PLAIN, False).values()
+    return linear_sums(*arguments, PLAIN, False).values()
 
 
 def difference(function, *arguments):
@@ -124,7 +132,7 @@ def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
         return options.sums(F.linear(hidden, weight).float(), targets)["loss"]
 
     def ours(*arguments):
-        return chunked_cross_entropy.linear_sums(*arguments, options)["loss"]
+        return linear_sums(*arguments, options)["loss"]
 
     exact = head_gradient(full, arguments, low=False)
     product, chunks, mutant = (
@@ -172,9 +180,7 @@ def test_three_matrix_products(small_chunks, rows, low):
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert products(linear_cross_entropy, *arguments) <= 3.1
         assert products(recomputed_in_chunks, *arguments) >= 3.9  # the mutant
-        assert (
-            products(lambda *given: chunked_cross_entropy.linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
-        )
+        assert products(lambda *given: linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             scores(*arguments)
     assert counter.get_total_flops() == 2 * rows * arguments[1].numel()
@@ -253,7 +259,7 @@ def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
     hidden, weight, bias, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
     inputs = (hidden, weight, bias)
 
-    def training(function=chunked_cross_entropy.linear_sums):
+    def training(function=linear_sums):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = function(*inputs, targets, options)["loss"]
         loss.backward()

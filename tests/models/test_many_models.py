@@ -58,7 +58,7 @@ MORE += [
 SHAPES = {IMAGE: [3, 64, 64], SOUND: [4000], "audio-spectrogram-transformer": [64, 40]}
 REFUSED = [  # … and what the sentence names
     (LM, "t5", {}, "t5.yaml: the model could not be built: .*AutoModelForCausalLM"),
-    (LM, "gptj", {"rotary_dim": 64}, "does not run on token ids alone"),
+    (LM, "gptj", {"rotary_dim": 64}, "does not run on a row of tokens"),
 ]
 
 

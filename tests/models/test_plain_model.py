@@ -96,7 +96,7 @@ def test_tied_weights_load_from_one_name_or_all(tmp_path):
 def test_config_of_another_task_or_damaged_is_refused(tmp_path):
     cfg = RunConfig(task="plain", model_name_or_path=str(tmp_path))
     assert saved_config(cfg) == saved_config(RunConfig()) == {}
-    for text, part in (('{"task": "causal_lm"}', "belongs to task causal_lm"), ("{", "cannot be read")):
+    for text, part in (('{"task": "causal_lm"}', "belongs to task causal_lm"), ("{", "not readable as JSON")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(UsageError, match=part):
             saved_config(cfg)

@@ -87,13 +87,11 @@ def test_weights_do_not_depend_on_the_split(folder, tmp_path):
     assert np.log(first["perplexity"]) == pytest.approx(first["loss"] - 0.2 * first["aux_loss"], rel=1e-9)
 
 
-def test_coefficient_is_the_models_or_the_users(folder, capsys):
+def test_coefficient_is_the_models_or_the_users(folder):
     assert open_model(folder, "mixtral")[0].router_coefficient == 0.2
     assert open_model(folder, "mixtral", router_aux_loss_coef=0)[0].router_coefficient == 0
-    assert "router_aux_loss_coef" not in capsys.readouterr().err
     task, model, rows = open_model(folder, "silent")
     assert task.router_coefficient == 0
-    assert "--router_aux_loss_coef 0.2" in capsys.readouterr().err
     assert set(task.loss(model.train(), task.collate(rows, True).inputs)) == {"loss"}
     assert open_model(folder, "silent", router_aux_loss_coef=0.5)[0].router_coefficient == 0.5
 
