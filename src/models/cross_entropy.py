@@ -1,7 +1,7 @@
 """Cross-entropy of training with its options: label smoothing, z-loss, focal loss, class weights; and R-Drop.
 
 A task has these options if its Options inherit from CrossEntropy or ClassCrossEntropy. Evaluation reports the plain
-cross-entropy. Tests: tests/models/test_cross_entropy.py and tests/models/test_r_drop.py.
+cross-entropy. Tests: tests/models/test_cross_entropy.py.
 """
 
 from collections.abc import Sequence
