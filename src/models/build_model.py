@@ -3,7 +3,6 @@
 Tests: tests/models/test_loading.py, tests/models/test_plain_model.py and tests/config/test_bad_input.py.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 
 from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, one_line, warn
-from src.config.paths import locate
+from src.config.paths import locate, read_yaml
 from src.config.schema import RunConfig
 from src.models.load_config import model_folder
 
@@ -33,14 +32,14 @@ def build_model(
 ) -> "PreTrainedModel":
     """Return the model in `cfg.dtype`: from the folder `weights`, else pretrained, else random from the seed.
 
-    With `empty`, its parameters are allocated but not initialized. Raise UsageError if the files lack parameters.
+    With `empty`, its parameters are allocated but never written. Raise UsageError if the files lack parameters.
     Pretrained files may lack those with a name that contains one of `new_weights` (a new head)."""
     torch.manual_seed(cfg.seed)
     options: dict = {"dtype": weight_dtype(cfg)}
     if cfg.attn_implementation:
         options["attn_implementation"] = cfg.attn_implementation
-    name = str(weights or cfg.model_name_or_path or "")
-    folder = None if empty or not name else weights_folder(cfg, weights)
+    name = weights or cfg.model_name_or_path
+    folder = weights_folder(cfg, weights) if name and not empty else None
     try:
         if empty:
             return _empty_model(auto_class, config, options)
@@ -51,12 +50,21 @@ def build_model(
             config=config,
             trust_remote_code=cfg.trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # _check_complete reports them
+            ignore_mismatched_sizes=True,  # they are reported below
             **options,
         )
     except Exception as error:
         raise UsageError(f"{name or cfg.model_config}: the model could not be built: {one_line(error)}") from error
-    _check_complete(model, name, info, may_be_missing=() if weights else (*new_weights, *_timm_head(model)))
+    shapes = {
+        key: f" (shape {list(file)} in the file, {list(here)} here)" for key, file, here in info["mismatched_keys"]
+    }
+    missing = sorted({*info["missing_keys"], *shapes})
+    missing = [key for key in missing if weights or not any(part in key for part in new_weights)]
+    if missing:
+        raise UsageError(
+            f"{name} has no weights for {len(missing)} parameters of {type(model).__name__}, first {missing[0]}"
+            f"{shapes.get(missing[0], '')}: they would stay random; give a folder saved from this kind of model"
+        )
     return model
 
 
@@ -73,8 +81,8 @@ def weight_dtype(cfg: RunConfig) -> torch.dtype:
 def weights_folder(cfg: RunConfig, weights: str | Path | None) -> Path:
     """Return the folder `weights`, else that of the pretrained model. Raise UsageError for a base without its adapter."""
     folder = Path(locate(str(weights)) if weights else model_folder(cfg, str(cfg.model_name_or_path)))
-    loads_adapter = functions_of_addons(cfg, "write_own_tensors")
-    if not loads_adapter and adapter_files(folder) and not (folder / ADAPTER).is_dir():
+    is_merged = (folder / ADAPTER).is_dir()
+    if adapter_files(folder) and not is_merged and not functions_of_addons(cfg, "write_own_tensors"):
         raise UsageError(
             f"{folder} holds a base model and, beside it, the adapter of a run with the field peft: give that run's peft, or "
             "its final/, where the adapter is merged"
@@ -87,37 +95,14 @@ def adapter_files(folder: Path) -> list[Path]:
     return sorted([*folder.glob(f"{ADAPTER}.safetensors"), *folder.glob(f"{ADAPTER}-*-of-*.safetensors")])
 
 
-def _timm_head(model: torch.nn.Module) -> list[str]:
-    """Return the prefixes of the classifier of a timm model: every architecture names its own."""
-    names = getattr(getattr(model, "timm_model", None), "pretrained_cfg", {}).get("classifier") or ()
-    return [f"timm_model.{name}." for name in ([names] if isinstance(names, str) else names)]
-
-
-def _check_complete(model: torch.nn.Module, name: str, info: dict, may_be_missing: tuple[str, ...]) -> None:
-    """Raise UsageError if parameters are missing in the files or have another shape. They would stay random."""
-    missing = dict.fromkeys(info["missing_keys"], "")
-    for key, in_file, in_model in info["mismatched_keys"]:
-        missing[key] = f" (shape {list(in_file)} in the file, {list(in_model)} in the model)"
-    names = sorted(key for key in missing if not any(part in key for part in may_be_missing))
-    if names:
-        raise UsageError(
-            f"model_name_or_path: {name} has no weights for {len(names)} parameters of {type(model).__name__}, first "
-            f"{names[0]}{missing[names[0]]}: they would stay random; give a folder saved from this kind of model"
-        )
-
-
 def _empty_model(auto_class: type, config: "PreTrainedConfig", options: dict) -> torch.nn.Module:
     """Return a model with parameters that are allocated but never written. Such memory costs nothing until its first use.
 
     The meta device does not work here: all its addresses are equal, and accelerate identifies parameters by address."""
-    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False):
+    with no_init_weights():
         model = auto_class.from_config(config, **options)
-    for module in model.modules():
-        for name, value in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            memory = torch.empty(value.shape, dtype=value.dtype)
-            setattr(module, name, torch.nn.Parameter(memory, requires_grad=value.requires_grad))
     model.tie_weights()
     return model
 
@@ -129,13 +114,8 @@ def saved_config(cfg: RunConfig) -> dict[str, Any]:
     """Return config.json of the model that `model_name_or_path` names, {} if it is not set or has no such file.
 
     Call it in `load`: it holds what `model_config` returned when a run saved the model."""
-    if not cfg.model_name_or_path:
-        return {}
-    file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json")
-    try:
-        values = dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else {}
-    except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"model_name_or_path: {file} cannot be read: {one_line(error)}") from error
+    file = Path(model_folder(cfg, cfg.model_name_or_path), "config.json") if cfg.model_name_or_path else None
+    values = read_yaml(file) if file and file.exists() else {}
     if (task := values.get("task", cfg.task)) != cfg.task:
         raise UsageError(f"model_name_or_path: {file} belongs to task {task}, not {cfg.task}: give --task {task}")
     return values
@@ -157,8 +137,8 @@ def build_plain_model(
         return model
     folder = weights_folder(cfg, weights)
     tensors: dict[str, torch.Tensor] = {}  # memory-mapped
-    for path in [folder / "model.safetensors", *sorted(folder.glob("model-*-of-*.safetensors"))]:
-        tensors |= load_file(path) if path.exists() else {}
+    for path in (*folder.glob("model.safetensors"), *folder.glob("model-*-of-*.safetensors")):
+        tensors |= load_file(path)
     state = model.state_dict(keep_vars=True)
     same = {id(state[name]): tensor for name, tensor in tensors.items() if name in state}
     tied = {name: same[id(value)] for name, value in state.items() if id(value) in same}

@@ -46,9 +46,6 @@ def score_tokens(model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_
     return Scored(hidden.flatten(0, 1), head, getattr(output, "router_logits", None) or ())
 
 
-# ---- sums over a batch -------------------------------------------------------------------------------------------------
-
-
 def chunk_rows(device_type: str, vocabulary: int) -> int:
     """Return the number of rows of logits to compute at a time without compilation."""
     return max(16, CHUNK_ELEMENTS.get(device_type, DEVICE_CHUNK_ELEMENTS) // vocabulary)
@@ -84,31 +81,22 @@ def sums_from_logits(
 def sums_from_scored(
     scored: Scored, targets: torch.Tensor, training: bool, options: CrossEntropy = PLAIN
 ) -> dict[str, torch.Tensor]:
-    """Return the same sums for what a language model has computed, in bounded memory if it has a linear head."""
-    if scored.head is None:
-        return sums_from_logits(scored.hidden, targets, training, options)
-    return linear_sums(scored.hidden, scored.head.weight, scored.head.bias, targets, options, training)
+    """Return the sums of `sums_from_logits` for what a model has computed for the targets (rows,).
 
-
-def linear_sums(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    options: CrossEntropy = PLAIN,
-    training: bool = True,
-) -> dict[str, torch.Tensor]:
-    """Return the sums of `sums_from_logits` for the logits `hidden @ weight.T + bias`; three matrix products in all.
-
-    hidden (rows, features), weight (vocabulary, features), targets (rows,); the sums are float32 or better."""
-    arguments = (hidden, targets, weight, bias, options, training)
-    rows = chunk_rows(weight.device.type, weight.shape[0])
+    A linear head takes three matrix products in all and bounded memory; its sums are float32 or better."""
+    hidden, head = scored.hidden, scored.head
+    if head is None:
+        return sums_from_logits(hidden, targets, training, options)
+    weight, device = head.weight, head.weight.device
+    arguments = (hidden, targets, weight, head.bias, options, training)
+    dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+    rows = chunk_rows(device.type, weight.shape[0])
     if _sums_of_rows.compiles(*arguments):
-        memory = torch.get_device_module(weight.device).get_device_properties(weight.device).total_memory
-        rows = fitting_rows(hidden.shape[0], weight.shape[0] * _precision(weight).itemsize, memory)
+        memory = torch.get_device_module(device).get_device_properties(device).total_memory
+        rows = fitting_rows(hidden.shape[0], weight.shape[0] * dtype.itemsize, memory)
     if hidden.shape[0] <= rows:
         return _sums_of_rows(*arguments)
-    if _precision(weight) is not torch.float16:
+    if dtype is not torch.float16:
         return _sums_by_chunk(rows, *arguments)
     # In float16, each gradient needs the loss scale, which is known in backward only.
     parts = zip(hidden.split(rows), targets.split(rows), strict=True)
@@ -150,12 +138,6 @@ def _added(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {name: torch.stack([part[name] for part in parts]).sum() for name in parts[0]}
 
 
-def _precision(weight: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the logits of a head."""
-    device = weight.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-
-
 class _LossWithGradients(torch.autograd.Function):
     """A loss whose gradients by its inputs are known already."""
 
@@ -175,31 +157,22 @@ def recomputed(function: Callable, *arguments):
     return torch.utils.checkpoint.checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-# ---- sums of each row, for the technique hard_examples -------------------------------------------------------------------
-
-
 def row_losses(
-    scored: Scored,
-    targets: torch.Tensor,
-    options: CrossEntropy = PLAIN,
-    class_weights: torch.Tensor | None = None,
+    scored: Scored, targets: torch.Tensor, options: CrossEntropy = PLAIN, class_weights: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
     """Return `loss` and `weight` of each row, (rows,), which add up to the training loss and the weight of the batch.
 
-    targets (rows, …); of the logits of a linear head only a chunk exists at a time. Targets of -100 are ignored."""
-    flat, (hidden, head, _) = targets.flatten(), scored
-    if head is None:
-        losses = options.per_target(at_least_float32(hidden), flat, class_weights)["loss"]
-    else:
-        size = chunk_rows(hidden.device.type, head.weight.shape[0])
-        chunks = zip(hidden.split(size), flat.split(size), strict=True)
-        losses = torch.cat([recomputed(_losses_of_chunk, h, head.weight, head.bias, t, options) for h, t in chunks])
+    targets (rows, …); targets of -100 are ignored. Backward computes the logits again, a chunk at a time."""
+    weight, bias = (None, None) if scored.head is None else (scored.head.weight, scored.head.bias)
+
+    def losses(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = hidden if weight is None else F.linear(hidden, weight, bias)
+        return options.per_target(at_least_float32(logits), targets, class_weights)["loss"]
+
+    size = chunk_rows(scored.hidden.device.type, scored.hidden.shape[-1] if weight is None else weight.shape[0])
+    chunks = zip(scored.hidden.split(size), targets.flatten().split(size), strict=True)
+    loss = torch.cat([recomputed(losses, *chunk) for chunk in chunks]).view_as(targets)
     weights = (targets != IGNORED).long()
     if class_weights is not None:
         weights = weights * class_weights[targets.clamp(min=0)]
-    values = {"loss": losses.view_as(targets), "weight": weights}
-    return {name: value.reshape(len(targets), -1).sum(1) for name, value in values.items()}
-
-
-def _losses_of_chunk(hidden, weight, bias, targets: torch.Tensor, options: CrossEntropy) -> torch.Tensor:
-    return options.per_target(at_least_float32(F.linear(hidden, weight, bias)), targets)["loss"]
+    return {name: value.reshape(len(targets), -1).sum(1) for name, value in (("loss", loss), ("weight", weights))}

@@ -20,11 +20,9 @@ def compile_and_recompute(model: torch.nn.Module, cfg: RunConfig, device: torch.
             torch.set_float32_matmul_precision("high")
         else:
             warn("tf32 is ignored: it needs an NVIDIA GPU of the Ampere generation or later")
-    if cfg.gradient_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-        raise UsageError(
-            f"gradient_checkpointing is true, but {type(model).__name__} does not support it: set it to false"
-        )
     if cfg.gradient_checkpointing:
+        if not getattr(model, "supports_gradient_checkpointing", False):
+            raise UsageError(f"gradient_checkpointing: {type(model).__name__} does not support it: set it to false")
         # The reentrant form would all-reduce DDP gradients twice. Recomputation uses the same dropout masks.
         model.activation_checkpointing_enable({"use_reentrant": False})
     if cfg.compile:
@@ -74,8 +72,10 @@ class CompiledOnAccelerators:
         if self.failed or device in self.uncompiled_devices:
             return False
         precision = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        kinds = [_kind(value, with_shape=i >= 2) for i, value in enumerate(arguments)]
-        case = (precision, torch.is_grad_enabled(), *kinds)
+        # What a compiled graph depends on.
+        inputs = [(x.dtype, x.requires_grad) if torch.is_tensor(x) else id(x) for x in arguments]
+        shapes = [x.shape for x in arguments[2:] if torch.is_tensor(x)]
+        case = (precision, torch.is_grad_enabled(), *inputs, *shapes)
         if case not in self.tried:
             self.tried.add(case)
             try:
@@ -98,10 +98,3 @@ class CompiledOnAccelerators:
             sources = [x for x in (*inputs, *arguments[2:]) if torch.is_tensor(x) and x.requires_grad]
             torch.autograd.grad(loss, sources)
         CompiledOnAccelerators.count += 1
-
-
-def _kind(value: Any, with_shape: bool = True) -> Any:
-    """Return what a compiled graph depends on."""
-    return (
-        (value.dtype, value.requires_grad, value.shape if with_shape else None) if torch.is_tensor(value) else id(value)
-    )

@@ -1,7 +1,7 @@
 """Cross-entropy of training with its options: label smoothing, z-loss, focal loss, class weights; and R-Drop.
 
 A task has these options if its Options inherit from CrossEntropy or ClassCrossEntropy. Evaluation reports the plain
-cross-entropy. Tests: tests/models/test_cross_entropy.py and tests/models/test_r_drop.py.
+cross-entropy. Tests: tests/models/test_cross_entropy.py.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,6 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.text.tokenization import IGNORED
 
-BALANCED = "balanced"
 TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 
 
@@ -31,23 +30,13 @@ class CrossEntropy:
     ClassCrossEntropy."""
 
     label_smoothing_factor: float = option(
-        "probability spread over all classes in the training loss; evaluation does without",
-        0.0,
-        min=0,
-        below=1,
-        **TRAINING,
+        "probability spread over all classes, in the training loss only", 0.0, min=0, below=1, **TRAINING
     )
     z_loss: float = option(
-        "weight of (log of the softmax's denominator)² in the training loss, such as 1e-4: keeps logits small",
-        0.0,
-        min=0,
-        **TRAINING,
+        "weight of (log of the softmax's denominator)² in the training loss, such as 1e-4", 0.0, min=0, **TRAINING
     )
     focal_gamma: float = option(
-        "multiplies the training loss of a target by (1 − its probability) to this power: focuses on hard targets",
-        0.0,
-        min=0,
-        **TRAINING,
+        "the training loss of a target is times (1 − its probability) to this power", 0.0, min=0, **TRAINING
     )
 
     @property
@@ -117,32 +106,26 @@ class ClassCrossEntropy(CrossEntropy):
     def is_plain_loss(self) -> bool:
         return super().is_plain_loss and not self.class_weights
 
-    def check(self) -> list[str]:
-        """Return a sentence if class weights are neither `balanced` nor numbers of 0 or more."""
-        with suppress(ValueError):
-            if self.class_weights == [BALANCED] or all(
-                0 <= float(value) < float("inf") for value in self.class_weights
-            ):
-                return []
-        return [f"class_weights: {self.class_weights}: give a number of 0 or more for each class, or balanced"]
-
     def set_classes(self, labels: Sequence[str], train_set: Any = None, column: str = "") -> None:
         """Replace `balanced` by numbers that `column` of the training rows gives, class ids or lists of them.
 
         Rows of a mixture count once each, whatever the weight of their source. A class without rows has the weight 0.
-        Raise UsageError unless there is then one weight for each class, or none at all."""
+        Raise UsageError unless there is then one weight of 0 or more for each class, or none at all."""
         parts = [part for _, _, part in train_set.segments()] if train_set is not None else []
-        if self.class_weights == [BALANCED] and parts:
+        if self.class_weights == ["balanced"] and parts:
             counts = np.zeros(len(labels))
             for values in (part.values(column) for part in parts):
                 counts += np.bincount(values[values >= 0], minlength=len(labels))
             shares = counts.sum() / (len(labels) * counts.clip(min=1))
             self.class_weights = [repr(float(weight)) for weight in np.where(counts, shares, 0.0)]
-        if self.class_weights == [BALANCED] or len(self.class_weights) not in (0, len(labels)):
-            raise UsageError(
-                f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes (those of a stream, or "
-                f"of pixels, are not counted): give a number for each, in this order: {', '.join(labels[:20])}"
-            )
+        with suppress(ValueError):
+            is_valid = all(0 <= float(value) < float("inf") for value in self.class_weights)
+            if is_valid and len(self.class_weights) in (0, len(labels)):
+                return
+        raise UsageError(
+            f"class_weights is {', '.join(self.class_weights)}, but there are {len(labels)} classes: give a number of 0 or "
+            f"more for each, in this order: {', '.join(labels[:20])}; or balanced, which counts no streams and no pixels"
+        )
 
     def weigh(
         self, training: bool, targets: np.ndarray, others: np.ndarray | None = None, shares: np.ndarray | float = 1.0

@@ -1,16 +1,15 @@
-"""Folder and configuration of the model: pretrained, or from the file `model_config`; its length and its vocabulary.
+"""Configuration of the model, from the Hub, a folder, or the file `model_config`; its maximum length and vocabulary.
 
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
-import json
-from dataclasses import fields
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, did_you_mean, one_line, warn
-from src.config.paths import not_found_locally, plain_name, read_yaml
+from src.config.paths import plain_name, read_yaml
 from src.config.schema import RunConfig
 from src.storage import hub
 from src.storage.cache_folder import cache_root
@@ -48,14 +47,10 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # its bars would break the progress bar of training
-    if not cfg.model_name_or_path and not cfg.model_config:
-        raise UsageError(
-            f"no model: give --model_name_or_path, or --model_config for random weights of task {cfg.task}"
-        )
     if cfg.model_name_or_path:
-        config = pretrained_config(cfg, str(cfg.model_name_or_path))
+        config = pretrained_config(cfg, cfg.model_name_or_path)
     else:
-        config = _config_from_file(cfg, tokenizer)
+        config = _config_from_file(cfg, str(cfg.model_config), tokenizer)
     # LayerDrop skips whole layers: DDP would find no gradient, and ranks of a sharded model would wait forever.
     for name in LAYERDROP:
         if value := getattr(config, name, 0.0):
@@ -70,89 +65,70 @@ def pretrained_config(cfg: RunConfig, name: str, field: str = "model_name_or_pat
     """Return the configuration of the pretrained model `name`, which the option `field` names."""
     from transformers import AutoConfig
 
+    folder = model_folder(cfg, name, field)
     try:
-        folder = model_folder(cfg, name, field)
         config = AutoConfig.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
-        raise UsageError(
-            f"{field}: no model could be read from {name}: {not_found_locally(name)}{one_line(error)} (give a "
-            "folder made by save_pretrained, or a Hub id)"
-        ) from error
-    file = Path(folder, "config.json")
-    _refuse_hub_kernels(cfg, str(file), json.loads(file.read_text(encoding="utf-8")))
+        raise UsageError(f"{field}: no model could be read from {name}: {one_line(error)}") from error
+    _refuse_hub_kernels(cfg, name, config)
     return config
 
 
-def _config_from_file(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
-    from transformers import CONFIG_MAPPING, AutoConfig
+def _config_from_file(cfg: RunConfig, file: str, tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedConfig":
+    from transformers import AutoConfig
 
-    file = str(cfg.model_config)
     given = read_yaml(file)
-    _refuse_hub_kernels(cfg, file, given)
     model_type = str(given.pop("model_type", None))
-    if model_type not in CONFIG_MAPPING:
-        raise UsageError(
-            f"{file}: model_type is {model_type}: give a name that transformers knows"
-            f"{did_you_mean(model_type, list(CONFIG_MAPPING))}"
-        )
     try:
-        defaults: Any = AutoConfig.for_model(model_type)
-        names = {*defaults.to_dict(), *getattr(defaults, "attribute_map", {})}
-    except Exception:  # a model type with default sizes that contradict each other
-        defaults = CONFIG_MAPPING[model_type]
-        names = {field.name for field in fields(defaults)}
-    values = _values_of_tokenizer(given, defaults, tokenizer)
-    for name, value in values.items():
-        if isinstance(value, int) and isinstance(config_value(defaults, name), float):
-            values[name] = float(value)
-    try:
-        config = AutoConfig.for_model(model_type, **values)
+        defaults = AutoConfig.for_model(model_type)
+        config = AutoConfig.for_model(model_type, **_values_of_tokenizer(given, defaults, tokenizer))
     except Exception as error:
-        raise UsageError(f"{file}: not a valid {model_type} configuration: {one_line(error)}") from error
+        raise UsageError(f"{file}: not a valid configuration: {one_line(error)}") from error
     # transformers converts names of earlier versions (`rope_theta`); names that it does not know have no effect.
+    names = {*defaults.to_dict(), *defaults.attribute_map, "attn_implementation"}
     unknown = [name for name in given if name not in names and name in config.to_dict()]
     if unknown and not PUBLISHED & given.keys() and Path(file).name != "config.json":
         raise UsageError(f"{file}: {unknown[0]}: {model_type} has no such field{did_you_mean(unknown[0], names)}")
+    _refuse_hub_kernels(cfg, file, config)
     return config
 
 
 def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedTokenizerBase | None") -> dict:
-    """Return vocabulary size and special ids that the file leaves open, as the tokenizer has them.
+    """Return `given` with the vocabulary size and special ids that it leaves open, as the tokenizer has them.
 
     Without a tokenizer, remove the special ids of the published model that a smaller vocabulary does not have."""
-    values = {}
     if tokenizer is None:
-        size = given.get("vocab_size", float("inf"))
-        values = {
-            name: None for name in SPECIAL_IDS if isinstance(i := config_value(defaults, name), int) and i >= size
-        }
-    else:
-        values = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
-        if config_value(defaults, "vocab_size") is not None:
-            values["vocab_size"] = len(tokenizer)
-        elif config_value(defaults, "text_config") is not None:
-            given = given | {"text_config": {"vocab_size": len(tokenizer)} | given.get("text_config", {})}
-        if config_value(defaults, "is_encoder_decoder"):
-            values["decoder_start_token_id"] = tokenizer.pad_token_id
-            if config_value(defaults, "forced_eos_token_id") is not None:  # BART: the last token of a generation
-                values["forced_eos_token_id"] = tokenizer.eos_token_id
+        size, ids = given.get("vocab_size", float("inf")), {name: config_value(defaults, name) for name in SPECIAL_IDS}
+        return {name: None for name, i in ids.items() if isinstance(i, int) and i >= size} | given
+    values: dict[str, Any] = {name: getattr(tokenizer, name) for name in SPECIAL_IDS}
+    if config_value(defaults, "vocab_size") is not None:
+        values["vocab_size"] = len(tokenizer)
+    elif config_value(defaults, "text_config") is not None:
+        given = given | {"text_config": {"vocab_size": len(tokenizer)} | given.get("text_config", {})}
+    if config_value(defaults, "is_encoder_decoder"):
+        values["decoder_start_token_id"] = tokenizer.pad_token_id
+        if config_value(defaults, "forced_eos_token_id") is not None:  # BART: the last token of a generation
+            values["forced_eos_token_id"] = tokenizer.eos_token_id
     return values | given
 
 
-def _refuse_hub_kernels(cfg: RunConfig, file: str, values: dict) -> None:
+def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig") -> None:
     """Raise UsageError if a configuration names a Hub kernel: transformers would download and run its code."""
-    if cfg.attn_implementation or cfg.trust_remote_code:  # the user has decided
-        return
-    mappings = [values]
-    while mappings:
-        for name, value in mappings.pop().items():
-            if isinstance(value, dict):
-                mappings.append(value)
-            if name.endswith("attn_implementation") and isinstance(value, str) and not plain_name(value):
-                raise UsageError(
-                    f"{file}: {name} is {value}, which is code from the Hub: give --attn_implementation sdpa, or "
-                    "--trust_remote_code true if you trust it"
-                )
+    for kernel in _attention_kernels(config):
+        if not (plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code):  # the user has decided
+            raise UsageError(
+                f"{source}: attn_implementation is {kernel}, which is code from the Hub: give --attn_implementation sdpa, "
+                "or --trust_remote_code true if you trust it"
+            )
+
+
+def _attention_kernels(config: "PreTrainedConfig") -> Iterator[str]:
+    """Yield the kernels of attention that a configuration and its parts name."""
+    if config._attn_implementation:
+        yield config._attn_implementation
+    for name in config.sub_configs:
+        if part := getattr(config, name, None):
+            yield from _attention_kernels(part)
 
 
 def check_fit(
@@ -186,10 +162,7 @@ def check_fit(
 def vocabulary_size(cfg: RunConfig, config: "PreTrainedConfig") -> int:
     """Return the number of token ids of a model, also if text is only one of its inputs."""
     if not isinstance(size := config_value(text_config(config), "vocab_size"), int):
-        raise UsageError(
-            f"{cfg.model_name_or_path or cfg.model_config}: {config.model_type} models have no vocabulary, which task "
-            f"{cfg.task} needs: give another model or task"
-        )
+        raise UsageError(f"{config.model_type} models have no vocabulary, which task {cfg.task} needs")
     return size
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from src.config.errors import UsageError, one_line
-from src.config.paths import not_found_locally
 from src.config.schema import RunConfig
 from src.models.load_config import check_fit, load_config, model_folder
 from src.storage.cache_folder import cache_root, sample_tokenizer
@@ -15,8 +14,7 @@ from src.storage.cache_folder import cache_root, sample_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json")
-TOKENIZER_FILES += ("tokenizer.model", "spiece.model")
+FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 
 
 def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
@@ -27,19 +25,15 @@ def load_tokenizer(cfg: RunConfig) -> "PreTrainedTokenizerBase | None":
     if name is None:
         return None
     field = "tokenizer_name" if cfg.tokenizer_name else "model_name_or_path"
-    folder = sample_tokenizer(name, cache_root(cfg))
-    if not folder:  # a Hub repository named only for its tokenizer is downloaded without weights
-        folder = model_folder(cfg, name, field, weights=name == cfg.model_name_or_path)
-    has_tokenizer = any(Path(folder, file).exists() for file in TOKENIZER_FILES)
-    if not cfg.tokenizer_name and Path(folder).is_dir() and not has_tokenizer:
+    # A Hub repository named only for its tokenizer is downloaded without weights.
+    has_weights = name == cfg.model_name_or_path
+    folder = sample_tokenizer(name, cache_root(cfg)) or model_folder(cfg, name, field, has_weights)
+    if not cfg.tokenizer_name and not any(Path(folder, file).exists() for file in FILES):
         return None  # a model without a tokenizer is enough for rows of input_ids
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=cfg.trust_remote_code)
     except Exception as error:
-        raise UsageError(
-            f"{field}: no tokenizer could be loaded from {name}: {not_found_locally(folder)}{one_line(error)} (give a "
-            "folder made by save_pretrained, or a Hub id)"
-        ) from error
+        raise UsageError(f"{field}: no tokenizer could be loaded from {name}: {one_line(error)}") from error
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase | None") -> str:
@@ -56,14 +50,10 @@ def load_text_encoder(
 
     Without `tokenizer`, it is that of the run. Raise UsageError if they do not fit each other."""
     tokenizer = tokenizer or load_tokenizer(cfg)
-    if tokenizer is None:
-        raise UsageError(f"{cfg.task} needs --tokenizer_name, or a model folder with a tokenizer")
+    if tokenizer is None or tokenizer.pad_token_id is None:
+        raise UsageError(f"{cfg.task} needs --tokenizer_name, or a model folder, with a tokenizer that has a pad_token")
     text = tokenizer_fingerprint(tokenizer)
     config = load_config(cfg, tokenizer)
-    if tokenizer.pad_token_id is None:
-        raise UsageError(
-            "the tokenizer has no padding token: set `tokenizer.pad_token = tokenizer.eos_token` and save it"
-        )
     if config.pad_token_id is None:
         config.pad_token_id = tokenizer.pad_token_id  # a decoder classifies at the last real token
     return tokenizer, text, config, check_fit(cfg, config, tokenizer, max_length)

@@ -26,8 +26,7 @@ def pearson(predictions, references) -> float:
     if (x == x[0]).all() or (y == y[0]).all():  # their mean may differ from them by rounding
         return float("nan")
     x, y = x - x.mean(), y - y.mean()
-    scale = np.sqrt(np.sum(x * x) * np.sum(y * y))
-    return float(np.sum(x * y) / scale) if scale else float("nan")
+    return float(np.sum(x * y) / np.sqrt(np.sum(x * x) * np.sum(y * y)))
 
 
 def spearman(predictions, references) -> float:
@@ -38,21 +37,15 @@ def spearman(predictions, references) -> float:
 def ranks(values) -> np.ndarray:
     """Return the rank of each value; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return ((2 * last - counts + 1) / 2)[inverse]
+    return ((2 * np.cumsum(counts) - counts + 1) / 2)[inverse]
 
 
 BUILT_IN = {"f1": f1, "pearson": pearson, "spearman": spearman}
 
 
-def metrics_of_this_repository() -> list[str]:
-    """Return the names of the metrics that run no foreign code."""
-    return [*BUILT_IN, *addon_names("/".join(ADDON))]
-
-
 def all_of_this_repository(names) -> bool:
     """Return True for a list of metrics that run no foreign code, so that a checkpoint may name them."""
-    return isinstance(names, list) and set(names) <= {"none", *metrics_of_this_repository()}
+    return isinstance(names, list) and set(names) <= {"none", *BUILT_IN, *addon_names("/".join(ADDON))}
 
 
 def check_metrics(names: list[str], trust_remote_code: bool) -> list[str]:

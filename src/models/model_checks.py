@@ -10,37 +10,33 @@ from typing import Any
 import torch
 
 from src.config.errors import UsageError, one_line
-from src.models.load_config import config_value, text_config
 from src.runtime.private_apis import known_masks
+
+LENGTH = 8  # of a probe's row, in tokens
 
 
 @contextmanager
-def probing(model: torch.nn.Module, inputs: str):
-    """Within, the model runs without gradients and dropout. Raise UsageError if it fails on these inputs."""
+def probing(model: torch.nn.Module):
+    """Within, the model runs without gradients and dropout. Raise UsageError if it fails."""
     training = model.training
     model.eval()
     try:
         with torch.no_grad():
             yield
     except Exception as error:
+        # Sizes of its configuration may not fit each other, or it does not take position_ids.
         raise UsageError(
-            f"model_config or model_name_or_path: {type(model).__name__} does not run on {inputs}: {one_line(error)}"
+            f"model_config or model_name_or_path: {type(model).__name__} does not run on a row of tokens: {one_line(error)}"
         ) from error
     finally:
         model.train(training)
-
-
-def _length(model: Any) -> int:
-    """Return the length of a probe's row, in tokens."""
-    limit = config_value(text_config(model.config), "max_position_embeddings")
-    return min(8, limit) if isinstance(limit, int) and limit > 0 else 8
 
 
 def has_plain_lm_head(model: Any, vocab_size: int) -> bool:
     """Return True if the logits are exactly the output embedding applied to the last hidden state."""
     if model.base_model is model:
         return False
-    ids = torch.arange(_length(model)).remainder(vocab_size)[None]
+    ids = torch.arange(LENGTH).remainder(vocab_size)[None]
     return is_plain_head(
         model,
         lambda: model(input_ids=ids, use_cache=False).logits,
@@ -53,17 +49,16 @@ def is_plain_head(model: Any, logits_of: Callable[[], Any], hidden_of: Callable[
 
     Some models scale or cap their logits. A loss computed from their hidden states would be silently wrong. Random
     weights give logits near zero, where a cap has no effect, so the probe replaces the logits with large values."""
-    head = model.get_output_embeddings()
+    head, seen = model.get_output_embeddings(), {}
     if not isinstance(head, torch.nn.Linear):
         return False
-    seen = {}
 
     def replace_logits(head, inputs, logits):
         seen["hidden"] = inputs[0]
         seen["logits"] = torch.linspace(-1e3, 1e3, logits.numel(), dtype=logits.dtype).view_as(logits)
         return seen["logits"]
 
-    with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
+    with probing(model):
         hook = head.register_forward_hook(replace_logits)
         logits = logits_of()
         hook.remove()
@@ -77,11 +72,11 @@ def check_packing(model: Any, vocab_size: int) -> None:
     """Raise UsageError if the second document of a packed row attends to the first.
 
     Recurrent models, ALiBi models and models that make their own positions ignore position_ids without an error."""
-    half = _length(model) // 2
+    half = LENGTH // 2
     second = torch.arange(half) % vocab_size
     rows = torch.stack([torch.cat([torch.full((half,), token), second]) for token in (0, vocab_size - 1)])
     positions = torch.arange(half).repeat(len(rows), 2)
-    with probing(model, "position_ids: give --packing false"), known_masks(packed=True):
+    with probing(model), known_masks(packed=True):
         one, other = model(input_ids=rows, position_ids=positions, use_cache=False).logits[:, half:]
     if not torch.allclose(one, other, rtol=1e-5, atol=1e-6):
         raise UsageError(

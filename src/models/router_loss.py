@@ -9,29 +9,19 @@ from typing import Any
 
 import torch
 
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.models.cross_entropy import at_least_float32
 from src.models.load_config import config_value, text_config
-from src.models.model_checks import probing
+from src.models.model_checks import LENGTH, probing
 
 TOP_K_NAMES = ("num_experts_per_tok", "moe_k", "num_experts_per_token")
 
 
 def router_coefficient(config: Any, chosen: float | None) -> float:
-    """Return the weight of the load-balancing loss: `chosen`, else the model's own if its config asks for that loss.
-
-    Warn if the model has a weight, but its config does not ask."""
-    if chosen is not None:
-        return chosen
-    coefficient = config_value(text_config(config), "router_aux_loss_coef") or 0.0
-    if config_value(text_config(config), "output_router_logits"):
-        return coefficient
-    if coefficient:
-        warn(
-            f"the experts are trained without the load-balancing loss, because output_router_logits is false: give "
-            f"--router_aux_loss_coef {coefficient:g} for it, or 0 to silence this warning"
-        )
-    return 0.0
+    """Return the weight of the load-balancing loss: `chosen`, else the model's own if its config asks for that loss."""
+    if chosen is None and config_value(text_config(config), "output_router_logits"):
+        chosen = config_value(text_config(config), "router_aux_loss_coef")
+    return chosen or 0.0
 
 
 def experts_per_token(config: Any) -> int:
@@ -55,15 +45,14 @@ def balance_losses(router_logits: tuple[torch.Tensor, ...], is_real: torch.Tenso
 
 def check_router(model: Any, vocab_size: int) -> None:
     """Raise UsageError unless the load-balancing loss of this model is the one that `balance_losses` computes."""
-    ids, top_k = torch.arange(8).remainder(vocab_size)[None], experts_per_token(model.config)
-    with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
+    ids, top_k = torch.arange(LENGTH).remainder(vocab_size)[None], experts_per_token(model.config)
+    with probing(model):
         output = model(input_ids=ids, use_cache=False, output_router_logits=True)
     logits, expected = getattr(output, "router_logits", None), getattr(output, "aux_loss", None)
-    if logits and isinstance(expected, torch.Tensor) and top_k:
-        ours = balance_losses(logits, torch.ones_like(ids), top_k)[0]
-        if torch.allclose(ours.float(), expected.float()):
-            return
-    raise UsageError(
-        f"the load-balancing loss of {type(model).__name__} is not known here: give --router_aux_loss_coef 0 to train "
-        "without it"
-    )
+    if not (logits and isinstance(expected, torch.Tensor) and top_k) or not torch.allclose(
+        balance_losses(logits, torch.ones_like(ids), top_k)[0].float(), expected.float()
+    ):
+        raise UsageError(
+            f"the load-balancing loss of {type(model).__name__} is not known here: give --router_aux_loss_coef 0 to train "
+            "without it"
+        )

@@ -21,10 +21,8 @@ from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
 from src.reporting.utilization import GpuUse
 from src.runtime import console, run_status
-from src.runtime.console import Console, exact, table
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
-from src.storage.jsonl import strict_json
 from src.training.step import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
@@ -47,7 +45,7 @@ class RunLogger:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
             console.log_to(self.folder / "logs" / f"rank_{accelerator.process_index}.log")
             plan = plan_table(run.cfg, run.datasets, run.model, techniques, lr_at, due.num_steps)
-            self.say(table(plan | topology(run.strategy, run.cfg)))
+            self.say(console.table(plan | topology(run.strategy, run.cfg)))
             self.say(f"Resuming from step {self.state.step:,} ({start.checkpoint})" if start.checkpoint else "")
             for note in start.notes + run_notes(run.cfg, run.datasets) + run.strategy.buffers.notes():
                 self.say(note)
@@ -56,15 +54,12 @@ class RunLogger:
                 self._begin_files()
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        self.console = Console(self.is_main and is_training, run.num_steps, run.task.unit, self.state.step)
+        self.console = console.Console(self.is_main and is_training, run.num_steps, run.task.unit, self.state.step)
         if is_training:
             # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
             run.hosts.sum([0.0])
         else:
-            self.say(
-                f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
-                "--output_dir, or --resume never to start over"
-            )
+            self.say(f"nothing is left to train: this run is complete at step {self.state.step:,}")
 
     def say(self, text: str) -> None:
         """Print `text` on the main process, above the progress bar."""
@@ -101,9 +96,8 @@ class RunLogger:
         values = {"epoch": run.datasets["train"].epoch_at(state.step, self.cfg)} | run.meter.line(run.hosts)
         values |= {"learning_rate": state.learning_rate, "grad_norm": state.grad_norm}
         values |= {"skipped": state.step - state.updates} | self.gpu_use.line(values["tokens_per_second"])
-        values |= state.line_values | compiled_graphs(self.cfg)
+        self._line("train", values | state.line_values | compiled_graphs(self.cfg))
         state.line_values = {}
-        self._line("train", values)
 
     def eval_line(self, metrics: dict) -> None:
         """Write an eval line."""
@@ -114,7 +108,7 @@ class RunLogger:
         if not self.is_main:
             return
         numbers = {name: float(value) if torch.is_tensor(value) else value for name, value in values.items()}
-        line = self.last[kind] = strict_json({"kind": kind, "step": self.state.step} | numbers)
+        line = self.last[kind] = jsonl.strict_json({"kind": kind, "step": self.state.step} | numbers)
         self.metrics.add(line)
         self.metrics.try_flush()
         if self.trackers:
@@ -122,7 +116,7 @@ class RunLogger:
         self.console.line(line)
 
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
-        """Print the summary, the last metrics and the task's sample; write status.json."""
+        """Print the summary, the task's sample and the last eval line; write status.json."""
         self.say(summary)
         self.console.end()
         if not self.is_main:
@@ -130,7 +124,7 @@ class RunLogger:
         self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")
         for kind, line in self.last.items():
             names = ["step", "loss"] if kind == "train" else [name for name in line if name != "kind"]
-            self.say(f"\n{kind}\n{table({name: exact(line[name]) for name in names})}")
+            self.say(f"\n{kind}\n{console.table({name: console.exact(line[name]) for name in names})}")
         self.metrics.try_flush()
         with suppress(OSError):
             run_status.write_status(self.folder, "complete", self.state.step, 0, **outcome)

@@ -13,7 +13,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from src.runtime.exit_codes import on_exit
 from src.storage import atomic_folder
 
 TIMEOUT = 10.0  # seconds that the first step waits for trackers to start, and the end of a process for them to close
-MAX_QUEUED = 100_000  # lines; trackers that fall further behind lose lines
 FILE = "trackers.json"  # in the run folder: the run id for wandb
 
 
@@ -36,7 +34,7 @@ class Trackers:
         """Start the trackers of a run that begins or resumes at `step`; wait up to TIMEOUT for them.
 
         Their packages must be imported before dataloader workers are forked."""
-        self.queue: queue.Queue = queue.Queue(MAX_QUEUED)  # (values, step) of each line; None ends the thread
+        self.queue: queue.SimpleQueue = queue.SimpleQueue()  # (values, step) of each line; None ends the thread
         self.started, self.deadline = threading.Event(), math.inf  # a second close() cannot extend the first one's wait
         self.busy, self.failed = "", set[str]()  # the tracker that was called last; those that raised an error
         arguments = (accelerator, cfg, tracker_options(cfg, step))
@@ -53,14 +51,12 @@ class Trackers:
     def add(self, line: dict) -> None:
         """Queue the numbers of a line of metrics.jsonl, under names such as `train/loss`; return at once."""
         numbers = {f"{line['kind']}/{k}": v for k, v in line.items() if isinstance(v, int | float) and k != "step"}
-        with suppress(queue.Full):
-            self.queue.put_nowait((numbers, line["step"]))
+        self.queue.put((numbers, line["step"]))
 
     def close(self, seconds: float | None = None) -> bool:
         """Close all trackers; return True if they closed within `seconds` (default TIMEOUT) of the first call."""
         self.deadline = min(self.deadline, time.monotonic() + (TIMEOUT if seconds is None else seconds))
-        with suppress(queue.Full):
-            self.queue.put_nowait(None)
+        self.queue.put(None)
         self.thread.join(max(0.0, self.deadline - time.monotonic()))
         if self.thread.is_alive():
             warn(f"report_to: {self.busy} has not closed in time, and may lack lines; metrics.jsonl has all")
@@ -70,12 +66,12 @@ class Trackers:
         project = cfg.project or os.environ.get("WANDB_PROJECT") or REPOSITORY.name
         fields = {k: v if isinstance(v, int | float | str) else str(v) for k, v in redact_all(vars(cfg)).items()}
         accelerator.project_configuration.logging_dir = str(Path(cfg.output_dir).resolve() / "trackers")
-        names, trackers = list(map(str, accelerator.log_with)), []
-        for name in names:  # one at a time, so that an error of one does not stop the others
+        trackers = []
+        for name in map(str, accelerator.log_with):  # one at a time, so that an error of one does not stop the others
             accelerator.log_with, accelerator.trackers = [name], []
             self._try(name, accelerator.init_trackers, project, fields, options)
             trackers += accelerator.trackers
-        accelerator.log_with, accelerator.trackers = names, trackers  # for accelerator.get_tracker
+        accelerator.trackers = trackers  # for accelerator.get_tracker
         self.started.set()
         for values, step in iter(self.queue.get, None):
             for tracker in trackers:  # as in accelerator.log

@@ -63,7 +63,7 @@ CASES = {
     "resume nowhere": Case("resume: nowhere|auto, never", {"resume": "nowhere"}),
     "sample without tokenizer": Case("sample_prompt|--tokenizer_name", {"sample_prompt": "def"}),
     # ---- models and tokenizers
-    "model type unknown": llama("model_type is lama|did you mean llama?", model_type="lama"),
+    "model type unknown": llama("llama.yaml|lama", model_type="lama"),
     "model field unknown": llama("hidden_sizes: |did you mean hidden_size?", hidden_sizes=3),
     "heads do not divide": llama("llama.yaml: |32|attention heads (5)", num_attention_heads=5),
     "shared heads do not divide": llama("LlamaForCausalLM does not run", num_key_value_heads=3),

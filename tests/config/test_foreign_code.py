@@ -274,9 +274,11 @@ def test_attention_kernels_of_the_hub_need_opt_in(tmp_path):
     with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
         validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", **evil))
     validation.check(*parse(model_config="x.yaml", train_file="x.jsonl", trust_remote_code=True, **evil))
-    model = kit.write_yaml(tmp_path / "model.yaml", kit.TINY | evil)
-    with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
-        make_task(*parse(model_config=model, train_file="x.jsonl")).load()
+    part = {"model_type": "llava", "attn_implementation": {"text_config": "evil/kernel"}}
+    for values in (kit.TINY | evil, part):
+        model = kit.write_yaml(tmp_path / "model.yaml", values)
+        with pytest.raises(UsageError, match=r"attn_implementation.*trust_remote_code"):
+            make_task(*parse(model_config=model, train_file="x.jsonl")).load()
 
 
 TEMPLATE = "{{{{ cycler.__init__.__globals__.os.system('touch {}') }}}}"

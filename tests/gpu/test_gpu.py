@@ -19,6 +19,7 @@ from src.distributed.strategies import Strategy
 from src.models import chunked_cross_entropy
 from src.models.cross_entropy import PLAIN, CrossEntropy
 from tests.helpers import kit
+from tests.models.test_chunked_cross_entropy import linear_sums
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 HEADS = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -151,7 +152,7 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
         return [((a - b).norm() / b.norm()).item() for a, b in zip(gradients, exact, strict=True)]
 
     def ours():
-        return chunked_cross_entropy.linear_sums(hidden, weight, None, targets, options)["loss"]
+        return linear_sums(hidden, weight, None, targets, options)["loss"]
 
     def full():
         return options.sums(torch.nn.functional.linear(hidden, weight).float(), targets)["loss"]
@@ -167,7 +168,7 @@ def test_compiled_loss_whole_and_in_chunks(monkeypatch, capsys, rows, low, optio
         assert loss == pytest.approx(expected, rel=1e-4)
         assert all(error <= most for error, most in zip(errors(gradients), bounds, strict=True))
     with torch.no_grad():
-        sums = chunked_cross_entropy.linear_sums(hidden, weight, None, targets, options, False)
+        sums = linear_sums(hidden, weight, None, targets, options, False)
         expected = chunked_cross_entropy.sums_from_logits(torch.nn.functional.linear(hidden, weight), targets, False)
     assert sums["loss"].item() == pytest.approx(expected["loss"].item(), rel=1e-6)
     assert capsys.readouterr().err == ""  # it was compiled

@@ -1,5 +1,7 @@
 """Cross-entropy in chunks: equal to the plain formula in value and gradient, three matrix products, bounded memory."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,17 +22,29 @@ def small_chunks(monkeypatch):
 
 
 def make(rows, dtype=torch.float64, bias=True, ignored=0.3, vocabulary=VOCABULARY, features=FEATURES):
+    """Return random (hidden, weight, bias, targets) of a linear head."""
     generator = torch.Generator().manual_seed(rows)
-    hidden = torch.randn(rows, features, generator=generator, dtype=dtype, requires_grad=True)
-    weight = torch.randn(vocabulary, features, generator=generator, dtype=dtype, requires_grad=True)
-    offset = torch.randn(vocabulary, generator=generator, dtype=dtype, requires_grad=True) if bias else None
+    values = {"generator": generator, "dtype": dtype, "requires_grad": True}
+    hidden, weight = (torch.randn(size, features, **values) for size in (rows, vocabulary))
+    offset = torch.randn(vocabulary, **values) if bias else None
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     targets[torch.rand(rows, generator=generator) < ignored] = -100
     return hidden, weight, offset, targets
 
 
-def linear_cross_entropy(*arguments):
-    return chunked_cross_entropy.linear_sums(*arguments)["loss"]
+def linear_sums(hidden, weight, bias, targets, options=PLAIN, training=True):
+    """Return the sums of a linear head with these parameters."""
+    scored = chunked_cross_entropy.Scored(hidden, SimpleNamespace(weight=weight, bias=bias))
+    return chunked_cross_entropy.sums_from_scored(scored, targets, training, options)
+
+
+def ours(*arguments):
+    return linear_sums(*arguments)["loss"]
+
+
+def scores(*arguments):
+    """Return (loss, correct predictions) of an evaluation."""
+    return linear_sums(*arguments, PLAIN, False).values()
 
 
 def plain(hidden, weight, bias, targets):
@@ -39,28 +53,28 @@ def plain(hidden, weight, bias, targets):
 
 def with_gradients(function, hidden, weight, bias, targets):
     loss = function(hidden, weight, bias, targets)
-    wanted = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
-    return [loss.detach(), *torch.autograd.grad(0.37 * loss, wanted)]  # the loop scales the loss before backward
-
-
-def scores(*arguments):
-    """Return (loss, correct predictions) of an evaluation."""
-    return chunked_cross_entropy.linear_sums(*arguments, PLAIN, False).values()
+    inputs = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(0.37 * loss, inputs)]  # the loop scales the loss before backward
 
 
 def difference(function, *arguments):
-    ours, reference = with_gradients(function, *arguments), with_gradients(plain, *arguments)
-    return max((a - b).abs().max().item() for a, b in zip(ours, reference, strict=True) if a.numel())
+    pairs = zip(with_gradients(function, *arguments), with_gradients(plain, *arguments), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs if a.numel())
 
 
 @pytest.mark.parametrize("rows", [0, 1, CHUNK, CHUNK + 1, 50])
-def test_loss_and_gradients_equal_the_plain_formula(small_chunks, rows):
+def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
     for bias, ignored in ((True, 0.3), (False, 0.3), (True, 1.1)):
-        assert difference(linear_cross_entropy, *make(rows, bias=bias, ignored=ignored)) <= 1e-10
+        assert difference(ours, *make(rows, bias=bias, ignored=ignored)) <= 1e-10
     for frozen in (0, 1):
         arguments = make(rows)
         arguments[frozen].requires_grad_(False)
-        assert difference(linear_cross_entropy, *arguments) <= 1e-10
+        assert difference(ours, *arguments) <= 1e-10
+    loss, correct = scores(*arguments)
+    logits, targets = F.linear(*arguments[:3]), arguments[3]
+    assert loss.item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
+    assert correct.item() == (logits.argmax(-1) == targets).sum()
+    assert loss.dtype == correct.dtype == torch.float64
 
 
 def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
@@ -73,28 +87,18 @@ def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
 
 
 @pytest.mark.parametrize("rows", [CHUNK, 50])
-def test_scores_equal_the_plain_formula(small_chunks, rows):
-    hidden, weight, bias, targets = make(rows)
-    loss, correct = scores(hidden, weight, bias, targets)
-    logits = F.linear(hidden, weight, bias)
-    assert loss.item() == pytest.approx(plain(hidden, weight, bias, targets).item(), rel=1e-12)
-    assert correct.item() == sum(row.argmax() == t for row, t in zip(logits, targets, strict=True) if t != -100)
-    assert loss.dtype == correct.dtype == torch.float64
-
-
-@pytest.mark.parametrize("rows", [CHUNK, 50])
 @pytest.mark.parametrize("form", ["autocast", "weights"])
 def test_under_bfloat16_the_sum_is_float32(small_chunks, rows, form):
     arguments = make(rows, torch.float32 if form == "autocast" else torch.bfloat16, ignored=0)
     with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
-        loss, *gradients = with_gradients(linear_cross_entropy, *arguments)
-        scored, _ = scores(*arguments)
+        loss, *gradients = with_gradients(ours, *arguments)
+        score, _ = scores(*arguments)
     assert loss.dtype == torch.float32
     assert [g.dtype for g in gradients] == [x.dtype for x in arguments[:3]]
     # A sum kept in bfloat16 would be a multiple of 1 or 2 here, off by more than rounding the logits is.
     exact = with_gradients(plain, *[x.double() if x.is_floating_point() else x for x in arguments])
     assert loss.item() == pytest.approx(exact[0].item(), rel=5e-3)
-    assert scored.item() == pytest.approx(loss.item(), rel=1e-5)
+    assert score.item() == pytest.approx(loss.item(), rel=1e-5)
     for got, expected in zip(gradients, exact[1:], strict=True):
         assert (got - expected).abs().max() <= 0.03 * expected.abs().max()
 
@@ -109,28 +113,22 @@ def recomputed_in_chunks(hidden, weight, bias, targets):
     return sum(chunked_cross_entropy.recomputed(lambda h, t: plain(h, weight, bias, t), h, t) for h, t in parts)
 
 
-def head_gradient(function, arguments, low: bool):
-    with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        loss = function(*arguments)
-    return torch.autograd.grad(loss, arguments[1])[0]
-
-
 @pytest.mark.parametrize("options", [PLAIN, CrossEntropy(label_smoothing_factor=0.1, z_loss=1e-3, focal_gamma=0.5)])
 def test_head_gradient_under_bfloat16_is_as_exact_as_one_product(options):
     hidden, weight, _, targets = make(4088, torch.float32, ignored=0, vocabulary=8_192, features=16)
-    arguments = (hidden, weight.detach().mul(0.02).requires_grad_(), None, targets)
+    weight = weight.detach().mul(0.02).requires_grad_()
 
     def full(hidden, weight, bias, targets):
         return options.sums(F.linear(hidden, weight).float(), targets)["loss"]
 
-    def ours(*arguments):
-        return chunked_cross_entropy.linear_sums(*arguments, options)["loss"]
+    def head_gradient(function, low: bool):
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = function(hidden, weight, None, targets)
+        return torch.autograd.grad(loss, weight)[0]
 
-    exact = head_gradient(full, arguments, low=False)
-    product, chunks, mutant = (
-        ((head_gradient(function, arguments, low=True) - exact).norm() / exact.norm()).item()
-        for function in (full, ours, recomputed_in_chunks)
-    )
+    exact = head_gradient(full, low=False)
+    functions = (full, lambda *given: ours(*given, options), recomputed_in_chunks)
+    product, chunks, mutant = ((head_gradient(f, low=True) - exact).norm() / exact.norm() for f in functions)
     assert chunks <= 1.1 * product
     assert mutant > 1.1 * product
 
@@ -153,7 +151,7 @@ def test_the_loss_scale_of_float16_reaches_the_gradient_of_each_chunk(small_chun
     def mutant(hidden, weight, bias, targets):
         return chunked_cross_entropy._sums_by_chunk(CHUNK, hidden, targets, weight, bias, PLAIN, True)["loss"]
 
-    assert error(linear_cross_entropy) <= 0.1
+    assert error(ours) <= 0.1
     assert error(mutant) > 0.9
 
 
@@ -170,11 +168,9 @@ def products(function, *arguments) -> float:
 def test_three_matrix_products(small_chunks, rows, low):
     arguments = make(rows, torch.float32)
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
-        assert products(linear_cross_entropy, *arguments) <= 3.1
+        assert products(ours, *arguments) <= 3.1
         assert products(recomputed_in_chunks, *arguments) >= 3.9  # the mutant
-        assert (
-            products(lambda *given: chunked_cross_entropy.linear_sums(*given, ALL_OPTIONS)["loss"], *arguments) <= 3.1
-        )
+        assert products(lambda *given: ours(*given, ALL_OPTIONS), *arguments) <= 3.1
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             scores(*arguments)
     assert counter.get_total_flops() == 2 * rows * arguments[1].numel()
@@ -194,9 +190,9 @@ def test_compiled_once_for_any_number_of_rows(capsys):
         arguments = (hidden * 1, targets, weight, bias, PLAIN)
         assert compiled.compiles(*arguments, True)
         assert compiled.compiles(*arguments, False)
-        ours = torch.autograd.grad(compiled(*arguments, True)["loss"], (hidden, weight, bias))
+        gradients = torch.autograd.grad(compiled(*arguments, True)["loss"], (hidden, weight, bias))
         expected = with_gradients(lambda *given: plain(*given) / 0.37, hidden, weight, bias, targets)[1:]
-        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(ours, expected, strict=True))
+        assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(gradients, expected, strict=True))
         with torch.no_grad():
             assert compiled.compiles(*arguments, False)
             loss, correct = compiled(*arguments, False).values()
@@ -211,9 +207,8 @@ def test_where_compilation_fails_the_loss_is_eager_after_one_warning(capsys, tmp
     from torch._inductor import config
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    compiled = CompiledOnAccelerators(
-        lambda *given: chunked_cross_entropy._sums_of_rows.function(*given), uncompiled_devices=()
-    )
+    function = chunked_cross_entropy._sums_of_rows.function
+    compiled = CompiledOnAccelerators(lambda *given: function(*given), uncompiled_devices=())
     hidden, weight, bias, targets = make(50)
     arguments = (hidden, targets, weight, bias, CrossEntropy(), True)
     with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
@@ -234,8 +229,7 @@ def memory(work) -> tuple[int, int]:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    alive = torch.tensor(sizes).cumsum(0)
-    return max(sizes), alive.max().item()
+    return max(sizes), torch.tensor(sizes).cumsum(0).max().item()
 
 
 def bounded(work, inputs, chunks: int = 4) -> bool:
@@ -250,22 +244,20 @@ def bounded(work, inputs, chunks: int = 4) -> bool:
 @pytest.mark.parametrize("options, chunks", [(PLAIN, 4), (ALL_OPTIONS, 11)])
 @pytest.mark.parametrize("low", [False, True])
 def test_memory_is_bounded_by_the_chunk(small_chunks, low, options, chunks):
-    hidden, weight, bias, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
-    inputs = (hidden, weight, bias)
+    *inputs, targets = make(ROWS, torch.float32, vocabulary=WIDE, features=8)
 
-    def training(function=chunked_cross_entropy.linear_sums):
+    def training(function):
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             loss = function(*inputs, targets, options)["loss"]
         loss.backward()
 
-    full = lambda h, w, b, t, options: options.sums(F.linear(h, w, b), t)  # noqa: E731
-    assert bounded(training, inputs, chunks)
+    def full(hidden, weight, bias, targets, options):
+        return options.sums(F.linear(hidden, weight, bias), targets)
+
+    assert bounded(lambda: training(linear_sums), inputs, chunks)
     assert not bounded(lambda: training(full), inputs, chunks)  # the mutant
     with torch.autocast("cpu", torch.bfloat16, enabled=low):
         assert bounded(lambda: scores(*inputs, targets), inputs)
-        assert not bounded(
-            lambda: chunked_cross_entropy.sums_from_logits(F.linear(*inputs), targets, False), inputs
-        )  # the mutant
 
 
 def test_an_accelerator_computes_all_logits_at_once_if_they_fit():

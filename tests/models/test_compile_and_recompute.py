@@ -1,6 +1,4 @@
-"""Compiled layers, recomputed activations, padding and compressed gradients: what they do to the numbers."""
-
-import json
+"""Compiled layers, recomputed activations and compressed gradients: what they do to the numbers."""
 
 import pytest
 import torch
@@ -10,7 +8,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 import train
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.models import compile_and_recompute
+from src.data.data_loader import seed_everything
+from src.models.compile_and_recompute import compile_and_recompute
 from src.training.step import ModelWithLoss
 from tests.helpers import kit
 
@@ -31,52 +30,33 @@ def plain(files, tmp_path_factory):
     return kit.run_training(1, tmp_path_factory.mktemp("speed") / "plain", *recipe(files))
 
 
-def losses_equal(run, plain, bound: float) -> bool:
-    pairs = zip(run.losses(), plain.losses(), strict=True)
-    return all(one == pytest.approx(other, rel=bound) for one, other in pairs)
-
-
-# ---- torch.compile -----------------------------------------------------------------------------------------------------
-
-
 def _compiled(argv):
     """Train with Dynamo's own backend, which needs no C++ compiler."""
     torch.nn.Module.compile = lambda block: COMPILE(block, backend="eager")
     train.main([str(word) for word in argv])
 
 
-def compiled(world: int, folder, flags) -> kit.Run:
-    argv = [*flags, "--compile", "true", "--output_dir", folder]
-    kit.spawn(world, _compiled, argv, out=folder.with_suffix(".out"))
-    return kit.Run(folder)
-
-
 def test_compiled_layers_compute_the_same_under_their_own_names(files, plain, tmp_path):
-    run = compiled(2, tmp_path / "run", recipe(files, pad_to_multiple_of=32, save_steps=3))
-    assert losses_equal(run, plain, 1e-12)
+    argv = recipe(files, pad_to_multiple_of=32, save_steps=3, compile=True, output_dir=tmp_path / "run")
+    kit.spawn(2, _compiled, argv, out=tmp_path / "out")
+    run = kit.Run(tmp_path / "run")
+    assert run.losses() == pytest.approx(plain.losses(), rel=1e-12)
     assert run.kind("eval")[0]["loss"] == pytest.approx(plain.kind("eval")[0]["loss"], rel=1e-12)
-    graphs = [line["graphs"] for line in run.kind("train")]
-    assert 0 < graphs[-1] <= 4  # all layers share them
+    assert 0 < run.kind("train")[-1]["graphs"] <= 4  # all layers share them
+    assert "graphs" not in plain.kind("train")[0]
     for path in run.folder.rglob("*.safetensors"):
         assert not any("_orig_mod" in name for name in load_file(path))
     assert run.weights.keys() == plain.weights.keys()
-    assert "graphs" not in plain.kind("train")[0]
 
 
-# ---- activations -------------------------------------------------------------------------------------------------------
-
-
-def _kept(files, checkpointed: bool) -> tuple[int, list]:
+def _forward_and_backward(files, checkpointed: bool) -> tuple[int, list]:
     """Return the bytes that a forward pass keeps for backward, and the gradients, of a model with dropout."""
-    from src.data.data_loader import seed_everything
-
     fields = {"gradient_checkpointing": checkpointed, "dtype": "float64"}
     task, splits = kit.open_data(model_config=files / "gpt2.yaml", train_file=files / "train.jsonl", **fields)
-    model = compile_and_recompute.compile_and_recompute(
+    model = compile_and_recompute(
         task.build(), RunConfig(gradient_checkpointing=checkpointed), torch.device("cpu")
-    )
-    model_with_loss, kept = ModelWithLoss(model, task).train(), {}
-    inputs = task.collate(splits["train"].rows(range(8)), True).inputs
+    ).train()
+    inputs, kept = task.collate(splits["train"].rows(range(8)), True).inputs, {}
     seed_everything(3)
 
     def pack(tensor):
@@ -84,37 +64,25 @@ def _kept(files, checkpointed: bool) -> tuple[int, list]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model_with_loss(inputs)["loss"]
-    held = sum(kept.values())
+        loss = ModelWithLoss(model, task)(inputs)["loss"]
+    size = sum(kept.values())
     loss.backward()
-    return held, [parameter.grad.clone() for parameter in model.parameters()]
+    return size, [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def test_recomputed_activations_are_not_kept_and_dropout_is_the_same(files):
-    whole, gradients = _kept(files, False)
-    less, same = _kept(files, True)
-    assert less < whole / 2
+    (size, gradients), (less, same) = (_forward_and_backward(files, on) for on in (False, True))
+    assert less < size / 2
     assert all(torch.equal(one, other) for one, other in zip(gradients, same, strict=True))
 
 
 def test_checkpointing_works_under_ddp_with_accumulation(files, plain, tmp_path):
     """The reentrant form would reduce gradients twice."""
     run = kit.run_training(2, tmp_path / "run", *recipe(files, gradient_checkpointing=True))
-    assert losses_equal(run, plain, 1e-12)
+    assert run.losses() == pytest.approx(plain.losses(), rel=1e-12)
     assert kit.distance(run.weights, plain.weights) <= 1e-10
-
-
-def test_model_without_checkpointing_is_refused():
-    with pytest.raises(UsageError, match=r"gradient_checkpointing is true, but Linear"):
-        compile_and_recompute.compile_and_recompute(
-            torch.nn.Linear(1, 1), RunConfig(gradient_checkpointing=True), torch.device("cpu")
-        )
-
-
-# ---- width -------------------------------------------------------------------------------------------------------------
-
-
-# ---- what DDP sends ----------------------------------------------------------------------------------------------------
+    with pytest.raises(UsageError, match="gradient_checkpointing: Linear"):
+        compile_and_recompute(torch.nn.Linear(1, 1), RunConfig(gradient_checkpointing=True), torch.device("cpu"))
 
 
 def _hooked(argv) -> int:
@@ -131,9 +99,8 @@ def _hooked(argv) -> int:
 
 
 def test_a_comm_hook_rounds_gradients_once_a_step(files, plain, tmp_path):
-    argv = [*recipe(files, ddp_comm_hook="fp16", dtype="float32"), "--output_dir", tmp_path / "run"]
+    argv = recipe(files, ddp_comm_hook="fp16", dtype="float32", output_dir=tmp_path / "run")
     counts = kit.spawn(2, _hooked, argv, out=tmp_path / "out")
     assert counts == [6, 6]  # one bucket, six steps of two micro-batches a rank
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    first = [line["loss"] for line in lines if line["kind"] == "train"]
-    assert first == pytest.approx(plain.losses(), rel=1e-2)  # other random weights: those of float32
+    # Other random weights: those of float32.
+    assert kit.Run(tmp_path / "run").losses() == pytest.approx(plain.losses(), rel=1e-2)

@@ -1,4 +1,4 @@
-"""Options of the cross-entropy: equal to torch and to the formulas of the papers, in chunks, and for every split."""
+"""Options of the cross-entropy and R-Drop: equal to torch and to the formulas of the papers, and for every split."""
 
 import numpy as np
 import pytest
@@ -6,19 +6,16 @@ import torch
 import torch.nn.functional as F
 
 from src.config.errors import UsageError
-from src.models import chunked_cross_entropy
-from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of
+from src.models.chunked_cross_entropy import sums_from_logits
+from src.models.cross_entropy import ClassCrossEntropy, CrossEntropy, class_weights_of, r_drop_sums
 from tests.conformance import recipes
 from tests.helpers import kit, technique_runs
-from tests.models.test_chunked_cross_entropy import CHUNK, VOCABULARY, make, plain, with_gradients
+from tests.models import test_chunked_cross_entropy as chunked
+from tests.models.test_chunked_cross_entropy import CHUNK, VOCABULARY, linear_sums, make, plain, with_gradients
 
 OPTIONS = {"label_smoothing_factor": 0.2, "z_loss": 0.03, "focal_gamma": 0.5}
 ALL = CrossEntropy(**OPTIONS)
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
+small_chunks = pytest.fixture(autouse=True)(chunked.small_chunks.__wrapped__)
 
 
 def by_hand(logits, targets, class_weights=None):
@@ -32,8 +29,10 @@ def by_hand(logits, targets, class_weights=None):
     return (focal + 0.03 * weights[targets.clamp(min=0)] * logits.exp().sum(-1).log() ** 2)[real].sum()
 
 
-def worst(ours, reference):
-    return max((a - b).abs().max().item() for a, b in zip(ours, reference, strict=True))
+def distance(one, other, arguments):
+    """Return the largest difference of two losses and their gradients."""
+    pairs = zip(with_gradients(one, *arguments), with_gradients(other, *arguments), strict=True)
+    return max((a - b).abs().max().item() for a, b in pairs)
 
 
 # ---- one formula -----------------------------------------------------------------------------------------------------
@@ -41,28 +40,31 @@ def worst(ours, reference):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_smoothing_and_class_weights_equal_torch(weighted):
-    hidden, weight, bias, targets = make(50)
+    arguments, options = make(50), ClassCrossEntropy(label_smoothing_factor=0.3)
     class_weights = torch.rand(VOCABULARY, dtype=torch.float64) if weighted else None
-    options = ClassCrossEntropy(label_smoothing_factor=0.3)
 
-    def of_torch(*arguments):
-        logits = F.linear(*arguments[:3])
+    def of_torch(hidden, weight, bias, targets):
+        logits = F.linear(hidden, weight, bias)
         return F.cross_entropy(logits, targets, class_weights, reduction="sum", label_smoothing=0.3)
 
-    def ours(*arguments):
-        return options.sums(F.linear(*arguments[:3]), targets, class_weights)["loss"]
+    def mutant(hidden, weight, bias, targets):
+        """Smooths ignored targets, too."""
+        logits = F.linear(hidden, weight, bias)
+        return 0.7 * F.cross_entropy(logits, targets, reduction="sum") - 0.3 * logits.log_softmax(-1).mean(-1).sum()
 
-    arguments = (hidden, weight, bias, targets)
-    assert worst(with_gradients(ours, *arguments), with_gradients(of_torch, *arguments)) <= 1e-12
+    def ours(hidden, weight, bias, targets):
+        return options.sums(F.linear(hidden, weight, bias), targets, class_weights)["loss"]
+
+    assert distance(ours, of_torch, arguments) <= 1e-12
+    assert distance(ours, mutant, arguments) > 1e-3
 
 
 @pytest.mark.parametrize("rows", [CHUNK, 50])
 def test_chunks_equal_the_formula_on_full_logits(rows):
     arguments = make(rows)
-    ours = with_gradients(lambda *given: chunked_cross_entropy.linear_sums(*given, ALL)["loss"], *arguments)
-    expected = with_gradients(lambda h, w, b, t: by_hand(F.linear(h, w, b), t), *arguments)
-    assert worst(ours, expected) <= 1e-12
-    sums = chunked_cross_entropy.linear_sums(*arguments, ALL)
+    ours, formula = lambda *given: linear_sums(*given, ALL)["loss"], lambda h, w, b, t: by_hand(F.linear(h, w, b), t)
+    assert distance(ours, formula, arguments) <= 1e-12
+    sums = linear_sums(*arguments, ALL)
     assert sums["cross_entropy"].item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
     logits, real = F.linear(*arguments[:3]), arguments[3] != -100
     assert sums["z_loss"].item() == pytest.approx(logits.logsumexp(-1)[real].square().sum().item(), rel=1e-12)
@@ -72,16 +74,14 @@ def test_chunks_equal_the_formula_on_full_logits(rows):
     assert logits.grad.isfinite().all()
 
 
-def test_mutant_smoothing_of_ignored_targets_is_caught():
-    def mutant(hidden, weight, bias, targets):
-        logits = F.linear(hidden, weight, bias)
-        own = F.cross_entropy(logits, targets, reduction="sum")
-        return 0.8 * own - 0.2 * logits.log_softmax(-1).mean(-1).sum()  # of padding, too
-
-    arguments = make(50)
-    options = CrossEntropy(label_smoothing_factor=0.2)
-    ours = with_gradients(lambda *given: chunked_cross_entropy.linear_sums(*given, options)["loss"], *arguments)
-    assert worst(ours, with_gradients(mutant, *arguments)) > 1e-3
+def test_r_drop_is_the_loss_of_its_authors():
+    one, other = torch.randn(2, 5, 3, dtype=torch.float64)
+    labels = torch.tensor([0, 1, 2, 1, 0])
+    entropy = sum(F.cross_entropy(logits, labels, reduction="sum") for logits in (one, other))
+    p, q = one.log_softmax(-1), other.log_softmax(-1)
+    kl = [F.kl_div(a, b, reduction="sum", log_target=True) for a, b in ((p, q), (q, p))]
+    loss = r_drop_sums({"loss": entropy}, torch.cat([one, other]), 2.0)["loss"]
+    assert abs(loss - entropy / 2 - 2.0 * sum(kl) / 2) <= 1e-12
 
 
 # ---- class weights ---------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ def test_mean_with_class_weights_is_that_of_torch():
     targets, logits = torch.tensor([0, 2, -100, 2, 1]), torch.randn(5, 3, dtype=torch.float64)
     options = ClassCrossEntropy(class_weights=["1", "0.5", "3"])
     weight, inputs = options.weigh(True, targets.numpy())
-    loss = chunked_cross_entropy.sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
+    loss = sums_from_logits(logits, targets, True, options, class_weights_of(inputs))["loss"]
     expected = F.cross_entropy(logits, targets, torch.tensor([1, 0.5, 3], dtype=torch.float64)).item()
     assert (loss / weight).item() == pytest.approx(expected, rel=1e-14)
     assert (loss / 4).item() != pytest.approx(expected, rel=1e-2)
@@ -101,12 +101,10 @@ def test_mean_with_class_weights_is_that_of_torch():
     assert mixed == 0.25 * 1 + 0.75 * 3 + 0.5
 
 
-def test_invalid_class_weights_are_named():
-    with pytest.raises(UsageError, match=r"balanced, but there are 2 classes.* a, b"):
-        ClassCrossEntropy(class_weights=["balanced"]).set_classes(["a", "b"])
-    assert "'-1'" in ClassCrossEntropy(class_weights=["1", "-1"]).check()[0]
-    with pytest.raises(UsageError, match=r"1, 1, but there are 3 classes.* a, b, c"):
-        ClassCrossEntropy(class_weights=["1", "1"]).set_classes(["a", "b", "c"])
+@pytest.mark.parametrize("weights", [["balanced"], ["1", "-1"], ["1", "x"], ["1"]])
+def test_invalid_class_weights_are_named(weights):
+    with pytest.raises(UsageError, match=rf"{', '.join(weights)}, but there are 2 classes.* a, b"):
+        ClassCrossEntropy(class_weights=weights).set_classes(["a", "b"])
 
 
 TEXTS = ["a cat", "a red cat", "no fox", "a mat"]
@@ -128,8 +126,8 @@ def check_balanced_weights(tmp_path, task: str, rows: list[dict], given: list[st
     )
     counts = np.array([given.count(label) for label in opened.labels])
     assert counts.sum() == len(given)
-    found = [float(value) for value in opened.options.class_weights]
-    assert found == pytest.approx(len(given) / (len(counts) * counts), rel=1e-15)
+    weights = [float(value) for value in opened.options.class_weights]
+    assert weights == pytest.approx(len(given) / (len(counts) * counts), rel=1e-15)
     batch = opened.collate(splits["train"].rows(np.arange(4)), True)
     assert batch.weight == pytest.approx(len(given), rel=1e-15)  # so the loss keeps its scale
 
@@ -161,3 +159,23 @@ def test_evaluation_is_the_plain_cross_entropy(tmp_path):
     one, other = (technique_runs.train(tmp_path / str(i), fields | more) for i, more in enumerate(({}, OPTIONS)))
     assert one.kind("eval")[-1]["loss"] == other.kind("eval")[-1]["loss"]
     assert one.losses() != other.losses()
+
+
+def test_r_drop_with_balanced_classes_is_exact_for_every_split(tmp_path):
+    dropout = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+    words = recipes.SENTENCE.split()
+    rows = [{"text": " ".join(words[n % 5 :][: 2 + n % 4]), "label": "few" if n % 3 else "many"} for n in range(16)]
+    values = technique_runs.files(tmp_path) | {
+        "task": "text_classification",
+        "model_config": kit.write_yaml(tmp_path / "bert.yaml", recipes.BERT | dropout),
+        "tokenizer_name": kit.tiny_tokenizer(tmp_path / "tokenizer"),
+        "train_file": kit.write_jsonl(tmp_path / "texts.jsonl", rows),
+        "validation_file": kit.write_jsonl(tmp_path / "other_texts.jsonl", rows[:5]),
+        "class_weights": "balanced",
+        "r_drop_alpha": 2.0,
+    }
+    one = technique_runs.train(tmp_path / "one", values, 1, 4)
+    two = technique_runs.check_resume(tmp_path, values)
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    assert two.kind("train")[-1]["r_drop"] > 0
+    assert two.kind("train")[-1]["weight"] == pytest.approx(16)

@@ -10,7 +10,7 @@ import numpy as np
 
 from src.config.addons import addon_names
 from src.config.errors import UsageError
-from src.models.metrics import ADDON, metrics_of_this_repository
+from src.models.metrics import ADDON, BUILT_IN
 
 
 def load_metric(name: str, trust_remote_code: bool):
@@ -19,8 +19,8 @@ def load_metric(name: str, trust_remote_code: bool):
         return _load_shipped(name)
     if not trust_remote_code:
         raise UsageError(
-            f"metrics: {name} is none of {', '.join(sorted(metrics_of_this_repository()))}, so loading it would run a script: give "
-            "--trust_remote_code true if you trust it"
+            f"metrics: {name} is none of {', '.join(sorted([*BUILT_IN, *addon_names('/'.join(ADDON))]))}, so loading it would run "
+            "a script: give --trust_remote_code true if you trust it"
         )
     local = Path(name, f"{name}.py")
     if Path(name).name == name and local.exists():

@@ -33,7 +33,8 @@ from src.tasks.base import Batch
 from src.text.labels import label_ids, labels_of_data, labels_of_model, require_columns, set_labels
 
 HEAD = "ImageClassification"
-NEW_HEAD = ("classifier", "head.")  # modules that may be new in a pretrained model
+# Modules that may be new in a pretrained model, also in those of timm.
+NEW_HEAD = ("classifier", "head.", "timm_model.fc.")
 TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 TOP_FIVE = 10  # smallest number of classes for which top-5 accuracy is reported
 

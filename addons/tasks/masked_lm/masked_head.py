@@ -33,7 +33,7 @@ def has_positionwise_head(model: Any, vocab_size: int) -> bool:
         return False
     ids = torch.arange(8).remainder(vocab_size).view(2, 4)
     positions = torch.tensor([1, 6])
-    with probing(model, "token ids alone (sizes of its configuration may not fit each other)"):
+    with probing(model):
         try:
             with hidden_states_at(model, positions):
                 some = model(input_ids=ids).logits
