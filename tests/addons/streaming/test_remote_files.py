@@ -6,7 +6,6 @@ import pytest
 from addons.streaming.sources import StreamSource
 from addons.streaming.stream import Stream
 from tests.helpers import kit
-from tests.helpers.fake_hub import Fault
 from tests.helpers.served_data import open_served
 
 
@@ -81,14 +80,6 @@ def test_file_that_changes_after_its_look_up_is_refused(hub, tmp_path, kind):
         assert len(open_served(hub, tmp_path, url, rows_of)) == 20
         found = open_served(hub, tmp_path, url, rows_after_a_change)
         assert f"{url} changed while it was read: {words}" in found
-
-
-def test_another_part_than_asked_for_is_refused(hub, tmp_path):
-    url, size = put(hub, "part.jsonl", 0), (hub.folder / "files/part.jsonl").stat().st_size
-    wrong = {"Content-Range": f"bytes 7-{size - 1}/{size}"}
-    hub.faults["/files/part.jsonl"] = lambda r: Fault(headers=wrong) if r.method == "GET" and r.range else None
-    found = open_served(hub, tmp_path, url, rows_of)
-    assert f"{url}: the server answers Content-Range: bytes 7-" in found
 
 
 def test_text_cannot_be_streamed(hub, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer, BertTokenizerFast
 
-from addons.tasks.embeddings import contrastive
+from addons.tasks import embeddings as contrastive
 from tests.conformance.recipes import BERT
 from tests.helpers import kit
 

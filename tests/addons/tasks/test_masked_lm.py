@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from addons.tasks.masked_lm.masked_head import has_positionwise_head
-from addons.tasks.masked_lm.masking import mask_tokens, masked_count
+from addons.tasks.masked_lm import has_positionwise_head, mask_tokens, masked_count
 from src.data.data_loader import seed_everything
 from tests.addons.tasks import recipes
 from tests.helpers import kit

@@ -8,13 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from addons.tasks import segmentation
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from src.config.errors import UsageError
+from src.data.prepare import encode_files
 from tests.addons.tasks import images
 from tests.helpers import kit
-
-STEPS = {"max_steps": 6, "global_batch_size": 24, "learning_rate": 2e-3, "dtype": "float64", "save_steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -145,4 +145,7 @@ def test_ignored_and_palette_labels(flags, tmp_path):
     assert batch.weight == 2 * 256 - 1
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+def test_cache_key_follows_the_code_of_another_add_on():
+    assert kit.REPOSITORY / "addons/tasks/image_classification/decoding.py" in encode_files(
+        segmentation.Task(None, None)
+    )

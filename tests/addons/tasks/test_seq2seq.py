@@ -108,9 +108,9 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     assert len(second["labels"]) == 4
     assert second["labels"][-1] == end
     assert splits["train"].stats["rows_cut"] == 1
-    assert task.encoder.encode_batch({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
-    task.encoder.prefix = ""
-    assert task.encoder.encode_batch({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]
+    assert task.encode({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
+    task.options.source_prefix = ""
+    assert task.encode({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]
     with pytest.raises(UsageError, match="source_column"):
         kit.open_data(**fields)
 
