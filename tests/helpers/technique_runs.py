@@ -140,6 +140,17 @@ class Plain:
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         return kind(groups, lr=1e-2, **options)
 
+    def descend(self, optimizer, change: Callable[[int], object] = lambda step: None) -> dict[str, torch.Tensor]:
+        """Train by plain steps; `change(step)` may change the gradient before the update. Return the weights by name."""
+
+        def update(step: int) -> None:
+            optimizer.zero_grad()
+            self.loss().backward()
+            change(step)
+            optimizer.step()
+
+        return self.train(update)
+
     def train(self, update: Callable[[int], None], steps: int = STEPS) -> dict[str, torch.Tensor]:
         """Call `update(step)` for each step; return the weights by name."""
         for step in range(steps):

@@ -13,7 +13,7 @@ import torch
 from addons.tasks.image_classification import augmentation
 from addons.tasks.image_classification.decoding import open_image, read_image
 from addons.tasks.image_classification.image_processor import normalize, read_image_processor, stack
-from src.config.errors import UsageError, warn
+from src.config.errors import warn
 from src.config.fields import option
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
@@ -176,8 +176,6 @@ class Task(base.Task):
         return sums
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.options.r_drop_alpha:
-            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
         targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
         own, other = (row_losses(Scored(logits), labels, self.options, weights) for labels in targets)

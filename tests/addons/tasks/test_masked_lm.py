@@ -138,6 +138,3 @@ def test_mutant_head_that_mixes_positions_gets_all_of_them(folder):
         expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-9)
     assert wrong != pytest.approx(expected, rel=1e-6)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------

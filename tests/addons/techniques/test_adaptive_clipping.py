@@ -31,15 +31,12 @@ def clip_as_timm(parameter: torch.nn.Parameter) -> bool:
 
 def plain_weights(values: dict) -> dict[str, torch.Tensor]:
     plain = technique_runs.Plain(values)
-    optimizer, partly = plain.optimizer(torch.optim.SGD, momentum=0.9), []
+    partly = []
 
-    def update(step: int) -> None:
-        optimizer.zero_grad()
-        plain.loss().backward()
+    def clip(step: int) -> None:
         partly.extend(clip_as_timm(p) for n, p in plain.model.named_parameters() if "wpe." not in n)
-        optimizer.step()
 
-    weights = plain.train(update)
+    weights = plain.descend(plain.optimizer(torch.optim.SGD, momentum=0.9), clip)
     assert any(partly)
     return weights
 

@@ -101,14 +101,6 @@ def test_resume_shows_a_technique_that_is_not_restored(tmp_path, monkeypatch, ki
 
 
 @pytest.mark.cluster
-def test_averages_and_lookahead_under_fsdp2(tmp_path):
-    technique_runs.check_fsdp2(tmp_path, fields(tmp_path))
-    one, sharded = tmp_path / "one", tmp_path / "fsdp2" / "straight"
-    for part in ("ema", "swa", "lawa", "lookahead"):
-        assert kit.distance(last_parts(one, part), last_parts(sharded, part)) <= 2e-5
-
-
-@pytest.mark.cluster
 def test_mutant_that_saves_one_shard_is_caught(tmp_path, monkeypatch):
     """An EMA with the local shard as state: one rank's rows of it come back on every rank."""
     monkeypatch.setattr(
