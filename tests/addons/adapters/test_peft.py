@@ -223,38 +223,32 @@ def test_wrong_targets_are_errors(llama, tmp_path, target):
         task.build_model()
 
 
+def trained_parameters(folder, rows: list[dict], target: str | None, **fields) -> set[str]:
+    """Return the names of the parameters of a tiny BERT that are trained."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    task, _ = kit.open_data(
+        model_config=kit.write_yaml(folder / "bert.yaml", {"model_type": "bert"} | small),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", ["a b c"]),
+        train_file=kit.write_jsonl(folder / "train.jsonl", rows),
+        output_dir=folder / "run",
+        peft=json.dumps({"type": "lora", "target": target}),
+        **fields,
+    )
+    return {name for name, parameter in task.build_model().named_parameters() if parameter.requires_grad}
+
+
 def test_new_head_is_trained_in_full(tmp_path):
     """As peft does for classifiers; `all-linear` leaves it alone."""
     rows = [{"text": "a b", "label": 0}, {"text": "c", "label": 1}] * 4
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    task, _ = kit.open_data(
-        task="text_classification",
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
-        train_file=kit.write_jsonl(tmp_path / "train.jsonl", rows),
-        output_dir=tmp_path / "run",
-        peft=json.dumps({"type": "lora", "target": "all-linear"}),
-    )
-    model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = trained_parameters(tmp_path, rows, "all-linear", task="text_classification")
     assert "classifier.modules_to_save.default.weight" in trained
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert not any("classifier" in name and "lora_" in name for name in trained)
 
 
 def test_learned_temperature_is_trained(tmp_path):
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    task, _ = kit.open_data(
-        task="embeddings",
-        learn_temperature=True,
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
-        train_file=kit.write_jsonl(tmp_path / "train.jsonl", [{"anchor": "a b", "positive": "c"}] * 4),
-        output_dir=tmp_path / "run",
-        peft=json.dumps({"type": "lora"}),
-    )
-    model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rows = [{"anchor": "a b", "positive": "c"}] * 4
+    trained = trained_parameters(tmp_path, rows, None, task="embeddings", learn_temperature=True)
     assert "logit_scale" in trained
     assert all("lora_" in name for name in trained - {"logit_scale"})
 

@@ -51,15 +51,12 @@ def test_versions_of_many_local_files(tmp_path):
     assert source.versions() != versions
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_empty_file_is_skipped(hub, tmp_path, streaming):
+def test_empty_file_is_skipped(hub, tmp_path):
     urls = [put(hub, "e.jsonl", 0, 0), put(hub, "full.jsonl", 0), put(hub, "f.jsonl", 0, 0)]
-    count = (lambda stream: len(rows_of(stream))) if streaming else len
-    assert open_served(hub, tmp_path, urls, count, streaming=streaming) == 20
+    assert len(open_served(hub, tmp_path, urls, rows_of)) == 20
     text = (tmp_path / "out/rank0.txt").read_text()
     assert [f"warning: train_file: {url} is empty" in text for url in urls] == [True, False, True]
-    message = open_served(hub, tmp_path, urls[0], streaming=streaming)
-    assert message.startswith(f"train_file: {urls[0]} is empty")
+    assert open_served(hub, tmp_path, urls[0]).startswith(f"train_file: {urls[0]} is empty")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

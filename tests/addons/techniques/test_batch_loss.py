@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-import sys
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from addons.techniques._batch_loss import BatchLossTask
 from src.data.batch_plan import PlanConfig, plan
 from src.runtime.private_apis import known_masks
-from src.tasks import MODULES, OPTIONS, causal_lm
-from tests.helpers import kit
+from src.tasks import causal_lm
+from tests.helpers import kit, plain_task
 
 STEPS = 10  # three of 24 rows and a tail of 11 are an epoch of 83
 VOCABULARY = 50
@@ -98,13 +98,11 @@ TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled)
 
 @pytest.fixture(scope="module", autouse=True)
 def _tasks():
-    for task in TASKS:
-        MODULES[task.__name__] = f"src.tasks.{task.__name__}"
-        sys.modules[MODULES[task.__name__]] = SimpleNamespace(Task=task, Options=causal_lm.Options)
-        OPTIONS[task.__name__] = lambda: causal_lm.Options
-    yield
-    for task in TASKS:
-        del sys.modules[MODULES.pop(task.__name__)], OPTIONS[task.__name__]
+    with ExitStack() as stack:
+        for task in TASKS:
+            module = SimpleNamespace(Task=task, Options=causal_lm.Options)
+            stack.enter_context(plain_task.registered(module, task.__name__))
+        yield
 
 
 def recipe(data, task, dropout=True, **fields) -> list[str]:
