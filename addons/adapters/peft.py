@@ -69,12 +69,12 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(f"peft: {error}; install it: pip install peft (requirements-extra.txt)") from error
     given = {"target_modules" if name == "target" else name: v for name, v in cfg.peft.items() if v is not None}
     name = str(given.pop("type", "lora")).lower()
-    configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     tuners = {kind.value.lower(): tuner for kind, tuner in PEFT_TYPE_TO_TUNER_MAPPING.items()}
-    why = {each: _why_refused(each, configs[each], tuners.get(each)) for each in configs}
-    if why.get(name, "it is unknown"):
-        works = ", ".join(sorted(each for each in why if not why[each]))
-        raise UsageError(f"peft: type is {name}: {why.get(name, 'it is unknown')}; choose from {works}")
+    configs = {kind.value.lower(): config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    configs = {each: config for each, config in configs.items() if _is_exact(each, config, tuners.get(each))}
+    if name not in configs:
+        works = ", ".join(sorted(configs))
+        raise UsageError(f"peft: type is {name}: unknown, or no adapter of single layers; choose from {works}")
     if refused := sorted(given.keys() & REFUSED_OPTIONS.keys()):
         raise UsageError(f"peft: {refused[0]}: {REFUSED_OPTIONS[refused[0]]}")
     if (value := given.get("init_lora_weights", True)) not in INITIAL:
@@ -85,12 +85,10 @@ def read_options(cfg: Any) -> tuple[type, Any]:
         raise UsageError(f"peft: {one_line(error)}") from error
 
 
-def _why_refused(name: str, config: type, tuner: Any) -> str | None:
-    if tuner is None or "target_modules" not in vars(config)["__dataclass_fields__"]:
-        return "it changes the forward pass of the model instead of layers in it"
-    if name in REFUSED_TYPES:
-        return "it would train something else than an adapter of this model"
-    return "its layers share weights outside of the model" if getattr(tuner, "uses_shared_state", True) else None
+def _is_exact(name: str, config: type, tuner: Any) -> bool:
+    """Return whether a type changes layers in the model, and these share no weights outside of it."""
+    in_layers = tuner is not None and "target_modules" in vars(config)["__dataclass_fields__"]
+    return in_layers and name not in REFUSED_TYPES and not getattr(tuner, "uses_shared_state", True)
 
 
 # ---- injection -------------------------------------------------------------------------------------------------------

@@ -138,9 +138,10 @@ def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
 
 def check_fields(plugin: Any, cfg: RunConfig) -> None:
     """Raise UsageError for what the run file and DeepSpeed's configuration may not have together."""
-    for part in ("optimizer", "scheduler"):
-        if part in plugin.deepspeed_config:
-            raise UsageError(f"the DeepSpeed configuration has a field {part}: remove it; the run file sets the {part}")
+    if "scheduler" in plugin.deepspeed_config:  # accelerate refuses an optimizer
+        raise UsageError(
+            "the DeepSpeed configuration has a field scheduler: remove it; the run file sets the scheduler"
+        )
     if cfg.optim not in BUILT_IN:
         raise UsageError(
             f"optim is {cfg.optim}, but DeepSpeed shards all parameters as one vector, without their shapes: use adamw or sgd, "

@@ -34,14 +34,9 @@ class Fields:
 
 
 def errors(cfg: Any, training: bool) -> Iterator[str]:
-    """Yield an error for half a curriculum, and for a stream."""
-    if not training:
-        return
-    names = ["curriculum_column", "curriculum_steps"]
-    given = [name for name in names if getattr(cfg, name) is not None]
-    if len(given) == 1:
-        [missing] = {*names} - {*given}
-        yield f"{given[0]} is {getattr(cfg, given[0])}, but {missing} is missing: give both, or neither"
+    """Yield an error for half a curriculum."""
+    if training and (cfg.curriculum_column is None) != (cfg.curriculum_steps is None):
+        yield "curriculum_column and curriculum_steps belong together, but one is missing: give both, or neither"
 
 
 def _column(cfg: Any) -> Column | None:

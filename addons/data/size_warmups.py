@@ -42,12 +42,9 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
     """Yield an error for half a warmup, and for one that does not grow."""
     if not training:
         return
-    for size in ("batch_size", "sequence_length"):
-        names = [f"{size}_warmup_start", f"{size}_warmup_steps"]
-        given = [name for name in names if getattr(cfg, name) is not None]
-        if len(given) == 1:
-            [missing] = {*names} - {*given}
-            yield f"{given[0]} is {getattr(cfg, given[0])}, but {missing} is missing: give both, or neither"
+    for size in ("batch_size_warmup", "sequence_length_warmup"):
+        if (getattr(cfg, f"{size}_start") is None) != (getattr(cfg, f"{size}_steps") is None):
+            yield f"{size}_start and {size}_steps belong together, but one is missing: give both, or neither"
     start, size = cfg.batch_size_warmup_start, cfg.global_batch_size
     if start is not None and start >= size > 0:
         yield (
@@ -151,11 +148,6 @@ class WarmupSizes(StepSizes):
         epoch, within = self.locate(step)
         return epoch + within / (self.first_step(epoch + 1) - self.first_step(epoch))
 
-    def passes(self, step: int) -> float:
-        """Return the examples of the first `step` steps as a multiple of the data."""
-        epoch, within = self.locate(step)
-        return epoch + self.positions(epoch, within)[0] / self.num_examples
-
 
 _warmup_sizes = lru_cache(maxsize=8)(WarmupSizes)  # the table of equal arguments is computed once
 
@@ -216,19 +208,7 @@ def shorten_row(row: dict, length: int) -> dict:
     return row | cut
 
 
-# ---- the printed plan ------------------------------------------------------------------------------------------------
-
-
 def plan_rows(cfg: Any, task: Task, train_set: Any, total: int, rows: dict[str, str]) -> dict[str, str]:
-    """Return the lines of the plan about both warmups, and about steps and tokens, which they change."""
-    batch, length = batch_warmup(cfg), length_warmup(cfg, task)
-    changed = {}
-    if batch and train_set.stats["examples"] is not None:
-        sizes = _warmup_sizes(len(train_set), cfg.global_batch_size, batch)
-        changed["steps"] = (
-            f"{total:,} = {sizes.epochs_of(total):.2f} epochs, of {sizes.per_epoch:,} steps after the batch-size warmup"
-        )
-        changed[task.unit] = f"{train_set.stats['tokens'] * sizes.passes(total):,.0f} in the whole run"
-    if length and task.unit in rows:
-        changed[task.unit] = f"{changed.get(task.unit, rows[task.unit])}, fewer because rows are shortened at first"
-    return changed | {name: str(ramp) for name, ramp in (("global batch", batch), ("tokens per row", length)) if ramp}
+    """Return the lines of the plan about both warmups."""
+    ramps = {"global batch": batch_warmup(cfg), "tokens per row": length_warmup(cfg, task)}
+    return {name: str(ramp) for name, ramp in ramps.items() if ramp}

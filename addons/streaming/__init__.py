@@ -49,8 +49,6 @@ def errors(cfg: Any, training: bool) -> Iterator[str]:
         yield "per_device_batch_size is auto, but the longest rows of a stream are not known: give a number"
     if cfg.mixture:
         yield "mixture and streaming are both given, but a mixture needs data of known length: remove one of them"
-    if (cfg.stream_lanes or 0) > cfg.global_batch_size > 0:
-        yield f"stream_lanes is {cfg.stream_lanes}: more than global_batch_size, which is {cfg.global_batch_size}"
 
 
 def fetch_source(source: Source, cfg: Any, work: SharedWork) -> Source:

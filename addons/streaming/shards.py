@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pyarrow as pa
 
-from addons.streaming import remote_files
-from addons.streaming.sources import StreamSource
+from addons.streaming.sources import StreamSource, same_version
 from src.config.errors import UsageError
 from src.data.prepared_split import column_readers, keep_encoded
 from src.data.raw_rows import explain_read_error, replace_readers
@@ -159,7 +158,7 @@ def _open_file(source: StreamSource, file: str, columns: list[str] | None):
     options: dict = {"columns": columns} if columns and source.builder == "parquet" else {}
     if "://" in file:
         client = {"trust_env": True, "timeout": http_files.client_timeout()}
-        client |= remote_files.same_version(file, source.remote.get(file))
+        client |= same_version(file, source.remote.get(file))
         options["storage_options"] = {"client_kwargs": client}
     files = {"train": [file]}
     return datasets.load_dataset(source.builder, data_files=files, split="train", streaming=True, **options)

@@ -4,22 +4,26 @@ Tests: tests/addons/streaming/test_remote_files.py and tests/addons/streaming/te
 """
 
 import dataclasses
+import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from addons.streaming import remote_files
-from src.config.errors import UsageError
+from src.config.errors import UsageError, one_line
 from src.data import sources
 from src.data.sources import Source, at_commit, drop_files
+from src.storage import http_files, hub
 from src.storage.cache_folder import SharedWork, cache_root
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetBuilder
 
+AT_ONCE = 16  # files looked up in parallel
 SAMPLE = 1 << 14  # bytes
 
 
@@ -41,8 +45,8 @@ class StreamSource(Source):
     def _size(self, file: str) -> tuple[int | None, str | None]:
         if "://" not in file:
             return os.path.getsize(file), None
-        known = self.remote.get(file, {})
-        return known.get("bytes"), known.get("etag")
+        version = self.remote.get(file, {})
+        return version.get("bytes"), version.get("etag")
 
     def sample(self) -> str | None:
         """Return a hash of bytes from the start, middle and end of the first 1000 files, or None without local files.
@@ -58,6 +62,43 @@ class StreamSource(Source):
                     file.seek(offset)
                     digest.update(file.read(SAMPLE))
         return digest.hexdigest() if files else None
+
+
+def look_up_stream(source: Source, cfg: Any, work: SharedWork) -> Source:
+    """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
+    stream = StreamSource(**vars(source))
+    if not source.builder:
+        return stream if source.files else at_commit(stream, cache_root(cfg), work)
+    urls = [file for file in source.files if "://" in file]
+    if not urls:
+        return stream
+    if source.builder == "text":  # datasets opens it with an argument that fsspec refuses
+        raise UsageError(
+            f"{source.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
+            "remove --streaming"
+        )
+
+    def look_up_all() -> dict:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            return {"files": list(pool.map(lambda url: _look_up(url, source.field), urls))}
+
+    # A URL may hold a signature, so the key is hashed and the values are redacted.
+    answers = work.compute_once(json.dumps([source.field, urls]), look_up_all, f"looking up {len(urls)} files")
+    remote = dict(zip(urls, answers["files"], strict=True))
+    hub.records.update(remote)
+    return drop_files(replace(stream, remote=remote), {url for url in urls if remote[url].get("bytes") == 0})
+
+
+def _look_up(url: str, field: str) -> dict:
+    """Return the size and ETag of a remote file, None if unknown; raise UsageError if the file is missing."""
+    try:
+        version = http_files.look_up(url, field)
+    except OSError as error:
+        raise UsageError(f"{field}: {url}: not found: {one_line(error)}") from error
+    return {key: version[key] for key in ("url", "bytes", "etag")}  # without the time, which differs between mirrors
+
+
+# ---- evaluation data beside a stream ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -83,23 +124,53 @@ class HubEvaluation(Source):
 
 def fetch_evaluation(source: Source, cfg: Any, work: SharedWork) -> Source:
     """Download the files of evaluation data; of a Hub dataset, look up its commit."""
-    found = sources.fetch_source(source, cfg, work)
-    return found if source.builder or source.files else HubEvaluation(**vars(found), first_rows=cfg.max_eval_examples)
+    fetched = sources.fetch_source(source, cfg, work)
+    if source.builder or source.files:
+        return fetched
+    return HubEvaluation(**vars(fetched), first_rows=cfg.max_eval_examples)
 
 
-def look_up_stream(source: Source, cfg: Any, work: SharedWork) -> Source:
-    """Return the source of a stream with the size and ETag of its URLs, or with the commit of its Hub repository."""
-    root = cache_root(cfg)
-    stream = StreamSource(**vars(source))
-    if not source.builder:
-        return stream if source.files else at_commit(stream, root, work)
-    urls = [file for file in source.files if "://" in file]
-    if not urls:
-        return stream
-    if source.builder == "text":  # datasets opens it with an argument that fsspec refuses
-        raise UsageError(
-            f"{source.field}: {urls[0]}: a .txt file cannot be streamed from a server: give jsonl, csv or parquet, or "
-            "remove --streaming"
-        )
-    remote = remote_files.look_up_files(urls, source.field, work)
-    return drop_files(replace(stream, remote=remote), {url for url in urls if remote[url].get("bytes") == 0})
+# ---- a file that changes while it is read ----------------------------------------------------------------------------
+
+_looked_up: dict[str, dict] = {}  # URL -> version found before training
+
+
+def same_version(url: str, version: dict | None) -> dict:
+    """Return options that make aiohttp compare every response with `version`."""
+    _looked_up[_plain(url)] = version or {}
+    return {"trace_configs": [_answer_hook()]}
+
+
+@cache
+def _answer_hook():
+    """Return the TraceConfig that calls `_check`. Cached, because fsspec opens a connection for each set of options."""
+    from aiohttp import TraceConfig
+
+    trace = TraceConfig()
+    trace.on_request_end.append(_check)
+    return trace
+
+
+async def _check(session, context, params) -> None:
+    """Raise UsageError if a response has another version than the one looked up, or does not hold the file."""
+    answer = params.response
+    if not answer.ok:
+        return
+    await http_files.require_file(answer)
+    headers, url = answer.headers, _plain((answer.history[0] if answer.history else answer).url)
+    if headers.get("Content-Encoding", "identity") != "identity":
+        return  # the size and ETag of the compressed file
+    before, size = _looked_up.get(url, {}), headers.get("Content-Length")
+    if answer.status == 206:
+        size = headers.get("Content-Range", "").rpartition("/")[2]
+    if before.get("bytes") and size not in (None, "", "*", "0") and str(before["bytes"]) != size:
+        raise UsageError(f"{url} changed while it was read: its size is {size}, was {before['bytes']}")
+    etag = headers.get("ETag", "W/")  # a weak one says nothing about the bytes
+    if before.get("etag") and not etag.startswith("W/") and before["etag"] != etag:
+        raise UsageError(f"{url} changed while it was read: its ETag is {etag}, was {before['etag']}")
+
+
+def _plain(url) -> str:
+    from yarl import URL
+
+    return str(URL(url).with_fragment(None))

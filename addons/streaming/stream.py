@@ -19,7 +19,7 @@ import xxhash
 
 from addons.streaming.shards import BLOCK, Row, StreamShards
 from addons.streaming.sources import StreamSource
-from src.config.errors import UsageError, warn
+from src.config.errors import UsageError
 from src.data.batch_plan import MicroBatch, PlanConfig, sizes_of_run, split_into_micro_batches
 from src.data.data_loader import Item, StepBatch, changed_plan, collate, worker_options
 from src.data.row_order import derive_seed, permute
@@ -97,11 +97,6 @@ class Stream:
 
         A rank gets dummy batches when its groups have ended. If no rank has a row left, the caller must call `next_pass`:
         that batch is not a step, and the next pass begins."""
-        if rank == 0 and world > self.shard_groups:
-            warn(
-                f"{world} processes share {len(self.shards)} shards in {self.shard_groups} groups, so some get only "
-                "dummy batches: give more files, or raise --stream_lanes (which changes the rows of every step)"
-            )
         mine, step = range(rank, self.shard_groups, world), state.step
         saved = state.stream or {"epoch": 0, "lanes": [[0, 0, 0]] * self.shard_groups}
         self.epoch = saved["epoch"]

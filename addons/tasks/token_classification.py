@@ -15,7 +15,6 @@ import torch
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import ClassCrossEntropy, class_weights_of
@@ -43,13 +42,9 @@ class Options(ClassCrossEntropy):
 class Task(base.Task):
     can_shorten = True
     new_head = ("classifier", "score")  # modules that may be new in a pretrained model
-
-    def __init__(self, cfg: RunConfig, options: Options):
-        super().__init__(cfg, options)
-        self.labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
+    labels: Any = None  # tags in the order of their ids; None until the data or the model gives them
 
     def load(self) -> None:
-
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = load_text_encoder(
             self.cfg, self.options.max_length
         )
@@ -84,22 +79,19 @@ class Task(base.Task):
         return needed, Features({"input_ids": List(Value("int32")), "labels": List(tag)} | counts)
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        words, tags = (
-            [row or [] for row in batch[name]] for name in (self.options.tokens_column, self.options.tags_column)
-        )
-        for i, (row, names) in enumerate(zip(words, tags, strict=True)):
-            sizes = [len(values or ()) for values in (row, names)]
-            if sizes[0] != sizes[1]:
-                raise UsageError(f"{locations[i]}: {sizes[0]} tokens with {sizes[1]} tags: give one tag per token")
-            require_text(row, self.options.tokens_column, [locations[i]] * len(row))
+        column, tag_column = self.options.tokens_column, self.options.tags_column
+        words, tags = ([row or [] for row in batch[name]] for name in (column, tag_column))
+        for location, row, names in zip(locations, words, tags, strict=True):
+            if len(row) != len(names):
+                raise UsageError(f"{location}: {len(row)} tokens with {len(names)} tags: give one tag per token")
+            require_text(row, column, [location] * len(row))
         # Joined by spaces, the words look like the text that a pretrained model has seen: "EU rejects" and not "EUrejects".
         texts = [" ".join(row) for row in words]
         encoded, columns = tokenize_truncated(self.tokenizer, [texts], self.max_length, return_offsets_mapping=True)
         labels = []
-        for i, (row, names) in enumerate(zip(words, tags, strict=True)):
-            column = self.options.tags_column
-            ids = label_ids(names, self.labels, self.class_names, column, [locations[i]] * len(names))
-            begins = word_of_each_token(encoded["offset_mapping"][i], row)
+        for location, row, names, spans in zip(locations, words, tags, encoded["offset_mapping"], strict=True):
+            ids = label_ids(names, self.labels, self.class_names, tag_column, [location] * len(names))
+            begins = word_of_each_token(spans, row)
             labels.append([IGNORED if word is None else ids[word] for word in begins])
         targets = [sum(label != IGNORED for label in row) for row in labels]
         return columns | {"input_ids": encoded["input_ids"], "labels": labels, "targets": targets}
@@ -128,10 +120,7 @@ class Task(base.Task):
         return Batch(tensors | more, weight, tokens=sum(lengths), padded_tokens=len(rows) * width)
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
-        labels = inputs["labels"].flatten()
-        with known_masks(packed=False):
-            logits = model(**own).logits.flatten(0, 1)
+        labels, logits = inputs["labels"].flatten(), self._logits(model, inputs)
         sums = sums_from_logits(logits, labels, model.training, self.options, class_weights_of(inputs))
         if model.training:
             return sums
@@ -142,10 +131,13 @@ class Task(base.Task):
         return sums | {f"{name}_{i}": n for name, hits in counts.items() for i, n in enumerate(hits.sum(0).unbind())}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        own = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
+        scored = Scored(self._logits(model, inputs))
+        return row_losses(scored, inputs["labels"], self.options, class_weights_of(inputs))
+
+    def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        arguments = {name: value for name, value in inputs.items() if name not in ("labels", "class_weights")}
         with known_masks(packed=False):
-            logits = model(**own).logits.flatten(0, 1)
-        return row_losses(Scored(logits), inputs["labels"], self.options, class_weights_of(inputs))
+            return model(**arguments).logits.flatten(0, 1)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         tags = [i for i, label in enumerate(self.labels) if label != OUTSIDE]

@@ -10,13 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from src.config.addons import addon_names, load_addon
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.data.batch_plan import derive_seed
-from src.distributed.sharded_tensors import plain_name
 from src.training.step import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run
@@ -59,12 +56,9 @@ def make_techniques(cfg: RunConfig) -> Techniques:
 
 def identity(values: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a run with an entry for each technique, to compare two runs."""
-    from addons.techniques._options import with_defaults
-
-    given = with_defaults(values.get("techniques"))
     by_name = {
         f"techniques.{name}": {key: list(v.items()) if isinstance(v, dict) else v for key, v in options.items()}
-        for name, options in given.items()
+        for name, options in (values.get("techniques") or {}).items()
     }
     return {name: value for name, value in values.items() if name != "techniques"} | by_name
 
@@ -72,20 +66,6 @@ def identity(values: dict[str, Any]) -> dict[str, Any]:
 def may_change() -> set[str]:
     """Return the entries of `identity` that a resumed run may change: techniques that change no number."""
     return {f"techniques.{name}" for name, load in TECHNIQUES.items() if not load().changes_training}
-
-
-def noise(run: Run, purpose: str, name: str, like: torch.Tensor) -> torch.Tensor:
-    """Return standard normal numbers in the shape of `like` (its shard, if sharded) for a parameter's `name`.
-
-    They depend on `purpose`, the run's seed, the step and `name` only, so they are the same on any number of
-    processes and after a resume. Each process draws them for the whole tensor: no communication, but its memory
-    once more. A GPU and a CPU draw different numbers."""
-    seed = derive_seed(purpose, run.cfg.seed, run.state.step, plain_name(name))
-    generator = torch.Generator(like.device).manual_seed(seed)
-    numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
-    if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
-        return distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None)
-    return numbers
 
 
 class Technique:
@@ -99,9 +79,7 @@ class Technique:
     order = 50  # among the techniques of a run: the lowest is the outermost, and computes the gradient of those above
     deepspeed = False  # whether it works under DeepSpeed, which owns gradients and weights
     changes_training = True  # False: it changes no number, so a resumed run may add, remove or change it; has no state
-    copies = (
-        0  # of the trained weights, in float32, that it keeps, also in checkpoints: for estimates of memory and disk
-    )
+    copies = 0  # of the trained weights, in float32, in memory and checkpoints: for estimates of memory and disk
     copies_in_step = 0  # more of them within a step: for the estimate of memory
     moves_weights = False  # whether it computes a gradient at other weights; one technique at most
     final = False  # whether final/ holds `average` instead of the weights of training; one technique at most

@@ -22,32 +22,31 @@ from src.training.techniques import Techniques
 from src.training.train_state import Run
 
 
-def read_techniques(
-    cfg: Any, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES
-) -> tuple[dict[str, Technique], list[str]]:
+def read_techniques(cfg: Any) -> tuple[dict[str, Technique], list[str]]:
     """Return (the techniques that the run file names, the outermost first; one sentence for each error)."""
-    found: dict[str, Technique] = {}
-    given, errors = dict(cfg.techniques or {}), []
-    for name, options in given.items():
-        if name not in known:
-            errors.append(f"techniques: {name}: unknown{did_you_mean(name, known)}; choose from {', '.join(known)}")
+    techniques: dict[str, Technique] = {}
+    errors = []
+    for name, options in (cfg.techniques or {}).items():
+        if name not in TECHNIQUES:
+            there = f"{did_you_mean(name, TECHNIQUES)}; choose from {', '.join(TECHNIQUES)}"
+            errors.append(f"techniques: {name}: unknown{there}")
             continue
         try:
-            found[name] = read_options(known[name](), options)
+            techniques[name] = read_options(TECHNIQUES[name](), options)
         except ValueError as error:
             errors.append(f"techniques: {name}: {error}")
-    found = dict(sorted(found.items(), key=lambda item: item[1].order))
-    for name, technique in found.items():
+    techniques = dict(sorted(techniques.items(), key=lambda item: item[1].order))
+    for name, technique in techniques.items():
         errors += [f"techniques: {name}: {error}" for error in technique.errors()]
-    return found, [*errors, *_errors_between(found, cfg)]
+    return techniques, [*errors, *_errors_between(techniques, cfg)]
 
 
 class TechniqueChain(Techniques):
     """The techniques that the run file names."""
 
-    def __init__(self, cfg: RunConfig, known: Mapping[str, Callable[[], type[Technique]]] = TECHNIQUES):
+    def __init__(self, cfg: RunConfig):
         """Raise one UsageError that lists all unknown names and invalid options."""
-        self.techniques, errors = read_techniques(cfg, known)
+        self.techniques, errors = read_techniques(cfg)
         if errors:
             raise UsageError(list_errors(errors))
         self.final = next((name for name, each in self.techniques.items() if each.final), "")
@@ -133,20 +132,21 @@ class TechniqueChain(Techniques):
 
     def evaluate(self, metrics: dict | None, evaluate: Callable[[], dict | None]) -> dict | None:
         """Return the metrics of the weights, those of averages as NAME/metric; None if a stop interrupted it."""
+        if metrics is None:
+            return None
         run, raw = self.run, metrics
         for name, technique in self.techniques.items():
-            average = technique.average()
-            if metrics is None or average is None:
+            if (average := technique.average()) is None:
                 continue
-            found = raw
+            of_average = raw
             if average:
                 with exchanged(run.strategy, run.model, average):
-                    found = evaluate()
+                    of_average = evaluate()
+            if of_average is None:
+                return None
             sizes = ("weight", "examples")  # of the data, the same for all weights
-            own = {
-                f"{name}/{key}": value for key, value in (found or {}).items() if key.rpartition("/")[2] not in sizes
-            }
-            metrics = None if found is None else metrics | own
+            of_average = {key: value for key, value in of_average.items() if key.rpartition("/")[2] not in sizes}
+            metrics = metrics | {f"{name}/{key}": value for key, value in of_average.items()}
         return metrics
 
     def load_final(self, load: Callable[[str, Any], None] | None) -> bool:
@@ -160,25 +160,20 @@ class TechniqueChain(Techniques):
             load(self.final, technique)
         weights = technique.average()
         if weights:
-            put_weights(self.run.strategy, self.run.model, weights)
+            assign(named_tensors(self.run.strategy, self.run.model), weights)
         return bool(weights)
 
 
 @contextmanager
 def exchanged(strategy: Strategy, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> Iterator[None]:
     """Within, the parameters and buffers named in `weights` have these values; afterwards, bitwise their own again."""
-    own = named_tensors(strategy, model)
-    before = {name: own[name].detach().clone() for name in weights}
-    put_weights(strategy, model, weights)
+    named = named_tensors(strategy, model)
+    before = {name: named[name].detach().clone() for name in weights}
+    assign(named, weights)
     try:
         yield
     finally:
-        put_weights(strategy, model, before)
-
-
-def put_weights(strategy: Strategy, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Copy `weights` into the parameters and buffers of their names."""
-    assign(named_tensors(strategy, model), weights)
+        assign(named_tensors(strategy, model), before)
 
 
 def named_tensors(strategy: Strategy, model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -197,8 +192,3 @@ def _errors_between(techniques: Mapping[str, Technique], cfg: RunConfig) -> Iter
         yield f"techniques: {' and '.join(moving)} are given, but each moves the weights for a second gradient: keep one"
     for name in techniques.keys() & set(cfg.mixture or ()):
         yield f"mixture: {name} is also the name of a technique, whose metrics are named {name}/loss: rename the source"
-    name = (cfg.metric_for_best_model or "").removeprefix("eval_").partition("/")[0]
-    if "/" in (cfg.metric_for_best_model or "") and name in TECHNIQUES.keys() - techniques.keys() - {
-        *(cfg.mixture or ())
-    }:
-        yield f"metric_for_best_model is {cfg.metric_for_best_model}, but techniques has no {name}: add techniques: {{{name}: {{}}}}"

@@ -1,12 +1,11 @@
-"""Options of techniques: reading the field `techniques`, defaults, all values in words.
+"""Options of a technique: read from the field `techniques`, with defaults, in words.
 
 Tests: tests/addons/techniques/test_technique_chain.py, tests/checkpointing/test_run_identity.py.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
-from addons.techniques import TECHNIQUES, Technique
+from addons.techniques import Technique
 from src.config.errors import did_you_mean
 from src.config.fields import declared_options, read_value
 
@@ -43,23 +42,7 @@ def options_of(technique: Technique) -> dict[str, Any]:
     return {name: getattr(technique, name) for name in declared_options(type(technique))}
 
 
-def in_words(options: Mapping[str, Any]) -> str:
+def in_words(options: dict[str, Any]) -> str:
     """Return "decay 0.999, final": each option with its value, without those that are off."""
-    return ", ".join(
-        name if value is True else f"{name} {_text(value)}"
-        for name, value in options.items()
-        if value is not None and value is not False
-    )
-
-
-def _text(value: Any) -> str:
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def with_defaults(given: dict | None) -> dict[str, dict]:
-    """Return all options of each technique of the field `techniques`; of one that this version lacks, those given."""
-    return {
-        name: (options_of(TECHNIQUES[name]()()) if name in TECHNIQUES else {})
-        | (options if isinstance(options, dict) else {})
-        for name, options in (given or {}).items()
-    }
+    on = {name: value for name, value in options.items() if value is not None and value is not False}
+    return ", ".join(name if value is True else f"{name} {value}" for name, value in on.items())

@@ -22,11 +22,6 @@ class CycleMomentum(Technique):
     base_momentum: float = option("momentum at the highest rate", 0.85, min=0, below=1)
     max_momentum: float = option("momentum at the start, in the warmup and at the end", 0.95, min=0, below=1)
 
-    def errors(self) -> list[str]:
-        if self.base_momentum > self.max_momentum:
-            return [f"base_momentum is {self.base_momentum}, more than max_momentum, which is {self.max_momentum}"]
-        return []
-
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
         if cfg.lr_scheduler_type != "one_cycle":
             raise UsageError(
@@ -45,9 +40,7 @@ class CycleMomentum(Technique):
         self.momentum = one_cycle_momentum(self.run.cfg, self.run.num_steps, self.base_momentum, self.max_momentum)
 
     def change_gradient(self) -> None:
-        self._set(self.momentum(self.run.state.updates))
-
-    def _set(self, momentum: float) -> None:
+        momentum = self.momentum(self.run.state.updates)
         for group in self.run.optimizer.param_groups:
             if "momentum" in group:
                 group["momentum"] = momentum

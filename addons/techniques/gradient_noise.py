@@ -5,8 +5,13 @@ Tests: tests/addons/techniques/test_gradient_noise.py.
 
 from dataclasses import dataclass
 
-from addons.techniques import Technique, noise
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from addons.techniques import Technique
 from src.config.fields import option
+from src.data.batch_plan import derive_seed
+from src.distributed.sharded_tensors import plain_name
 
 
 @dataclass(eq=False)
@@ -23,9 +28,16 @@ class GradientNoise(Technique):
     gamma: float = option("how fast the variance falls: eta / (1 + updates) ** gamma", 0.55, min=0)
 
     def change_gradient(self) -> None:
-        state = self.run.state
-        deviation = (self.eta / (1 + state.updates) ** self.gamma) ** 0.5
+        deviation = (self.eta / (1 + self.run.state.updates) ** self.gamma) ** 0.5
         for name, parameter in self.run.parameters().items():
-            if (gradient := parameter.grad) is None:
-                continue
-            gradient.add_(noise(self.run, "gradient noise", name, gradient), alpha=deviation)
+            if (gradient := parameter.grad) is not None:
+                gradient.add_(self._noise(name, gradient), alpha=deviation)
+
+    def _noise(self, name: str, like: torch.Tensor) -> torch.Tensor:
+        """Return standard normal numbers in the shape of `like`, its shard if it is sharded."""
+        seed = derive_seed("gradient noise", self.run.cfg.seed, self.run.state.step, plain_name(name))
+        generator = torch.Generator(like.device).manual_seed(seed)
+        numbers = torch.randn(like.shape, generator=generator, dtype=like.dtype, device=like.device)
+        if isinstance(like, DTensor):  # None: every rank has drawn the same, so nothing is sent
+            return distribute_tensor(numbers, like.device_mesh, like.placements, src_data_rank=None)
+        return numbers

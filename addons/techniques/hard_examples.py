@@ -23,8 +23,6 @@ from src.training.step import StepBatch, StepLosses
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 
-ROWS = ("row_losses", "loss")
-
 
 @dataclass(eq=False)
 class HardExamples(Technique):
@@ -36,11 +34,6 @@ class HardExamples(Technique):
     start_step: int = option("first step that chooses; those before train on all rows", 1, min=1)
 
     def change_model(self, model: torch.nn.Module, cfg: RunConfig) -> None:
-        if alpha := getattr(model.task.options, "r_drop_alpha", 0):
-            raise UsageError(
-                f"techniques: hard_examples needs the losses of single rows, but r_drop_alpha is {alpha:g}, whose loss is that "
-                "of two passes: remove one of them"
-            )
         self.hardest = HardestRows(model.task, self.share)
 
     def begin(self) -> None:
@@ -74,7 +67,7 @@ class HardExamples(Technique):
             raise UsageError(
                 f"techniques: hard_examples: `row_losses` of task {run.cfg.task} adds up to a loss of {sums[0]:.6g} and a weight "
                 f"of {sums[1]:.6g}, but the first micro-batch has {right[0]:.6g} and {right[1]:.6g}: an option of the task "
-                "changes the loss in a way that `row_losses` does not know"
+                "(such as r_drop_alpha) changes the loss in a way that `row_losses` does not know"
             )
 
 
@@ -86,11 +79,10 @@ class HardestRows:
     cross-entropy."""
 
     def __init__(self, task: Task, share: float):
-        """Raise UsageError if the task does not define `row_losses`, or defines another `loss` than its base class."""
+        """Raise UsageError if the task does not define `row_losses`."""
         self.share = share
         self.row_losses: Any = getattr(task, "row_losses", None)
-        defines = {name: next((k for k in type(task).__mro__ if name in vars(k)), object) for name in ROWS}
-        if self.row_losses is None or not issubclass(defines["row_losses"], defines["loss"]):
+        if self.row_losses is None:
             raise UsageError(
                 f"techniques: hard_examples needs the losses of single rows, which task {task.cfg.task} does not have: remove "
                 "it, or define `row_losses` in the task"

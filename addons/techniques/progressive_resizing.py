@@ -40,15 +40,12 @@ class ProgressiveResizing(Technique):
     def change_model(self, model: ModelWithLoss, cfg: RunConfig) -> None:
         inner = getattr(model.model, "get_base_model", lambda: model.model)()  # of an adapter
         names = inspect.signature(inner.forward).parameters
-        wrong = ""
         if "pixel_values" not in names:
-            wrong = "the model has no input pixel_values"
-        elif cfg.task == "segmentation":
-            wrong = "labels of segmentation would have to be scaled, too"
-        elif _needs_one_size(inner) and "interpolate_pos_encoding" not in names:
-            wrong = f"{type(inner).__name__} cannot interpolate its position embeddings"
-        if wrong:
-            raise UsageError(f"techniques: progressive_resizing: {wrong}: remove it")
+            raise UsageError("techniques: progressive_resizing: the model has no input pixel_values: remove it")
+        if cfg.task == "segmentation":
+            raise UsageError(
+                "techniques: progressive_resizing: segmentation would have to scale labels, too: remove it"
+            )
         self.resize = Resize(self.multiple, "interpolate_pos_encoding" in names)
         model.model.register_forward_pre_hook(self.resize, with_kwargs=True)
 
@@ -67,15 +64,6 @@ class ProgressiveResizing(Technique):
         if fraction >= 1 - self.finetune_fraction or not growing:
             return 1.0
         return self.initial_scale + (1 - self.initial_scale) * (fraction - self.delay_fraction) / growing
-
-
-def _needs_one_size(model: Any) -> bool:
-    """Return whether a model of transformers or timm has position embeddings for one size of images."""
-    timm = getattr(model, "timm_model", None)
-    is_fixed = getattr(timm, "pretrained_cfg", {}).get("fixed_input_size") and not getattr(
-        timm, "dynamic_img_size", False
-    )
-    return hasattr(model.config, "patch_size") or bool(is_fixed)
 
 
 class Resize:

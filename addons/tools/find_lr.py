@@ -14,7 +14,7 @@ from statistics import median
 
 from src.checkpointing.locate_weights import init_weights
 from src.config import parsing, validation
-from src.config.errors import UsageError, list_errors
+from src.config.errors import UsageError
 from src.config.fields import declared_options, option, read_words
 from src.data import data_loader, dataset
 from src.distributed import strategies
@@ -42,13 +42,6 @@ class RangeTest:
     end_lr: float = option("learning rate of the last update, unless the loss diverges before", 10.0, above=0)
     updates: int = option("updates; the learning rate grows by the same factor in each", 100, min=20, max=5000)
     curve: str | None = option("write the numbers of the curve to this JSON file")
-
-    def check(self) -> list[str]:
-        """Return one sentence for each error between the flags, or of the file."""
-        errors = []
-        if self.start_lr >= self.end_lr:
-            errors.append(f"start_lr is {self.start_lr}: it must be below end_lr, which is {self.end_lr}")
-        return errors
 
     def rate(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0."""
@@ -84,22 +77,18 @@ def main(argv: list[str]) -> None:
 
 
 def own_flags(argv: list[str]) -> tuple[RangeTest, list[str]]:
-    """Return (the flags of the range test, the other words of `argv`). Raise one UsageError for all invalid values."""
-    errors, values = [], {}
+    """Return (the flags of the range test, the other words of `argv`). Raise UsageError for an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in declared_options(RangeTest):
         parser.add_argument(f"--{name}", nargs="*")
-    own, rest = parser.parse_known_args(argv)
-    for name, words in vars(own).items():
-        try:
-            if words is not None:
-                values[name] = read_words(RangeTest, name, words)
-        except ValueError as error:
-            errors.append(f"--{error}")
-    test = RangeTest(**values)
-    errors += test.check()
-    if errors:
-        raise UsageError(list_errors(errors))
+    flags, rest = parser.parse_known_args(argv)
+    given = {name: words for name, words in vars(flags).items() if words is not None}
+    try:
+        test = RangeTest(**{name: read_words(RangeTest, name, words) for name, words in given.items()})
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if test.start_lr >= test.end_lr:
+        raise UsageError(f"start_lr is {test.start_lr}: it must be below end_lr, which is {test.end_lr}")
     return test, rest
 
 

@@ -38,7 +38,7 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     kept = chosen(here, tasks, addons) if tasks or addons else here
     gone = {*here, *rooms_of(here)} - {*kept, *rooms_of(kept)}  # a room that is left empty goes, too
     left_out = {*RESULTS, *tests_of(gone)}
-    for file in tracked_files():
+    for file in files_of_checkout():
         if file in left_out or is_of(file, gone) or names_one(file, gone):
             continue
         (target / file).parent.mkdir(parents=True, exist_ok=True)
@@ -50,9 +50,14 @@ def fork(target: Path, tasks: list[str], addons: list[str], name: str) -> list[s
     return kept
 
 
-def tracked_files() -> list[str]:
-    """Return the files that git tracks."""
-    done = subprocess.run(["git", "ls-files"], cwd=REPOSITORY, capture_output=True, text=True)
+def files_of_checkout() -> list[str]:
+    """Return the files that git tracks, and new ones that it does not ignore: a task of yours need not be committed."""
+    done = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
     files = [file for file in done.stdout.splitlines() if (REPOSITORY / file).exists()]
     if done.returncode or not files:
         raise UsageError(f"make fork needs a git checkout of the template: {done.stderr.strip() or 'no files'}")

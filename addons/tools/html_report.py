@@ -37,12 +37,13 @@ def main(argv: list[str]) -> None:
 
 def write(folder: Path) -> Path:
     """Write report.html to a run folder and return its path; the run may be complete, running or killed."""
-    lines, unreadable = read_metrics(folder)
+    lines = jsonl.read_lines(folder / "metrics.jsonl")  # a kill can truncate the last line
+    if not lines:
+        raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
     by_kind = {kind: [line for line in lines if line["kind"] == kind] for kind in ("train", "eval")}
-    body = [f"<p>{unreadable} unreadable line(s) of metrics.jsonl skipped.</p>"] if unreadable else []
     environment = read_json(folder / "environment.json") or {"environment.json": "missing or unreadable"}
     unit = environment.pop("unit", "tokens")
-    body += figures(by_kind, unit)
+    body = figures(by_kind, unit)
     last = [
         f"<div><h2>Last {kind} line</h2>{table(in_unit(found[-1], unit))}</div>"
         for kind, found in by_kind.items()
@@ -50,7 +51,8 @@ def write(folder: Path) -> Path:
     ]
     body.append(f"<div class=pair>{''.join(last)}</div>")
     body.append(f"<h2>Environment</h2>{table(environment)}")
-    config = read(folder / "config.yaml") or "config.yaml is missing"
+    file = folder / "config.yaml"
+    config = file.read_text(encoding="utf-8") if file.is_file() else "config.yaml is missing"
     body.append(f"<h2>Configuration</h2><pre>{html.escape(config)}</pre>")
     name = html.escape(folder.resolve().name)
     head = f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{name}</title><style>{STYLE}</style>'
@@ -60,19 +62,6 @@ def write(folder: Path) -> Path:
     except OSError as error:
         raise UsageError(f"{report} cannot be written: {error}") from error
     return report
-
-
-def read_metrics(folder: Path) -> tuple[list[dict], int]:
-    """Return (readable lines of metrics.jsonl, number of unreadable ones). A kill can truncate the last line."""
-    file = folder / "metrics.jsonl"
-    lines = jsonl.read_lines(file)
-    if not lines:
-        raise UsageError(f"{folder} has no metrics.jsonl with a readable line: give a run folder")
-    return lines, len(read(file).splitlines()) - len(lines)
-
-
-def read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def figures(by_kind: dict[str, list[dict]], unit: str) -> list[str]:

@@ -18,21 +18,33 @@ class Block(torch.nn.Module):
         return self.norm(torch.tanh(self.linear(hidden)))
 
 
-class BatchNormClassifier(PreTrainedModel):
-    """Mean of the embeddings of a row, two blocks with batch norm, a linear head."""
+class TinyClassifier(PreTrainedModel):
+    """An embedding, some blocks and a linear head."""
 
     config_class = BertConfig
-    supports_gradient_checkpointing = True
     _no_split_modules = ("Block",)
 
-    def __init__(self, config):
+    def __init__(self, config, *blocks: torch.nn.Module):
         super().__init__(config)
         self.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = torch.nn.ModuleList([Block(config.hidden_size) for _ in range(2)])
+        self.blocks = torch.nn.ModuleList(blocks)
         self.head = torch.nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @classmethod
+    def from_config(cls, config, **options):
+        return cls._from_config(config, **options)
+
+
+class BatchNormClassifier(TinyClassifier):
+    """Mean of the embeddings of a row, two blocks with batch norm, a linear head."""
+
+    supports_gradient_checkpointing = True
+
+    def __init__(self, config):
+        super().__init__(config, *(Block(config.hidden_size) for _ in range(2)))
         self.register_buffer("constant", torch.tensor([1 / 3, -0.0, float("-inf")]))  # training never changes it
         self.recompute = False
-        self.post_init()
 
     def activation_checkpointing_enable(self, options):
         self.recompute = True
@@ -42,15 +54,11 @@ class BatchNormClassifier(PreTrainedModel):
         mask = mask[..., None].to(self.embedding.weight.dtype)
         hidden = (self.embedding(input_ids) * mask).sum(1) / mask.sum(1)
         for block in self.blocks:
-            recompute = self.recompute and self.training
-            hidden = (
-                torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False) if recompute else block(hidden)
-            )
+            if self.recompute and self.training:
+                hidden = torch.utils.checkpoint.checkpoint(block, hidden, use_reentrant=False)
+            else:
+                hidden = block(hidden)
         return SequenceClassifierOutput(logits=self.head(hidden))
-
-    @classmethod
-    def from_config(cls, config, **options):
-        return cls._from_config(config, **options)
 
 
 def build(task, weights=None, empty=False):

@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from email.utils import formatdate
@@ -33,7 +32,7 @@ from urllib.parse import unquote, urlsplit
 NAME = r"([^/]+?(?:/[^/]+?)??)"  # gpt2 or org/model
 RESOLVE = re.compile(rf"/(?:(datasets|spaces)/)?{NAME}/resolve/([^/]+)/(.+)")
 API = re.compile(rf"/api/(models|datasets|spaces)/{NAME}(?:/(revision|tree|preupload|commit)/([^/]+)(?:/(.*))?)?")
-RANGE = re.compile(r"bytes=(?:(\d+)-(\d*)|-(\d+))")
+RANGE = re.compile(r"bytes=(\d+)-(\d*)")
 
 
 @dataclass
@@ -57,7 +56,7 @@ class Fault:
 
 @dataclass
 class Request:
-    """A request and its answer; in `Hub.requests` from the beginning, complete when it is answered."""
+    """A request and its answer; in `Hub.requests` before it is answered."""
 
     method: str
     path: str  # as sent, with the query
@@ -65,7 +64,6 @@ class Request:
     status: int | None = None  # None: not answered (yet)
     sent: int = 0  # bytes of the body
     size: int | None = None  # bytes of the whole file; None: the answer is no file
-    time: float = field(default_factory=time.monotonic)
 
     def matches(self, pattern: str) -> bool:
         path = unquote(self.path.partition("?")[0])
@@ -83,8 +81,7 @@ class Refusal(Exception):
 class Hub:
     """The server: up at `url` inside `with`, or from `start` to `stop`; a restart keeps the address.
 
-    `faults` maps a path, or a pattern like "*/resolve/*/train.jsonl", to a Fault or to a function from the Request to a Fault
-    or None; the first that applies is used. Repositories in `private`, "org/name", are read with `token` only, and nothing
+    `faults` maps a path, or a pattern like "*/resolve/*/train.jsonl", to a Fault; the first that applies is used. Repositories in `private`, "org/name", are read with `token` only, and nothing
     is written without it.
     """
 
@@ -92,8 +89,8 @@ class Hub:
         self.folder, self.token, self.port = Path(folder).resolve(), token, 0
         self.private = set(private)
         self.requests: list[Request] = []
-        self.faults: dict[str, Fault | Callable[[Request], Fault | None]] = {}
-        self.lock, self.ids = threading.RLock(), {}
+        self.faults: dict[str, Fault] = {}
+        self.lock = threading.RLock()
 
     def start(self) -> "Hub":
         self.stopped = threading.Event()
@@ -119,11 +116,8 @@ class Hub:
         self.stop()
 
     def environment(self, folder=None) -> dict[str, str]:
-        """Return variables for a process that uses this Hub, without a token and with an empty HF_HOME in `folder`.
-
-        Forked processes call `adopt` with them.
-        """
-        folder = Path(folder or self.folder / ".homes")
+        """Return variables for `adopt`: a process that uses this Hub without a token, with an empty HF_HOME in `folder`."""
+        folder = Path(folder or self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         home = tempfile.mkdtemp(prefix="home-", dir=folder)
         values = {"HF_ENDPOINT": self.url, "HF_HOME": home}
@@ -144,11 +138,10 @@ class Hub:
 
     def fault(self, request: Request) -> Fault:
         for path, fault in list(self.faults.items()):
-            if request.matches(path) and (found := fault if isinstance(fault, Fault) else fault(request)):
-                with self.lock:
-                    if found.concerns(request.method):
-                        found.times = found.times and found.times - 1
-                        return found
+            with self.lock:
+                if request.matches(path) and fault.concerns(request.method):
+                    fault.times = fault.times and fault.times - 1
+                    return fault
         return Fault()
 
     # ---- a repository, such as "models/org/name", is a folder at every revision --------------------------------------
@@ -181,7 +174,7 @@ class Hub:
                     file.parent.mkdir(parents=True, exist_ok=True)
                     file.write_bytes(base64.b64decode(value["content"]))
                 elif key != "header":  # deletedFile, deletedFolder
-                    shutil.rmtree(file) if file.is_dir() else file.unlink(missing_ok=True)
+                    shutil.rmtree(file) if file.is_dir() else file.unlink()
             return self.sha(root)
 
     def sha(self, folder: Path) -> str:
@@ -191,19 +184,7 @@ class Hub:
         """Return git's id of every file in a folder, by its path there."""
         with self.lock:
             files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): self.id(file) for file in files}
-
-    def entry(self, root: Path, item: Path) -> dict:
-        kind, oid = ("directory", "0" * 40) if item.is_dir() else ("file", self.id(item))
-        return {"type": kind, "oid": oid, "path": item.relative_to(root).as_posix(), "size": item.stat().st_size}
-
-    def id(self, file: Path) -> str:
-        stat = file.stat()
-        if not (found := self.ids.get(key := (file, stat.st_mtime_ns, stat.st_size, stat.st_ino))):
-            found = git_id(file.read_bytes())
-            if time.time() - stat.st_mtime > 1:  # a younger file may change again while its time does not
-                self.ids[key] = found
-        return found
+            return {file.relative_to(folder).as_posix(): git_id(file.read_bytes()) for file in files}
 
 
 def adopt(environment: dict[str, str]) -> None:
@@ -286,10 +267,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(401, message="Invalid credentials in Authorization header")
         if path == "/api/validate-yaml":
             self.reply(200, {"errors": [], "warnings": []})
-        elif not self.known and (self.command == "POST" or path == "/api/whoami-v2"):
+        elif not self.known and self.command == "POST":
             raise Refusal(401, message="Invalid username or password.")
-        elif path == "/api/whoami-v2":
-            self.reply(200, {"type": "user", "name": "user", "fullname": "User", "orgs": []})
         elif path == "/api/repos/create":
             self.create(**json.loads(self.body))
         elif path.startswith("/files/"):
@@ -312,8 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(status, "RepoNotFound", message)
         return f"{kind}/{name}"
 
-    def create(self, name: str, organization: str | None = None, type: str = "model", visibility: str = "", **_):
-        name = f"{organization or 'user'}/{name}"
+    def create(self, name: str, organization: str, type: str = "model", visibility: str = "", **_):
+        name = f"{organization}/{name}"
         url = f"{self.hub.url}/{name}" if type == "model" else f"{self.hub.url}/{type}s/{name}"
         folder = inside(self.hub.folder, f"{type}s/{name}")
         if folder.exists():
@@ -334,7 +313,20 @@ class _Handler(BaseHTTPRequestHandler):
             if not (top := inside(root, path)).is_dir():
                 raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")
             items = sorted(top.rglob("*") if "recursive=true" in self.url.query else top.iterdir())
-            self.reply(200, [hub.entry(root, item) for item in items])
+            kinds = {True: "directory", False: "file"}
+            names = [(item.relative_to(root).as_posix(), item) for item in items]
+            self.reply(
+                200,
+                [
+                    {
+                        "type": kinds[item.is_dir()],
+                        "oid": files.get(name, "0" * 40),
+                        "path": name,
+                        "size": item.stat().st_size,
+                    }
+                    for name, item in names
+                ],
+            )
         elif revision != "main":
             raise Refusal(404, "RevisionNotFound", f"there is no branch {revision}")
         elif verb == "preupload":  # uploads are never LFS, which is another protocol
@@ -353,14 +345,9 @@ class _Handler(BaseHTTPRequestHandler):
         size, etag, status = len(body), f'"{git_id(body)}"', 200
         headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
         headers |= {"Content-Type": "application/octet-stream"} | ({"X-Repo-Commit": self.sha} if self.sha else {})
-        if etag in self.headers.get("If-None-Match", ""):
-            return self.reply(304, b"", headers)
         self.record.size = size
-        asked = RANGE.fullmatch(self.record.range or "")
-        if asked and self.headers.get("If-Range", etag) in (etag, modified):
-            first, last, tail = asked.groups()
-            start = int(first) if first else max(0, size - int(tail))
-            end = min(int(last) + 1, size) if last else size
+        if asked := RANGE.fullmatch(self.record.range or ""):
+            start, end = int(asked[1]), min(int(asked[2]) + 1, size) if asked[2] else size
             if start >= end:
                 return self.reply(416, b"", headers | {"Content-Range": f"bytes */{size}"})
             status, body, headers["Content-Range"] = 206, body[start:end], f"bytes {start}-{end - 1}/{size}"
@@ -370,7 +357,6 @@ class _Handler(BaseHTTPRequestHandler):
         fault, self.record.status = self.fault, status
         if not isinstance(body, bytes):
             body, headers = json.dumps(body).encode(), {"Content-Type": "application/json"} | (headers or {})
-        body = b"" if status == 204 else body  # No Content
         self.send_response(status)
         for name, value in (headers | fault.headers | {"Content-Length": str(len(body))}).items():
             self.send_header(name, value)

@@ -6,7 +6,6 @@ import functools
 import gc
 import os
 import random
-import signal
 import socket
 import sys
 import tempfile
@@ -110,7 +109,7 @@ def _enter(rank, world, port, out, target, args, env):
     os.dup2(stream.fileno(), 1)
     os.dup2(stream.fileno(), 2)
     sys.stdout = sys.stderr = stream
-    _explain_crashes(stream)
+    faulthandler.enable(stream)
     torch.set_num_threads(1)
     try:
         result = target(*args)
@@ -123,17 +122,6 @@ def _enter(rank, world, port, out, target, args, env):
         code = 1
     stream.flush()
     os._exit(code)
-
-
-def _explain_crashes(stream) -> None:
-    """Print the stacks of all threads if this process crashes; after SIGSEGV those of gloo and autograd, too.
-
-    torch needs memory to print these. After SIGABRT it would wait for ever, because malloc aborts within its own lock."""
-    faulthandler.disable()  # pytest's
-    torch._C._set_print_stack_traces_on_fatal_signal(True)
-    for number in (signal.SIGABRT, signal.SIGINT):  # torch counts SIGINT among the crashes
-        signal.signal(number, signal.getsignal(number))
-    faulthandler.enable(stream)
 
 
 # Imported before the fork, which saves seconds in every child.

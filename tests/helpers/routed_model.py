@@ -1,12 +1,12 @@
 """A tiny classifier with experts, each used only by some rows, as the model of task text_classification."""
 
 import torch
-from transformers import BertConfig, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from src.models.build_model import build_model
 from tests.conformance import recipes
 from tests.helpers import kit
+from tests.helpers.batch_norm import TinyClassifier
 
 EXPERTS = 5
 
@@ -27,16 +27,9 @@ class Block(torch.nn.Module):
         return hidden
 
 
-class RoutedClassifier(PreTrainedModel):
-    config_class = BertConfig
-    _no_split_modules = ("Block",)
-
+class RoutedClassifier(TinyClassifier):
     def __init__(self, config):
-        super().__init__(config)
-        self.embedding = torch.nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = torch.nn.ModuleList([Block(config.hidden_size)])
-        self.head = torch.nn.Linear(config.hidden_size, config.num_labels)
-        self.post_init()
+        super().__init__(config, Block(config.hidden_size))
 
     def forward(self, input_ids, **unused):
         hidden = self.embedding(input_ids[:, 1:4]).mean(1)
@@ -46,10 +39,6 @@ class RoutedClassifier(PreTrainedModel):
 
     def route(self, input_ids):
         return input_ids[:, 1] % EXPERTS
-
-    @classmethod
-    def from_config(cls, config, **options):
-        return cls._from_config(config, **options)
 
 
 class DenseClassifier(RoutedClassifier):

@@ -1,6 +1,7 @@
 """Runs read back from their folders, and comparisons of weights and lines."""
 
 import json
+import shutil
 from itertools import zip_longest
 from pathlib import Path
 
@@ -40,6 +41,15 @@ def load_weights(folder, part: str = "model") -> dict[str, torch.Tensor]:
     found = [item for path in paths for item in load_file(path).items()]
     assert len(found) == len(dict(found)) > 0
     return dict(found)
+
+
+def rewind(folder, step: int, copy=None) -> Path:
+    """Remove final/ and the checkpoints after `step` of a run, or of a copy of it; return the folder."""
+    folder = Path(shutil.copytree(folder, copy) if copy else folder)
+    late = [path for path in (folder / "checkpoints").iterdir() if int(path.name.removeprefix("step_")) > step]
+    for path in (folder / "final", *late):
+        shutil.rmtree(path)
+    return folder
 
 
 def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

@@ -4,7 +4,6 @@
 independent loop, `check_resume` resumes from the middle, `check_fsdp2` shards the model.
 """
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,10 +86,7 @@ def _check_resumed(
     straight: kit.Run, resumed: Path, fields: dict, world: int, micro: int, bar: float = 0.0, **launch
 ) -> None:
     """Resume a copy of `straight` from its first checkpoint; assert that it ends the same, bitwise with `bar` 0."""
-    shutil.copytree(straight.folder, resumed)
-    for path in [resumed / "final", *sorted((resumed / "checkpoints").iterdir())[1:]]:
-        shutil.rmtree(path)
-    again = train(resumed, fields, world, micro, **launch)
+    again = train(kit.rewind(straight.folder, fields["save_steps"], resumed), fields, world, micro, **launch)
     assert kit.distance(again.weights, straight.weights) <= bar
     if not bar:
         assert kit.timeless(again.folder) == kit.timeless(straight.folder)
@@ -139,6 +135,17 @@ class Plain:
         rest = [p for p in self.model.parameters() if p.dim() < 2]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
         return kind(groups, lr=1e-2, **options)
+
+    def descend(self, optimizer, change: Callable[[int], object] = lambda step: None) -> dict[str, torch.Tensor]:
+        """Train by plain steps; `change(step)` may change the gradient before the update. Return the weights by name."""
+
+        def update(step: int) -> None:
+            optimizer.zero_grad()
+            self.loss().backward()
+            change(step)
+            optimizer.step()
+
+        return self.train(update)
 
     def train(self, update: Callable[[int], None], steps: int = STEPS) -> dict[str, torch.Tensor]:
         """Call `update(step)` for each step; return the weights by name."""

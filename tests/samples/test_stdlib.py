@@ -35,6 +35,16 @@ def rows(root, name, split):
     return [json.loads(line) for line in (folder(root, name) / f"{split}.jsonl").read_text().splitlines()]
 
 
+def made(root, name) -> list[dict]:
+    """Return all rows of a sample, about one in ten of them for validation."""
+    samples.sample_folder(name, root)
+    train, validation = rows(root, name, "train"), rows(root, name, "validation")
+    assert len(train) > 5 * len(validation) > 0
+    key = "code" if "code" in train[0] else "path"
+    assert name == "stdlib_preferences" or not {row[key] for row in train} & {row[key] for row in validation}
+    return train + validation
+
+
 def test_sources_are_modules_of_the_standard_library():
     found = dict(_stdlib.module_sources())
     assert list(found) == sorted(found)
@@ -43,29 +53,19 @@ def test_sources_are_modules_of_the_standard_library():
 
 
 def test_code_is_split_without_overlap(root, few):
-    assert samples.sample_folder("stdlib_code", root) == str(folder(root, "stdlib_code"))
-    train, validation = rows(root, "stdlib_code", "train"), rows(root, "stdlib_code", "validation")
-    assert sorted((row["path"], row["text"]) for row in train + validation) == sorted(r for r in few if r[1].strip())
-    assert not {row["path"] for row in train} & {row["path"] for row in validation}
-    assert len(train) > 5 * len(validation) > 0
+    code = made(root, "stdlib_code")
+    assert sorted((row["path"], row["text"]) for row in code) == sorted(row for row in few if row[1].strip())
 
 
 def test_docstrings_are_not_in_the_code_and_split_without_overlap(root):
-    samples.sample_folder("stdlib_docstrings", root)
-    train, validation = rows(root, "stdlib_docstrings", "train"), rows(root, "stdlib_docstrings", "validation")
-    assert not {row["code"] for row in train} & {row["code"] for row in validation}
-    assert len(train) > 5 * len(validation) > 0
-    for row in train + validation:
+    for row in made(root, "stdlib_docstrings"):
         (function,) = ast.parse(row["code"]).body
         assert ast.get_docstring(function) is None
         assert len(row["docstring"].splitlines()) == 1
 
 
 def test_preferred_half_is_the_one_in_order(root):
-    samples.sample_folder("stdlib_preferences", root)
-    train, validation = rows(root, "stdlib_preferences", "train"), rows(root, "stdlib_preferences", "validation")
-    assert len(train) > 5 * len(validation) > 0
-    for row in train + validation:
+    for row in made(root, "stdlib_preferences"):
         compile(row["prompt"] + row["chosen"], row["path"], "exec")
         assert row["chosen"].splitlines() == row["rejected"].splitlines()[::-1] != row["rejected"].splitlines()
 
@@ -74,19 +74,9 @@ def test_tokens_are_tagged_by_their_role():
     source = "def read(self, n=2):  # bytes\n    return self.file.read(n or 'abc' * 9)\n"
     row = stdlib_tokens.tagged_tokens(source)
     tagged = dict(zip(row["tokens"], row["tags"], strict=True))
-    assert tagged == dict.fromkeys("()=:,.*", "O") | {
-        "def": "keyword",
-        "return": "keyword",
-        "or": "keyword",
-        "read": "call",
-        "self": "name",
-        "n": "name",
-        "file": "attribute",
-        "2": "number",
-        "9": "number",
-        "'abc'": "string",
-        "# bytes": "comment",
-    }
+    roles = {"O": "( ) = : , . *", "keyword": "def return or", "call": "read", "name": "self n", "attribute": "file"}
+    expected = {text: role for role, texts in roles.items() for text in texts.split()}
+    assert tagged == expected | {"2": "number", "9": "number", "'abc'": "string", "# bytes": "comment"}
     assert stdlib_tokens.tagged_tokens("def f(") is None
 
 

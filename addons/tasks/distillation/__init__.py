@@ -8,13 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from addons.tasks.distillation.frozen_teacher import FrozenModel, StudentAndTeacher
+from addons.tasks.distillation.frozen_teacher import TaughtTask
 from addons.tasks.distillation.token_terms import distillation_terms
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.paths import plain_data
-from src.models.chunked_cross_entropy import score_tokens
-from src.models.model_checks import check_packing, has_plain_lm_head
 from src.tasks import causal_lm
 from src.text.tokenization import IGNORED
 
@@ -47,28 +45,11 @@ class Options(causal_lm.Options):
         return ["teacher_name_or_path is missing: distillation needs a teacher, a Hub id or the folder of a model"]
 
 
-class Task(causal_lm.Task):
-    attributes_from_weights = ("plain_head", "teacher_plain_head")
-
+class Task(TaughtTask):
     def load(self) -> None:
         super().load()
-        o = self.options
         if self.router_coefficient:
             raise UsageError("distillation has no load-balancing loss of experts: give --router_aux_loss_coef 0")
-        self.teacher = FrozenModel(self.cfg, "teacher", o.teacher_name_or_path, o.teacher_revision)
-        self.teacher.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
-        o.teacher_revision = self.teacher.version  # now an option of the run, which resume and eval.py compare
-
-    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        student, teacher = super().build(weights, empty), self.teacher.build(empty)
-        if not empty:
-            self.teacher_plain_head = has_plain_lm_head(teacher, self.vocab_size)
-            if self.options.packing:
-                check_packing(teacher, self.vocab_size)
-        return StudentAndTeacher(student, teacher)
-
-    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.get_submodule("student")
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         kl, cross_entropy, correct = self._terms(model, inputs)
@@ -87,12 +68,8 @@ class Task(causal_lm.Task):
 
     def _terms(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return (divergence, cross-entropy, whether it is correct) of each target, zero for a target of -100."""
-        targets = inputs["targets"].flatten()
-        # The student first: FSDP2 gathers layers for backward in the reverse order of forward, ending with the student's.
-        student = score_tokens(model.get_submodule("student"), inputs, self.plain_head)
-        with torch.no_grad():
-            teacher = score_tokens(model.get_submodule("teacher"), inputs, self.teacher_plain_head)
-        terms = distillation_terms(student, teacher, targets, self.options.distillation_temperature)
+        targets, temperature = inputs["targets"].flatten(), self.options.distillation_temperature
+        terms = distillation_terms(*self.score_both(model, inputs), targets, temperature)
         return terms if model.training else tuple(term.double() for term in terms)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:

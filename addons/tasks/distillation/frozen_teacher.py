@@ -1,6 +1,7 @@
 """A frozen second model beside the trained one: its folder, the version of its weights, the module that holds both.
 
-Used by the tasks distillation (the teacher) and preference (the reference). Tests: tests/addons/tasks/test_frozen_teacher.py and test_preference.py.
+Base of the tasks distillation (a teacher) and preference (a reference). Tests: tests/addons/tasks/test_frozen_teacher.py
+and tests/addons/tasks/test_preference.py.
 """
 
 import json
@@ -15,12 +16,15 @@ from src.config.errors import UsageError
 from src.config.paths import locate
 from src.config.schema import RunConfig
 from src.models.build_model import build_model
+from src.models.chunked_cross_entropy import Scored, score_tokens
 from src.models.load_config import check_fit, pretrained_config, vocabulary_size
 from src.models.load_tokenizer import load_tokenizer
+from src.models.model_checks import check_packing, has_plain_lm_head
 from src.runtime import private_apis
 from src.storage import hub
 from src.storage.atomic_folder import hash_file
 from src.storage.cache_folder import SharedWork, cache_root
+from src.tasks import causal_lm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,6 +76,40 @@ class StudentAndTeacher(torch.nn.Module):
         return self.student.get_output_embeddings()
 
 
+class TaughtTask(causal_lm.Task):
+    """A language model with a frozen one beside it, which the options FROZEN_name_or_path and FROZEN_revision name."""
+
+    frozen = "teacher"
+    attributes_from_weights = ("plain_head", "frozen_plain_head")
+
+    def load(self) -> None:
+        super().load()
+        names = [f"{self.frozen}_{end}" for end in ("name_or_path", "revision")]
+        self.frozen_model = FrozenModel(self.cfg, self.frozen, *(getattr(self.options, name) for name in names))
+        self.frozen_model.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
+        # Now an option of the run, which resume and eval.py compare.
+        setattr(self.options, names[1], self.frozen_model.version)
+
+    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
+        student, teacher = super().build(weights, empty), self.frozen_model.build(empty)
+        if not empty:
+            self.frozen_plain_head = has_plain_lm_head(teacher, self.vocab_size)
+            if self.options.packing:
+                check_packing(teacher, self.vocab_size)
+        return StudentAndTeacher(student, teacher)
+
+    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.get_submodule("student")
+
+    def score_both(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> tuple[Scored, Scored]:
+        """Return what the trained and the frozen model compute for each token.
+
+        The trained one first: FSDP2 gathers layers for backward in the reverse order of forward, ending with its own."""
+        student = score_tokens(model.get_submodule("student"), inputs, self.plain_head)
+        with torch.no_grad():
+            return student, score_tokens(model.get_submodule("teacher"), inputs, self.frozen_plain_head)
+
+
 class FrozenModel:
     """A frozen language model: a folder, the version of its weights, and its configuration.
 
@@ -117,7 +155,6 @@ class FrozenModel:
 
     def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
         """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
-
         self.config = config
         if self.folder is None:
             return

@@ -13,9 +13,8 @@ import torch
 from addons.tasks.image_classification import augmentation
 from addons.tasks.image_classification.decoding import open_image, read_image
 from addons.tasks.image_classification.image_processor import normalize, read_image_processor, stack
-from src.config.errors import UsageError, warn
+from src.config.errors import warn
 from src.config.fields import option
-from src.config.schema import RunConfig
 from src.models.build_model import build_model
 from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logits
 from src.models.cross_entropy import (
@@ -80,13 +79,9 @@ class Options(ClassCrossEntropy):
 class Task(base.Task):
     new_head = NEW_HEAD
     unit = "images"
-
     decode_media = False  # prepared rows hold the files as they are, so that crops are of the full image
-
-    def __init__(self, cfg: RunConfig, options: Options):
-        super().__init__(cfg, options)
-        self.labels: Any = None  # names in the order of their ids; None until the data or the model gives them
-        self.are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
+    labels: Any = None  # names in the order of their ids; None until the data or the model gives them
+    are_of_data = False  # the labels, since the first rows are prepared: further sources have the same
 
     def load(self) -> None:
         self.config = load_config(self.cfg, None)
@@ -142,8 +137,6 @@ class Task(base.Task):
         return build_model(self.cfg, self.config, AutoModelForImageClassification, weights, NEW_HEAD, empty)
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
-        from addons.tasks.image_classification.rand_augment import cutout, rand_augment
-
         o, processor, images = self.options, self.image_processor, []
         for row in rows:
             image = open_image(row["image"], processor.channels, 2 * processor.size if training else None)
@@ -153,8 +146,8 @@ class Task(base.Task):
                 image = processor.center(image)
             if training:
                 image = augmentation.random_flip(image, o.horizontal_flip)
-                image = rand_augment(image, o.rand_augment, o.rand_augment_strength, processor.mean)
-                image = cutout(image, o.cutout, processor.mean)
+                image = augmentation.rand_augment(image, o.rand_augment, o.rand_augment_strength, processor.mean)
+                image = augmentation.cutout(image, o.cutout, processor.mean)
             images.append(image)
         pixels, labels = stack(images), np.array([int(row["label"]) for row in rows])
         inputs, others, shares = {"labels": labels}, labels, np.ones(len(rows), np.float32)
@@ -184,8 +177,6 @@ class Task(base.Task):
         return sums
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if self.options.r_drop_alpha:
-            raise UsageError("losses of rows have no R-Drop: give --r_drop_alpha 0")
         logits, shares = model(pixel_values=normalize(model, inputs)).logits, inputs["shares"]
         targets, weights = (inputs["labels"], inputs["other_labels"]), class_weights_of(inputs)
         own, other = (row_losses(Scored(logits), labels, self.options, weights) for labels in targets)

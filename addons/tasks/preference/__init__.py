@@ -15,14 +15,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from addons.tasks.distillation.frozen_teacher import RANDOM, FrozenModel, StudentAndTeacher
+from addons.tasks.distillation.frozen_teacher import RANDOM, TaughtTask
 from addons.tasks.distillation.token_terms import token_log_probs
 from addons.tasks.preference.preference_pairs import SIDES, PairEncoder
 from src.config.fields import option
 from src.config.paths import plain_data
-from src.models.chunked_cross_entropy import score_tokens
-from src.models.model_checks import has_plain_lm_head
-from src.tasks import causal_lm
+from src.models.chunked_cross_entropy import Scored
 from src.tasks.base import Batch
 from src.text.tokenization import IGNORED, padded_length
 
@@ -76,18 +74,15 @@ class Options:
         return []
 
 
-class Task(causal_lm.Task):
-    attributes_from_weights = ("plain_head", "reference_plain_head")
+class Task(TaughtTask):
+    frozen = "reference"
     can_shorten = False  # a pair has two texts
 
     def load(self) -> None:
-        super().load()
+        # An option of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.
         cfg, o = self.cfg, self.options
         o.reference_name_or_path = o.reference_name_or_path or cfg.init_from or cfg.model_name_or_path or RANDOM
-        self.reference = FrozenModel(cfg, "reference", o.reference_name_or_path, o.reference_revision)
-        self.reference.check_fit(self.config, self.vocab_size, self.tokenizer, self.max_length)
-        # Now options of the run: a resumed run and eval.py use the same reference, not the weights that they begin with.
-        o.reference_revision = self.reference.version
+        super().load()
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
@@ -102,15 +97,6 @@ class Task(causal_lm.Task):
         return self.pairs.encode_batch(batch, locations)
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
-
-    def build(self, weights: str | None = None, empty: bool = False) -> torch.nn.Module:
-        model, reference = super().build(weights, empty), self.reference.build(empty)
-        if not empty:
-            self.reference_plain_head = has_plain_lm_head(reference, self.vocab_size)
-        return StudentAndTeacher(model, reference)
-
-    def saved(self, model: torch.nn.Module) -> torch.nn.Module:
-        return model.get_submodule("student")
 
     def collate(self, rows: list[dict[str, np.ndarray]], training: bool) -> Batch:
         """Return the chosen sequences of all rows, then the rejected ones, in one batch of 2 × rows."""
@@ -135,11 +121,8 @@ class Task(causal_lm.Task):
     def _by_pair(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return loss, margin and rewards of each pair, (rows,); zero for a pair without targets."""
         o, counted = self.options, inputs["counted"]
-        # The trained model first: FSDP2 gathers layers for backward in the reverse order of forward.
-        log_ratio = self._log_probs(model.get_submodule("student"), inputs, self.plain_head)
-        with torch.no_grad():
-            reference = self._log_probs(model.get_submodule("teacher"), inputs, self.reference_plain_head)
-        chosen, rejected = (log_ratio - reference).chunk(2)
+        policy, reference = (self._log_probs(scored, inputs["targets"]) for scored in self.score_both(model, inputs))
+        chosen, rejected = (policy - reference.detach()).chunk(2)
         margin = o.beta * (chosen - rejected)
         if o.preference_loss == "ipo":
             losses = (chosen - rejected - 1 / (2 * o.beta)) ** 2
@@ -149,10 +132,9 @@ class Task(causal_lm.Task):
         values |= {"chosen_reward": o.beta * chosen, "rejected_reward": o.beta * rejected}
         return {name: value * counted for name, value in values.items()}
 
-    def _log_probs(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor], plain_head: bool) -> torch.Tensor:
+    def _log_probs(self, scored: Scored, targets: torch.Tensor) -> torch.Tensor:
         """Return the log-probability of the targets of each sequence, (2 × rows,)."""
-        targets = inputs["targets"]
-        return token_log_probs(score_tokens(model, inputs, plain_head), targets.flatten()).view_as(targets).sum(-1)
+        return token_log_probs(scored, targets.flatten()).view_as(targets).sum(-1)
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         return {name: sums[name] / weight for name in sums if "reward" in name}

@@ -12,18 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from addons.tasks.seq2seq.encoder_decoder import (
-    complete_config,
-    generate_tokens,
-    has_plain_decoder_head,
-    score_labels,
-    seq2seq_sums,
-)
-from addons.tasks.seq2seq.text_pairs import PairEncoder, decode_rows, pad_rows
+from addons.tasks.seq2seq.encoder_decoder import generate_tokens, has_plain_decoder_head, score_labels
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
-from src.models.chunked_cross_entropy import row_losses
+from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_scored
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import check_fit, load_config
 from src.models.load_tokenizer import load_tokenizer, tokenizer_fingerprint
@@ -31,7 +24,8 @@ from src.models.metrics import all_of_this_repository, check_metrics, compute_me
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
-from src.text.tokenization import IGNORED, padded_length
+from src.text.labels import require_columns
+from src.text.tokenization import IGNORED, padded_length, require_text, tokenize_truncated
 
 
 @dataclass
@@ -82,26 +76,55 @@ class Task(base.Task):
         if self.tokenizer is None:
             raise UsageError("seq2seq needs --tokenizer_name, or a model folder with a tokenizer")
         self.tokenizer_text = tokenizer_fingerprint(self.tokenizer)
+        self.end = self.tokenizer.eos_token_id  # of a target
+        self.end = self.tokenizer.sep_token_id if self.end is None else self.end
+        if self.end is None or self.tokenizer.pad_token_id is None:
+            raise UsageError("the tokenizer needs an end-of-text and a padding token: set eos_token and pad_token")
         self.config = load_config(self.cfg, self.tokenizer)
         fit = (self.cfg, self.config, self.tokenizer)
         self.max_length = check_fit(*fit, o.max_source_length, "max_source_length")
         for name in ("max_target_length", "max_new_tokens"):
             check_fit(*fit, getattr(o, name), name)
-        complete_config(self.config, self.tokenizer)
+        if getattr(self.config, "decoder_start_token_id", None) is None:
+            self.config.decoder_start_token_id = self.tokenizer.pad_token_id
         self.metric_names = check_metrics(o.metrics, self.cfg.trust_remote_code)
-        self.columns = (o.source_column, o.target_column, o.source_prefix)
-        self.encoder = PairEncoder(self.tokenizer, *self.columns, self.max_length, o.max_target_length)
 
     # ---- rows --------------------------------------------------------------------------------------------------------
 
     def fingerprint(self) -> str:
-        return repr((self.tokenizer_text, self.max_length, self.options.max_target_length, *self.columns))
+        o = self.options
+        columns = (o.source_column, o.target_column, o.source_prefix)
+        return repr((self.tokenizer_text, self.max_length, o.max_target_length, *columns))
 
     def inspect_columns(self, examples, split: str):
-        return self.encoder.choose(examples.column_names, split)
+        from datasets import Features, List, Value
+
+        columns = list(dict.fromkeys([self.options.source_column, self.options.target_column]))
+        require_columns(examples, columns, split, "--source_column or --target_column")
+        features = {name: List(Value("int32")) for name in ("input_ids", "labels")}
+        return columns, Features(features | {name: Value("int64") for name in ("length", "targets", "cut")})
 
     def encode(self, batch: dict[str, list], locations) -> dict[str, list]:
-        return self.encoder.encode_batch(batch, locations)
+        """Return the columns of the prepared rows; every target ends with the end token."""
+        o, limit = self.options, self.options.max_target_length
+        for column in (o.source_column, o.target_column):
+            require_text(batch[column], column, locations)
+        texts = [o.source_prefix + text for text in batch[o.source_column]]
+        source, source_counts = tokenize_truncated(self.tokenizer, [texts], self.max_length)
+        sources = [ids or [self.end] for ids in source["input_ids"]]  # attention needs a token
+        target, target_counts = tokenize_truncated(
+            lambda texts, **options: self.tokenizer(text_target=texts, **options),  # differs for translation models
+            [batch[o.target_column]],
+            limit,
+        )
+        targets = [ids if ids[-1:] == [self.end] else [*ids[: limit - 1], self.end] for ids in target["input_ids"]]
+        return {
+            "input_ids": sources,
+            "labels": targets,
+            "length": [len(source) + len(target) for source, target in zip(sources, targets, strict=True)],
+            "targets": [len(target) for target in targets],
+            "cut": [one + other for one, other in zip(source_counts["cut"], target_counts["cut"], strict=True)],
+        }
 
     # ---- model and loss ----------------------------------------------------------------------------------------------
 
@@ -129,21 +152,19 @@ class Task(base.Task):
 
     def loss(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         labels = inputs["labels"]
-        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
-        with known_masks(packed=False):
-            sums = seq2seq_sums(model, source, labels, self.plain_head, self.options)
+        sums = sums_from_scored(self._scored(model, inputs), labels.flatten(), model.training, self.options)
         if model.training or not self.metric_names:
             return sums
         missing = self.options.max_target_length - labels.shape[1]
         reference = F.pad(labels, (0, missing), value=IGNORED)
-        return sums | {"generated": self._generate(model, source), "reference": reference}
+        return sums | {"generated": self._generate(model, _source(inputs)), "reference": reference}
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        labels = inputs["labels"]
-        source = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        return row_losses(self._scored(model, inputs), inputs["labels"], self.options)
+
+    def _scored(self, model, inputs: dict[str, torch.Tensor]) -> Scored:
         with known_masks(packed=False):
-            scored = score_labels(model, source, labels, self.plain_head)
-        return row_losses(scored, labels, self.options)
+            return score_labels(model, _source(inputs), inputs["labels"], self.plain_head)
 
     def _generate(self, model, source: dict[str, torch.Tensor]) -> torch.Tensor:
         o = self.options
@@ -163,8 +184,28 @@ class Task(base.Task):
         o = self.options
         if not o.sample_prompt:
             return None
-        ids = torch.tensor([self.encoder.source_ids(o.sample_prompt)], device=model.device)
+        text = o.source_prefix + o.sample_prompt
+        ids = self.tokenizer(text, truncation=True, max_length=self.max_length)["input_ids"] or [self.end]
+        ids = torch.tensor([ids], device=model.device)
         model.eval()  # without dropout
         torch.manual_seed(self.cfg.seed)
         tokens = self._generate(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
         return f"{o.sample_prompt}\n=> {decode_rows(self.tokenizer, tokens.cpu().numpy())[0]}"
+
+
+def _source(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: inputs[name] for name in ("input_ids", "attention_mask")}
+
+
+def pad_rows(rows: list, width: int, fill: int) -> np.ndarray:
+    """Return rows of token ids as one array (rows, width), filled up on the right."""
+    padded = np.full((len(rows), width), fill, np.int64)
+    for i, row in enumerate(rows):
+        padded[i, : len(row)] = row
+    return padded
+
+
+def decode_rows(tokenizer: Any, rows: np.ndarray) -> list[str]:
+    """Return the text of each row of token ids that are filled up with IGNORED, without special tokens."""
+    ids = [row[row != IGNORED].tolist() for row in rows]
+    return [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)]

@@ -9,19 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from src.distributed.sharded_tensors import is_partial
-from src.models.chunked_cross_entropy import Scored, sums_from_scored
-from src.models.cross_entropy import CrossEntropy
+from src.models.chunked_cross_entropy import Scored
 from src.models.model_checks import is_plain_head
 from src.text.tokenization import IGNORED
 
 if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-
-
-def complete_config(config: "PreTrainedConfig", tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Set the decoder's start token, if there is none, to the padding token."""
-    if getattr(config, "decoder_start_token_id", None) is None:
-        config.decoder_start_token_id = tokenizer.pad_token_id
+    from transformers import GenerationConfig, PreTrainedModel
 
 
 def decoder_states(model: "PreTrainedModel", inputs: dict[str, torch.Tensor], decoder_ids: torch.Tensor):
@@ -48,18 +41,6 @@ def score_labels(
     if plain_head:
         return Scored(decoder_states(model, inputs, decoder_ids).flatten(0, 1), model.get_output_embeddings())
     return Scored(model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits.flatten(0, 1))
-
-
-def seq2seq_sums(
-    model: "PreTrainedModel",
-    inputs: dict[str, torch.Tensor],
-    labels: torch.Tensor,
-    plain_head: bool,
-    options: CrossEntropy,
-) -> dict[str, torch.Tensor]:
-    """Return `loss`, the sum of the labels' cross-entropy, and in evaluation `correct`. Labels of -100 are ignored."""
-    scored = score_labels(model, inputs, labels, plain_head)
-    return sums_from_scored(scored, labels.flatten(), model.training, options)
 
 
 def has_plain_decoder_head(model: "PreTrainedModel", vocab_size: int) -> bool:

@@ -34,14 +34,7 @@ def train_plain(values: dict, frozen: bool = True) -> Plain:
     plain.model = peft.get_peft_model(plain.model, peft.LoraConfig(**options, fan_in_fan_out=True))
     if not frozen:
         plain.model.requires_grad_(True)
-    optimizer = plain.optimizer()
-
-    def update(step: int) -> None:
-        optimizer.zero_grad()
-        plain.loss().backward()
-        optimizer.step()
-
-    plain.train(update)
+    plain.descend(plain.optimizer())
     return plain
 
 
@@ -83,21 +76,6 @@ def test_averages_and_optimizer_hold_the_adapter_only(run):
     assert average == own.keys()
     moments = {name.split("/", 1)[1].removeprefix("model.") for name in kit.load_weights(checkpoint, "optimizer")}
     assert moments == own.keys()
-
-
-def test_final_works_without_and_with_peft(run, tmp_path):
-    """Plain from_pretrained, and the base model of a checkpoint with final/adapter, compute the same."""
-    from transformers import AutoModelForCausalLM
-
-    final = run.folder / "final"
-    with torch.no_grad():
-        merged = AutoModelForCausalLM.from_pretrained(final).eval()(input_ids=IDS).logits
-        base = AutoModelForCausalLM.from_pretrained(run.folder / "checkpoints" / "step_00000002").eval()
-        before = base(input_ids=IDS).logits
-        adapted = peft.PeftModel.from_pretrained(base, final / "adapter").eval()(input_ids=IDS).logits
-    assert torch.allclose(merged, adapted, rtol=0, atol=1e-12)
-    assert not torch.allclose(merged, before, rtol=0, atol=1e-6)
-    assert "adapter" in (final / "README.md").read_text()
 
 
 def test_base_model_of_a_checkpoint_is_not_taken_for_the_trained_model(run, tmp_path):
@@ -220,9 +198,7 @@ def test_loss_uses_an_adapter_of_the_head(llama, target):
     ("options", "words"),
     [
         ({"type": "lorra"}, ["lorra", "lora"]),
-        ({"type": "prompt_tuning"}, ["prompt_tuning", "forward"]),
-        ({"type": "adalora"}, ["adalora", "something else"]),
-        ({"type": "vera"}, ["vera", "share"]),
+        *(({"type": name}, [f"type is {name}", "choose from"]) for name in ("prompt_tuning", "adalora", "vera")),
         ({"rank": 8}, ["unexpected", "rank"]),
         ({"init_lora_weights": "pissa"}, ["init_lora_weights", "pissa"]),
         ({"megatron_core": "os"}, ["megatron_core"]),
@@ -247,38 +223,32 @@ def test_wrong_targets_are_errors(llama, tmp_path, target):
         task.build_model()
 
 
+def trained_parameters(folder, rows: list[dict], target: str | None, **fields) -> set[str]:
+    """Return the names of the parameters of a tiny BERT that are trained."""
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    task, _ = kit.open_data(
+        model_config=kit.write_yaml(folder / "bert.yaml", {"model_type": "bert"} | small),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", ["a b c"]),
+        train_file=kit.write_jsonl(folder / "train.jsonl", rows),
+        output_dir=folder / "run",
+        peft=json.dumps({"type": "lora", "target": target}),
+        **fields,
+    )
+    return {name for name, parameter in task.build_model().named_parameters() if parameter.requires_grad}
+
+
 def test_new_head_is_trained_in_full(tmp_path):
     """As peft does for classifiers; `all-linear` leaves it alone."""
     rows = [{"text": "a b", "label": 0}, {"text": "c", "label": 1}] * 4
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    task, _ = kit.open_data(
-        task="text_classification",
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
-        train_file=kit.write_jsonl(tmp_path / "train.jsonl", rows),
-        output_dir=tmp_path / "run",
-        peft=json.dumps({"type": "lora", "target": "all-linear"}),
-    )
-    model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = trained_parameters(tmp_path, rows, "all-linear", task="text_classification")
     assert "classifier.modules_to_save.default.weight" in trained
     assert all("lora_" in name or "modules_to_save" in name for name in trained)
     assert not any("classifier" in name and "lora_" in name for name in trained)
 
 
 def test_learned_temperature_is_trained(tmp_path):
-    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-    task, _ = kit.open_data(
-        task="embeddings",
-        learn_temperature=True,
-        model_config=kit.write_yaml(tmp_path / "bert.yaml", {"model_type": "bert"} | small),
-        tokenizer_name=kit.tiny_tokenizer(tmp_path / "tokenizer", ["a b c"]),
-        train_file=kit.write_jsonl(tmp_path / "train.jsonl", [{"anchor": "a b", "positive": "c"}] * 4),
-        output_dir=tmp_path / "run",
-        peft=json.dumps({"type": "lora"}),
-    )
-    model = task.build_model()
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    rows = [{"anchor": "a b", "positive": "c"}] * 4
+    trained = trained_parameters(tmp_path, rows, None, task="embeddings", learn_temperature=True)
     assert "logit_scale" in trained
     assert all("lora_" in name for name in trained - {"logit_scale"})
 
@@ -297,13 +267,3 @@ def test_lora_under_fsdp2(tmp_path):
     assert [path.name for path in final.glob("model*")] == ["model.safetensors"]
     found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", final)
     assert found["loss"] == pytest.approx(kit.Run(final.parent).kind("eval")[-1]["loss"], rel=1e-6)
-
-
-@pytest.mark.parametrize("more", [{"gradient_checkpointing": True}, {"compile": True}], ids=str)
-def test_lora_with_recomputation_or_compilation(tmp_path, more):
-    """Recomputation needs a gradient of its inputs in its reentrant form, which a frozen embedding does not give."""
-    values = fields(tmp_path)
-    plain, other = (
-        technique_runs.train(tmp_path / name, values, 2, 4, **given) for name, given in (("a", {}), ("b", more))
-    )
-    assert kit.distance(plain.weights, other.weights) <= 1e-10

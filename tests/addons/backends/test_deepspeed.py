@@ -63,13 +63,9 @@ def test_mutant_that_divides_by_the_world_size_twice_is_caught(files, tmp_path, 
 
 def test_a_checkpoint_resumes_under_every_strategy(files, sharded, one, tmp_path):
     """ZeRO-3 on three ranks, ZeRO-2 on two, FSDP2 on two, ZeRO-3 on two, one process."""
-    folder = tmp_path / "run"
-    shutil.copytree(sharded["zero3"].folder, folder)
+    folder = shutil.copytree(sharded["zero3"].folder, tmp_path / "run")
     for step, name, world in [(5, "zero2", 2), (10, "fsdp2", 2), (10, "zero3", 2), (15, None, 1)]:
-        for checkpoint in (folder / "checkpoints").iterdir():
-            if int(checkpoint.name.removeprefix("step_")) > step:
-                shutil.rmtree(checkpoint)
-        shutil.rmtree(folder / "final")
+        kit.rewind(folder, step)
         env = where(name, world) if name else None
         check_same_run(one, kit.run_training(world, folder, *recipe(files, **FIELDS), env=env), rel=2e-5)
 
@@ -108,12 +104,11 @@ def test_evaluation_alone_is_the_number_of_the_run(sharded, tmp_path):
     assert line["loss"] == pytest.approx(sharded["zero3"].kind("eval")[-1]["loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("field, value", [("dtype", "float64"), ("per_device_batch_size", "auto")])
-def test_what_deepspeed_cannot_do_is_refused(files, tmp_path, field, value):
-    argv = [*recipe(files, **FIELDS | {field: value}), "--output_dir", "run"]
+def test_what_deepspeed_cannot_do_is_refused(files, tmp_path):
+    argv = [*recipe(files, **FIELDS, dtype="float64"), "--output_dir", "run"]
     codes, outputs = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2, env=where("zero2", 2))
     assert codes == [2, 2]
-    assert f"{field} is {value}" in outputs[0]
+    assert "dtype is float64" in outputs[0]
     assert not (tmp_path / "here" / "run").exists()
 
 
@@ -123,19 +118,11 @@ def test_zero_trains_and_resumes_a_plain_module(plain, tmp_path, name):
     one = kit.run_training(1, tmp_path / "one", *argv)
     two = kit.run_training(2, tmp_path / "two", *argv, env=where(name, 2), timeout=500)
     assert kit.distance(one.weights, two.weights) <= 1e-4
-    shutil.rmtree(two.folder / "final")
-    shutil.rmtree(two.folder / "checkpoints" / "step_00000024")
-    run = kit.run_training(2, two.folder, *argv, env=where(name, 2), timeout=500)
+    folder = kit.rewind(two.folder, 16, tmp_path / "resumed")
+    run = kit.run_training(2, folder, *argv, env=where(name, 2), timeout=500)
     assert kit.distance(run.weights, two.weights) <= 1e-6
     line = kit.run_evaluation(1, tmp_path / "alone", "--checkpoint", two.folder)
     assert line["loss"] == pytest.approx(two.kind("eval")[-1]["loss"], rel=1e-5)
-
-
-def test_groups_keep_their_factor(files, one, tmp_path):
-    argv = recipe(files, **FIELDS, parameter_groups='{"*norm*": {"lr_factor": 10}}')
-    alone = kit.run_training(1, tmp_path / "alone", *argv)
-    check_same_run(alone, kit.run_training(2, tmp_path / "two", *argv, env=where("zero2", 2)), rel=2e-5)
-    assert kit.distance(alone.weights, one.weights) > 1e-3
 
 
 def test_deepspeed_refuses_experts_and_the_field(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from addons.backends import deepspeed, tensor_parallel
 from src.config import addons
 from src.config.errors import UsageError
 from src.config.schema import RunConfig
-from src.distributed import strategies, strategy_checks
+from src.distributed import strategy_checks
 
 
 def test_zero_keeps_master_weights_in_float32(monkeypatch):
@@ -21,13 +21,6 @@ def test_zero_keeps_master_weights_in_float32(monkeypatch):
         monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", str(stage))
         _, found, _ = deepspeed.memory_of_launch(RunConfig(), 1000, 100, 0)
         assert found == {"weights": weights, "gradients": gradients, "optimizer": 400}
-
-
-def test_launch_without_the_add_on_is_refused(tmp_path, monkeypatch):
-    accelerator = SimpleNamespace(distributed_type=SimpleNamespace(value="DEEPSPEED"), parallelism_config=None)
-    monkeypatch.setattr(addons, "ADDONS", tmp_path)
-    with pytest.raises(UsageError, match="restore addons/backends/deepspeed"):
-        strategies.make_strategy(accelerator, RunConfig())
 
 
 @pytest.mark.parametrize("fields", [{"peft": {"type": "lora"}}, {"ddp_find_unused_parameters": True}], ids=str)

@@ -199,9 +199,3 @@ def test_evaluation_repeats_and_resume_keeps_the_held_out_rows(fields, tmp_path)
     codes, texts = kit.run_command("train.py", *given, folder=tmp_path / "resume")
     assert codes == [2]
     assert "validation_split: 0.2 → 0.3" in texts[0]
-
-
-# ---- dataset_split ----------------------------------------------------------------------------------------------------
-
-
-# ---- errors ------------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Warmups of the global batch and of the length of rows: functions of the step, on any number of processes."""
 
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -62,7 +61,7 @@ def test_steps_are_those_of_a_plain_count(rows, batch, start, warmup):
     last = max(by_epoch)
     for epoch in range(last):
         assert sizes.steps_of(epoch + 1) == by_epoch[epoch][-1] + 1
-        assert sizes.epochs_of(by_epoch[epoch][-1] + 1) == sizes.passes(by_epoch[epoch][-1] + 1) == epoch + 1
+        assert sizes.epochs_of(by_epoch[epoch][-1] + 1) == epoch + 1
 
 
 def test_rows_are_shortened_before_they_are_sorted():
@@ -148,18 +147,14 @@ def test_warmups_under_fsdp2(fields, tmp_path):
 
 def test_resume_within_the_warmups_on_more_processes(fields, tmp_path):
     straight = technique_runs.check_resume(tmp_path, fields)  # from step 2
-    shutil.copytree(straight.folder, tmp_path / "more")
-    for path in [tmp_path / "more/final", *sorted((tmp_path / "more/checkpoints").iterdir())[2:]]:
-        shutil.rmtree(path)
-    more = technique_runs.train(tmp_path / "more", fields, 3, 4)
+    more = technique_runs.train(kit.rewind(straight.folder, 4, tmp_path / "more"), fields, 3, 4)
     assert kit.distance(more.weights, straight.weights) <= 1e-10
     assert ledger.compare(more.folder) is None
 
 
 def test_mutant_warmup_that_begins_again_on_resume_is_caught(fields, tmp_path, monkeypatch):
     straight = technique_runs.train(tmp_path / "run", fields, 1, 4)
-    for path in [straight.folder / "final", *sorted((straight.folder / "checkpoints").iterdir())[1:]]:
-        shutil.rmtree(path)
+    kit.rewind(straight.folder, 2)
 
     def from_the_start(config, rank, world, start, stop):
         for micro in training_order(config, rank, world, 0, stop - start):

@@ -10,36 +10,23 @@ from src.config import parsing
 from src.config.errors import UsageError
 from src.models.load_config import load_config
 from src.tasks import OPTIONS
-from tests.addons.tasks import images
+from tests.addons.techniques.test_channels_last import CONVNEXT, fields
 from tests.helpers import kit
-
-CONVNEXT = {"model_type": "convnext", "image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [2, 2]}
-CONVNEXT |= {"num_stages": 2}
 
 
 def test_layers_are_dropped_alike_on_any_number_of_processes(tmp_path):
-    kit.need_task("image_classification")
-    images.import_before_fork("convnext")
-    values = {
-        "task": "image_classification",
-        "model_config": kit.write_yaml(tmp_path / "model.yaml", CONVNEXT),
-        "train_file": images.write_pictures(tmp_path / "train.parquet", 32),
-        "metrics": "none",
-        "dtype": "float64",
-        "global_batch_size": 16,
-        "per_device_batch_size": 4,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-    }
-    runs = {}
-    for name, world, more in (
-        ("none", 1, {}),
-        ("one", 1, {"stochastic_depth": 0.4}),
-        ("two", 2, {"stochastic_depth": 0.4}),
-    ):
-        runs[name] = kit.run_training(world, tmp_path / name, *kit.flags(**values | more))
-    assert kit.distance(runs["one"].weights, runs["two"].weights) <= 1e-10
-    assert kit.distance(runs["one"].weights, runs["none"].weights) > 1e-4
+    more = {"model_config": kit.write_yaml(tmp_path / "deep.yaml", CONVNEXT | {"depths": [2, 2]})}
+    values = fields(tmp_path, **more, per_device_batch_size=4)
+    none, one, two = (
+        kit.run_training(world, tmp_path / name, *kit.flags(**values | given))
+        for name, world, given in (
+            ("none", 1, {}),
+            ("one", 1, {"stochastic_depth": 0.4}),
+            ("two", 2, {"stochastic_depth": 0.4}),
+        )
+    )
+    assert kit.distance(one.weights, two.weights) <= 1e-10
+    assert kit.distance(one.weights, none.weights) > 1e-4
 
 
 def test_fields_of_the_model_and_a_model_without_one(tmp_path):

@@ -5,10 +5,6 @@ import json
 import pytest
 import torch
 
-from src.config import addons
-from src.config.errors import UsageError
-from src.config.schema import RunConfig
-from src.training.optimizers import make_optimizer
 from tests.helpers import kit, technique_runs
 
 
@@ -47,10 +43,3 @@ def test_mutant_a_resume_without_the_moments_of_muon_is_seen(tmp_path, monkeypat
     monkeypatch.setattr(optimizer_state, "_nested", lambda flat: {} if "momentum_buffer" in flat else nested(flat))
     with pytest.raises(AssertionError):
         technique_runs.check_resume(tmp_path, fields(tmp_path), world=1, micro=16)
-
-
-def test_muon_without_the_add_on_is_refused(tmp_path, monkeypatch):
-    """Torch's own class alone would refuse the other parameters."""
-    monkeypatch.setattr(addons, "ADDONS", tmp_path)
-    with pytest.raises(UsageError, match="restore addons/optimizers/muon"):
-        make_optimizer(RunConfig(optim="muon"), torch.nn.Linear(2, 2))

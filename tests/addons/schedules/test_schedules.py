@@ -5,12 +5,9 @@ import sys
 from types import ModuleType
 
 import pytest
-import torch
 
 from src.config import addons, schema
 from src.config.addons import addon_names
-from src.config.schema import RunConfig
-from src.training.schedules import make_schedule
 from tests.training.test_schedules import rates
 
 
@@ -24,33 +21,11 @@ def test_flat_cos_is_flat_and_then_a_cosine():
     assert found[75:] == pytest.approx([2 * half_cosine(1, 0.1, u / 25) for u in range(25)])
 
 
-def test_one_cycle_equals_that_of_torch():
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    torch_one = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=2.0, total_steps=41, pct_start=0.275, div_factor=25, final_div_factor=4, cycle_momentum=False
-    )
-    expected = []
-    for _ in range(40):  # torch: the peak at update 0.275 × 41 − 1, the end at the last update
-        expected.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        torch_one.step()
-    peak = 0.275 * 41 - 1
-    found = rates("one_cycle", total=40, warmup=0, rise=peak / 40, start=1 / 25, end=1 / 100)
-    assert found == pytest.approx(expected, rel=1e-9)
-
-
 def test_restarts_return_to_the_peak_and_keep_the_minimum():
     found = rates("cosine_restarts_min", total=34, warmup=4, num_cycles=3, min_lr_rate=0.25)
     assert found[:5] == pytest.approx([0, 0.5, 1.0, 1.5, 2.0])
     assert [found[4], found[14], found[24]] == [2.0] * 3
     assert min(found[4:]) == pytest.approx(2 * half_cosine(1, 0.25, 0.9))
-
-
-def test_warmup_from_a_value():
-    cfg = RunConfig(learning_rate=2.0, lr_scheduler_type="flat_cos", warmup_steps=4, warmup_start_lr=1.0)
-    schedule, from_zero = make_schedule(cfg, 40), rates("flat_cos")
-    assert [schedule(u) for u in range(5)] == pytest.approx([1.0, 1.25, 1.5, 1.75, 2.0])
-    assert [schedule(u) for u in range(4, 40)] == from_zero[4:]
 
 
 def test_a_schedule_of_your_own_is_one_file(tmp_path, monkeypatch):

@@ -9,9 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from addons.streaming import shards
-from src.config.errors import UsageError
 from tests.helpers import kit
-from tests.storage.test_hub_downloads import make_hub, recipe, refused, since, train
+from tests.storage.test_hub_downloads import make_hub, recipe, since, train
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +65,9 @@ def test_parquet_stream_reads_needed_columns_only(hub, tmp_path, where):
 
 
 def test_stream_of_the_hub_is_not_downloaded(hub, tmp_path):
-    """Training rows arrive in parts; the validation split is read whole."""
+    """Training rows arrive in parts, the validation split whole: without the download of the other splits."""
     before = len(hub.requests)
     train(hub.environment(tmp_path), tmp_path, stream(hub, tmp_path, dataset_name="org/ds"), world=2)
     assert kit.Run(tmp_path / "run").kind("eval")[-1]["examples"] == 4
     assert {r.status for r in since(hub, before, "/datasets/org/ds/resolve/", "GET")} == {206}
     assert not list(tmp_path.rglob("train.jsonl"))
-
-
-def stop_before_training():
-    import addons.streaming as streaming
-    from src.data import dataset
-
-    class Empty:
-        def __init__(self, *_):
-            self.stats = {}
-
-    def stop(cfg, splits, wanted):
-        assert len(splits["validation"]) == 4
-        raise UsageError("the validation data is ready")
-
-    streaming.Stream, dataset._check = Empty, stop
-
-
-def test_validation_split_of_a_stream_reads_no_training_file(hub, tmp_path):
-    before, argv = len(hub.requests), ["--streaming", "true", *recipe(tmp_path)]
-    environment, words = hub.environment(tmp_path), "the validation data is ready"
-    refused(environment, tmp_path, argv, words, before=stop_before_training)
-    assert since(hub, before, "validation.jsonl", "GET")
-    assert not since(hub, before, "train.jsonl")

@@ -6,7 +6,6 @@ import pytest
 from addons.streaming.sources import StreamSource
 from addons.streaming.stream import Stream
 from tests.helpers import kit
-from tests.helpers.fake_hub import Fault
 from tests.helpers.served_data import open_served
 
 
@@ -52,15 +51,12 @@ def test_versions_of_many_local_files(tmp_path):
     assert source.versions() != versions
 
 
-@pytest.mark.parametrize("streaming", [True, False])
-def test_empty_file_is_skipped(hub, tmp_path, streaming):
+def test_empty_file_is_skipped(hub, tmp_path):
     urls = [put(hub, "e.jsonl", 0, 0), put(hub, "full.jsonl", 0), put(hub, "f.jsonl", 0, 0)]
-    count = (lambda stream: len(rows_of(stream))) if streaming else len
-    assert open_served(hub, tmp_path, urls, count, streaming=streaming) == 20
+    assert len(open_served(hub, tmp_path, urls, rows_of)) == 20
     text = (tmp_path / "out/rank0.txt").read_text()
     assert [f"warning: train_file: {url} is empty" in text for url in urls] == [True, False, True]
-    message = open_served(hub, tmp_path, urls[0], streaming=streaming)
-    assert message.startswith(f"train_file: {urls[0]} is empty")
+    assert open_served(hub, tmp_path, urls[0]).startswith(f"train_file: {urls[0]} is empty")
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -81,14 +77,6 @@ def test_file_that_changes_after_its_look_up_is_refused(hub, tmp_path, kind):
         assert len(open_served(hub, tmp_path, url, rows_of)) == 20
         found = open_served(hub, tmp_path, url, rows_after_a_change)
         assert f"{url} changed while it was read: {words}" in found
-
-
-def test_another_part_than_asked_for_is_refused(hub, tmp_path):
-    url, size = put(hub, "part.jsonl", 0), (hub.folder / "files/part.jsonl").stat().st_size
-    wrong = {"Content-Range": f"bytes 7-{size - 1}/{size}"}
-    hub.faults["/files/part.jsonl"] = lambda r: Fault(headers=wrong) if r.method == "GET" and r.range else None
-    found = open_served(hub, tmp_path, url, rows_of)
-    assert f"{url}: the server answers Content-Range: bytes 7-" in found
 
 
 def test_text_cannot_be_streamed(hub, tmp_path):

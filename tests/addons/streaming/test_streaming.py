@@ -1,8 +1,6 @@
 """Data without a length: every row once a pass, the same steps on any number of processes, and from where a run was."""
 
 import json
-import os
-import shutil
 from itertools import chain, pairwise
 
 import datasets
@@ -11,15 +9,19 @@ import pytest
 
 from addons.streaming.shards import BLOCK
 from addons.tools import ledger
-from src.config import validation
+from src.config import parsing, validation
 from src.config.errors import UsageError
+from src.data import dataset
 from src.data.data_loader import train_batches
-from src.tasks import OPTIONS
+from src.distributed.host_group import HostGroup
+from src.distributed.init_accelerator import init_accelerator
+from src.distributed.strategies import Strategy
+from src.tasks import OPTIONS, make_task
 from src.training.train_state import TrainState
 from tests.helpers import kit, technique_runs
 
 
-def shards(folder, sizes, low=3, kind="jsonl") -> list:
+def shards(folder, sizes) -> list:
     """Write files of rows, each row known by its first id and number; return their paths."""
     generator = np.random.default_rng(0)
     files, number = [], 0
@@ -27,15 +29,10 @@ def shards(folder, sizes, low=3, kind="jsonl") -> list:
     for shard, size in enumerate(sizes):
         rows = []
         for _ in range(size):
-            length = int(generator.integers(low, 12))
+            length = int(generator.integers(3, 12))
             rows.append({"input_ids": [number // 50 % 50, number % 50, *generator.integers(0, 50, length).tolist()]})
             number += 1
-        path = folder / f"shard{shard}.{kind}"
-        if kind == "jsonl":
-            kit.write_jsonl(path, rows)
-        else:
-            datasets.Dataset.from_list(rows).to_parquet(path)
-        files.append(path)
+        files.append(kit.write_jsonl(folder / f"shard{shard}.jsonl", rows))
     return files
 
 
@@ -57,21 +54,12 @@ def recipe(folder, files, **fields) -> list[str]:
     return kit.flags(**fields)
 
 
-def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int = 0) -> tuple:
+def seen_rows(argv, steps: int, start=None, workers: int = 0) -> tuple:
     """Return (row numbers of each step on this rank, steps at which passes ended, the stream's position), without a model."""
-    import torch.distributed as dist
-
-    from src.config import parsing
-    from src.data import dataset as data
-    from src.distributed.host_group import HostGroup
-    from src.distributed.init_accelerator import init_accelerator
-    from src.distributed.strategies import Strategy
-    from src.tasks import make_task
-
     run, options = parsing.parse([*argv, "--max_steps", str(steps), "--dataloader_num_workers", str(workers)], OPTIONS)
     validation.check(run, options)
     task = make_task(run, options)
-    stream = data.prepare_datasets(run, task, wanted=("train",))["train"]
+    stream = dataset.prepare_datasets(run, task, wanted=("train",))["train"]
     accelerator = init_accelerator(run)
     host_group = HostGroup(accelerator, run.ddp_timeout)
     progress = TrainState(step=start[0] if start else 0, stream=start[1] if start else None)
@@ -93,19 +81,13 @@ def seen_rows(world: int, rank: int, argv, steps: int, start=None, workers: int 
         progress.step += 1
         found.append(rows)
     place = stream.position(progress.step, host_group)
-    if dist.is_initialized():
-        dist.barrier()
     return found, turns, (progress.step, place)
 
 
 def read(world: int, argv, steps: int, out, start=None, workers: int = 0):
     """Return (rows of each step over all ranks, sorted; steps at which passes ended; the stream's position)."""
     argv = [str(word) for word in argv]
-    ranks = kit.spawn(
-        world,
-        lambda: seen_rows(world, int(os.environ["RANK"]), argv, steps, start, workers),
-        out=out,
-    )
+    ranks = kit.spawn(world, seen_rows, argv, steps, start, workers, out=out)
     assert len({json.dumps([turns, place]) for _, turns, place in ranks}) == 1  # all ranks agree
     merged = [sorted(chain(*parts)) for parts in zip(*(rank[0] for rank in ranks), strict=True)]
     return merged, ranks[0][1], ranks[0][2]
@@ -158,9 +140,7 @@ def test_loader_process_reads_the_same_stream(tmp_path):
 
 def test_rows_of_many_blocks_are_shuffled_and_complete(tmp_path):
     size = 2 * BLOCK + 37
-    argv = recipe(
-        tmp_path, shards(tmp_path / "data", [size, 11], low=3), global_batch_size=64, per_device_batch_size=64
-    )
+    argv = recipe(tmp_path, shards(tmp_path / "data", [size, 11]), global_batch_size=64, per_device_batch_size=64)
     steps, turns, _ = read(1, argv, 40, tmp_path / "out")
     numbers = [n % 2500 for n in range(size + 11)]
     assert sorted(chain(*steps[: turns[0]])) == sorted(numbers)
@@ -200,8 +180,6 @@ def test_killed_stream_run_resumes(data, tmp_path, world):
     kit.until(lambda: kit.last_step(tmp_path / "run") >= 7)
     ranks.signal(9)
     ranks.wait()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000012", ignore_errors=True)
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000018", ignore_errors=True)
     run = kit.run_training(1, tmp_path / "run", *argv)
     assert kit.distance(one.weights, run.weights) <= (0 if world == 1 else 1e-10)
     assert ledger.compare(one.folder, run.folder) is None
@@ -213,22 +191,15 @@ def test_mutant_without_stream_position(data, tmp_path, monkeypatch):
     from addons.streaming.stream import Stream
 
     _, argv, one = data
-    shutil.copytree(one.folder, tmp_path / "run")
-    for name in ("final", "checkpoints/step_00000018"):
-        shutil.rmtree(tmp_path / "run" / name)
-    forget = Stream.step_batches
-    monkeypatch.setattr(
-        Stream,
-        "step_batches",
-        lambda self, rank, world, progress, pin: forget(self, rank, world, _without(progress), pin),
-    )
-    run = kit.run_training(1, tmp_path / "run", *argv)
+    step_batches = Stream.step_batches
+
+    def forget(self, rank, world, state, pin_memory):
+        state.stream = None
+        return step_batches(self, rank, world, state, pin_memory)
+
+    monkeypatch.setattr(Stream, "step_batches", forget)
+    run = kit.run_training(1, kit.rewind(one.folder, 12, tmp_path / "run"), *argv)
     assert kit.distance(one.weights, run.weights) > 1e-6
-
-
-def _without(progress):
-    progress.stream = None
-    return progress
 
 
 @pytest.mark.parametrize(
@@ -237,40 +208,30 @@ def _without(progress):
         ({"max_steps": None}, "max_steps"),
         ({"per_device_batch_size": "auto"}, "per_device_batch_size is auto"),
         ({"stream_lanes": 9}, "stream_lanes is 9"),
-        ({"streaming": False, "stream_lanes": 2}, "stream_lanes is given without streaming"),
         ({"stream_lanes": 2}, r"stream_lanes is 2, but there are 1 shards \(files\): give at most 1"),
     ],
 )
 def test_fields_that_a_stream_cannot_have(tmp_path, fields, field):
-    fields = {"streaming": True, "max_steps": 3, "global_batch_size": 8} | fields
-    fields |= {"train_file": shards(tmp_path / "data", [5]), "cache_dir": tmp_path / "cache"}
-    fields["model_config"] = kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY)
     with pytest.raises(UsageError, match=field):
-        kit.open_data(**{name: value for name, value in fields.items() if value is not None})
+        opened(tmp_path, shards(tmp_path / "data", [5]), **fields)
 
 
 def opened(folder, files, **fields):
     """Return a stream, opened in this process."""
-    if "model_config" not in fields:
-        fields["model_config"] = kit.write_yaml(folder / "gpt2.yaml", kit.TINY)
-    fields |= {"train_file": files} if files else {}
-    fields = {"streaming": True, "max_steps": 3, "cache_dir": folder / "cache"} | fields
-    return kit.open_data(**fields)[1]["train"]
+    values = {"model_config": kit.write_yaml(folder / "gpt2.yaml", kit.TINY), "cache_dir": folder / "cache"}
+    values |= {"train_file": files, "streaming": True, "max_steps": 3, "global_batch_size": 8} | fields
+    return kit.open_data(**{name: value for name, value in values.items() if value is not None})[1]["train"]
 
 
 def test_changed_local_shard_is_refused(tmp_path):
-    for when in ("between passes", "during one"):
-        file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
-        stream = opened(tmp_path, file)
-        blocks = stream.shards.blocks(0)
-        rows = (
-            next(blocks).num_rows if when == "during one" else sum(table.num_rows for table in stream.shards.blocks(0))
-        )
-        assert rows == (512 if when == "during one" else 600)
-        with open(file, "a") as more:
-            more.write('{"input_ids": [1, 2, 3]}\n')
+    file = kit.write_jsonl(tmp_path / "changing.jsonl", [{"input_ids": [n % 50, 7, 8]} for n in range(600)])
+    stream = opened(tmp_path, file)
+    blocks = stream.shards.blocks(0)
+    assert next(blocks).num_rows == 512
+    kit.write_jsonl(file, [{"input_ids": [1, 2, 3]}] * 601)
+    for again in (blocks, stream.shards.blocks(0)):  # during a pass, and in the next one
         with pytest.raises(UsageError, match=r"changing\.jsonl changed"):
-            list(blocks)
+            list(again)
 
 
 def test_new_column_in_a_later_shard_is_refused(tmp_path):

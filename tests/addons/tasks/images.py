@@ -1,6 +1,7 @@
 """Data, models and flags of the image tasks for tests."""
 
 from importlib import import_module
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -28,8 +29,8 @@ def import_before_fork(*model_types: str) -> None:
         import_module(name)
 
 
-def segmentation_flags(folder, **fields) -> list[str]:
-    """Write 203 and 31 drawn images of 24 to 64 pixels and their classes; return flags of segmentation."""
+def segmentation_fields(folder, **more) -> dict:
+    """Write 203 and 31 drawn images of 24 to 64 pixels and their classes; return fields of segmentation."""
     features = datasets.Features(image=datasets.Image(), label=datasets.Image())
     for split, count in (("train", 203), ("validation", 31)):
         generator = np.random.default_rng(count)
@@ -37,29 +38,20 @@ def segmentation_flags(folder, **fields) -> list[str]:
         pairs = [[one.crop((0, 0, 8 + i % 13, 8 + i % 7)) for one in pair] for i, pair in enumerate(pairs)]
         rows = {name: [pair[i] for pair in pairs] for i, name in enumerate(("image", "label"))}
         datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{split}.parquet")
-    return kit.flags(
-        **{
-            "task": "segmentation",
-            "num_classes": 4,
-            "unet_widths": [4, 8],
-            "train_file": folder / "train.parquet",
-            "validation_file": folder / "validation.parquet",
-        }
-        | fields
-    )
+    files = {f"{split}_file": folder / f"{split}.parquet" for split in ("train", "validation")}
+    return {"task": "segmentation", "num_classes": 4, "unet_widths": [4, 8]} | files | more
 
 
-def classification_flags(folder, **fields) -> list[str]:
-    """Write 203 and 31 images and a tiny ViT; return flags of image_classification."""
+def write_classification(folder) -> Path:
+    """Write 203 and 31 images and a tiny ViT; return the folder."""
     for split, count in (("train", 203), ("validation", 31)):
         write_pictures(folder / f"{split}.parquet", count, seed=count)
-    return kit.flags(
-        **{
-            "task": "image_classification",
-            "model_config": kit.write_yaml(folder / "model.yaml", VIT),
-            "train_file": folder / "train.parquet",
-            "validation_file": folder / "validation.parquet",
-            "metrics": "none",
-        }
-        | fields
-    )
+    kit.write_yaml(folder / "model.yaml", VIT)
+    return folder
+
+
+def classification_fields(folder, **more) -> dict:
+    """Return fields of image_classification for a folder with these files; None removes one."""
+    fields = {"task": "image_classification", "model_config": folder / "model.yaml", "metrics": "none"}
+    fields |= {f"{split}_file": folder / f"{split}.parquet" for split in ("train", "validation")}
+    return {name: value for name, value in (fields | more).items() if value is not None}

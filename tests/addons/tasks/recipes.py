@@ -23,15 +23,31 @@ BART = {
 }
 
 
-def preference(folder) -> list:
-    """Pairs of random words; the reference is the model itself before training."""
+def write_rows(folder, make_row) -> None:
+    """Write 203 and 31 rows `make_row(words)` of random words; most are short."""
     generator = np.random.default_rng(3)
     for split, count in (("train", 203), ("validation", 31)):
-        rows = []
-        for length in 2 + (20 * generator.random(count) ** 2).astype(int):
-            texts = [" ".join(generator.choice(SENTENCE.split(), size)) for size in (3, length, length // 2 + 1)]
-            rows.append(dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)))
+        lengths = 2 + (20 * generator.random(count) ** 2).astype(int)
+        rows = [make_row(generator.choice(SENTENCE.split(), length).tolist()) for length in lengths]
         kit.write_jsonl(folder / f"{split}.jsonl", rows)
+
+
+def bert(folder, **fields) -> list:
+    """Return flags of a tiny BERT and a tokenizer of whole words."""
+    model = kit.write_yaml(folder / "model.yaml", BERT)
+    return kit.flags(
+        model_config=model, tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3), **fields
+    )
+
+
+def preference(folder) -> list:
+    """Pairs of random words; the reference is the model itself before training."""
+
+    def row(words):
+        parts = (words[:3], words, words[len(words) // 2 :][::-1])
+        return dict(zip(("prompt", "chosen", "rejected"), map(" ".join, parts), strict=True))
+
+    write_rows(folder, row)
     return kit.flags(
         task="preference",
         model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
@@ -49,48 +65,21 @@ def distillation(folder) -> list:
 
 def masked_lm(folder) -> list:
     """Sentences of random words; some are longer than a row."""
-    generator = np.random.default_rng(3)
-    for split, count in (("train", 203), ("validation", 31)):
-        lengths = 2 + (20 * generator.random(count) ** 2).astype(int)
-        texts = [" ".join(generator.choice(SENTENCE.split(), length)) for length in lengths]
-        kit.write_jsonl(folder / f"{split}.jsonl", [{"text": text} for text in texts])
-    return kit.flags(
-        task="masked_lm",
-        model_config=kit.write_yaml(folder / "model.yaml", BERT),
-        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
-        max_length=24,
-    )
+    write_rows(folder, lambda words: {"text": " ".join(words)})
+    return bert(folder, task="masked_lm", max_length=24)
 
 
 def token_classification(folder) -> list:
     """Sentences of random words, each tagged by its length; with all options of the cross-entropy."""
-    generator = np.random.default_rng(4)
-    for split, count in (("train", 203), ("validation", 31)):
-        lengths = 1 + (20 * generator.random(count) ** 2).astype(int)
-        rows = [generator.choice(SENTENCE.split(), length).tolist() for length in lengths]
-        tags = [[{1: "O", 2: "O", 3: "B-THREE"}.get(len(word), "B-LONG") for word in row] for row in rows]
-        kit.write_jsonl(
-            folder / f"{split}.jsonl", [{"tokens": row, "tags": t} for row, t in zip(rows, tags, strict=True)]
-        )
-    return kit.flags(
-        task="token_classification",
-        model_config=kit.write_yaml(folder / "model.yaml", BERT),
-        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
-        label_smoothing_factor=0.1,
-        z_loss=0.01,
-        focal_gamma=1.5,
-        class_weights=[1, 2, 0.25],
-    )
+    tags = {1: "O", 2: "O", 3: "B-THREE"}
+    write_rows(folder, lambda words: {"tokens": words, "tags": [tags.get(len(word), "B-LONG") for word in words]})
+    losses = {"label_smoothing_factor": 0.1, "z_loss": 0.01, "focal_gamma": 1.5, "class_weights": [1, 2, 0.25]}
+    return bert(folder, task="token_classification", **losses)
 
 
 def seq2seq(folder) -> list:
     """Sentences of random words, and a short text that tells whether the cat is in them: generated and compared."""
-    generator = np.random.default_rng(3)
-    for split, count in (("train", 203), ("validation", 31)):
-        lengths = 2 + (20 * generator.random(count) ** 2).astype(int)
-        texts = [" ".join(generator.choice(SENTENCE.split(), length)) for length in lengths]
-        rows = [{"source": text, "target": "a cat" if "cat" in text else "none"} for text in texts]
-        kit.write_jsonl(folder / f"{split}.jsonl", rows)
+    write_rows(folder, lambda words: {"source": " ".join(words), "target": "a cat" if "cat" in words else "none"})
     return kit.flags(
         task="seq2seq",
         model_config=kit.write_yaml(folder / "model.yaml", BART),
@@ -102,33 +91,26 @@ def seq2seq(folder) -> list:
 
 def image_classification(folder) -> list:
     """Small images with crops, flips, mixup and cutmix, which the seed of a micro-batch draws."""
-    return images.classification_flags(folder, mixup=0.5, cutmix=0.5, label_smoothing_factor=0.1)
+    mixed = {"mixup": 0.5, "cutmix": 0.5, "label_smoothing_factor": 0.1}
+    return kit.flags(**images.classification_fields(images.write_classification(folder), **mixed))
 
 
 def embeddings(folder) -> list:
     """Sentences of random words, some of the same words in another order, and a sentence of others."""
-    generator = np.random.default_rng(3)
-    for split, count in (("train", 203), ("validation", 31)):
-        rows = []
-        for length in 3 + (15 * generator.random(count) ** 2).astype(int):
-            anchor, negative = generator.choice(SENTENCE.split(), (2, length))
-            positive = generator.permutation(anchor)[: generator.integers(2, length + 1)]
-            texts = {"anchor": anchor, "positive": positive, "negative": negative}
-            rows.append({name: " ".join(words) for name, words in texts.items()})
-        kit.write_jsonl(folder / f"{split}.jsonl", rows)
-    return kit.flags(
-        task="embeddings",
-        model_config=kit.write_yaml(folder / "model.yaml", BERT),
-        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer"),
-        negative_column="negative",
-        learn_temperature=True,
-    )
+
+    def row(words):
+        third = 1 + len(words) // 3
+        texts = {"anchor": words[third:] or words, "positive": words[: -third - 1 : -1], "negative": words[:third]}
+        return {name: " ".join(text) for name, text in texts.items()}
+
+    write_rows(folder, row)
+    return bert(folder, task="embeddings", negative_column="negative", learn_temperature=True)
 
 
 def segmentation(folder) -> list:
     """Images of different sizes, without random crops and flips; cross-entropy with class weights, and Dice."""
     more = {"class_weights": [0.5, 1, 2, 1], "dice_loss": 0.5}
-    return images.segmentation_flags(folder, random_crop=1, horizontal_flip=0, **more)
+    return kit.flags(**images.segmentation_fields(folder, random_crop=1, horizontal_flip=0, **more))
 
 
 ALL = [

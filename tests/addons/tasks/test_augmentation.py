@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from addons.tasks.image_classification.augmentation import mix, random_flip, random_resized_crop
-from addons.tasks.image_classification.rand_augment import cutout, rand_augment
+from addons.tasks.image_classification.augmentation import cutout, mix, rand_augment, random_flip, random_resized_crop
 
 
 @pytest.fixture(autouse=True)

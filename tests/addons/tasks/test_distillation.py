@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from src.config.errors import UsageError
+from src.models import chunked_cross_entropy
 from tests.addons.tasks import recipes
 from tests.helpers import kit
 
@@ -24,12 +25,18 @@ def opened(folder, teacher=None, **fields):
 
 
 @pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("heads", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("alpha, temperature", [(0.0, 1.0), (0.7, 2.0), (1.0, 5.0)])
-def test_loss_and_gradient_equal_those_of_full_logits(folder, alpha, temperature, packing):
+def test_loss_and_gradient_equal_those_of_full_logits(folder, monkeypatch, alpha, temperature, heads, packing):
+    """In chunks of 16 rows; without a plain head, a model gives logits instead of hidden states."""
+    monkeypatch.setitem(chunked_cross_entropy.CHUNK_ELEMENTS, "cpu", 1)
     fields = {"distillation_alpha": alpha, "distillation_temperature": temperature, "packing": packing}
     student_config = kit.write_yaml(folder / "gpt2.yaml", kit.EXACT)
     task, splits = opened(folder, model_config=student_config, max_length=64, **fields)
     model = task.build().train()
+    assert task.plain_head
+    assert task.frozen_plain_head
+    task.plain_head, task.frozen_plain_head = heads
     inputs = task.collate(splits["train"].rows(np.arange(7)), True).inputs
     positions = {"position_ids": inputs["position_ids"]} if packing else {}
     s, t = (

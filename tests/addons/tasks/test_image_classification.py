@@ -8,34 +8,16 @@ from PIL import Image
 from transformers import AutoModelForImageClassification
 
 from src.config.errors import UsageError
-from src.data.prepared_split import repeated
 from tests.addons.tasks import images
+from tests.addons.tasks.images import classification_fields as fields
 from tests.helpers import kit
 
 STEPS = {"max_steps": 8, "global_batch_size": 24, "learning_rate": 2e-3, "dtype": "float64", "save_steps": 4}
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory):
-    return images.classification_flags(tmp_path_factory.mktemp("pictures"))
-
-
-@pytest.fixture(scope="module")
-def folder(flags):
-    from pathlib import Path
-
-    return Path(flags[flags.index("--train_file") + 1]).parent
-
-
-def fields(folder, **more):
-    own = {
-        "task": "image_classification",
-        "model_config": folder / "model.yaml",
-        "train_file": folder / "train.parquet",
-        "validation_file": folder / "validation.parquet",
-        "metrics": "none",
-    }
-    return {name: value for name, value in (own | more).items() if value is not None}
+def folder(tmp_path_factory):
+    return images.write_classification(tmp_path_factory.mktemp("pictures"))
 
 
 def rows(split):
@@ -88,22 +70,6 @@ def test_classes_of_a_mixture_are_those_of_its_first_source(folder, tmp_path):
     for _ in range(2):  # also if the first source is prepared already
         with pytest.raises(UsageError, match="the label 'cat' is none of the 3 known labels"):
             kit.open_data(**fields(folder, train_file=None, mixture=mixture, cache_dir=tmp_path))
-
-
-def test_images_with_equal_corners_are_not_repeated(tmp_path):
-    """The leak check sees all bytes of an image, also where encode returns arrays."""
-    corners = [Image.new("L", (64, 64), 255) for _ in range(6)]
-    for i, image in enumerate(corners):
-        image.paste(10 * i, (30, 30, 34, 34))
-    features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=["a", "b"]))
-    for name, chosen in (("train", [0, 1, 2, 3]), ("validation", [3, 4, 5])):
-        made = {"image": [corners[i] for i in chosen], "label": [0, 1, 0, 1][: len(chosen)]}
-        datasets.Dataset.from_dict(made, features).to_parquet(tmp_path / f"{name}.parquet")
-    model = kit.write_yaml(tmp_path / "model.yaml", images.VIT)
-    _, splits = kit.open_data(**fields(tmp_path, model_config=model))
-    assert repeated(splits) == (0, 3)  # image 3 has another label
-    _, splits = kit.open_data(**fields(tmp_path, validation_file=tmp_path / "train.parquet", model_config=model))
-    assert repeated(splits) == (4, 4)
 
 
 # ---- batches ---------------------------------------------------------------------------------------------------------
@@ -160,9 +126,9 @@ def test_top5_for_ten_classes(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def trained(flags, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("trained")
-    return kit.run_training(1, folder / "run", *flags, *kit.flags(**STEPS, random_crop=1, horizontal_flip=0))
+def trained(folder, tmp_path_factory):
+    flags = kit.flags(**fields(folder, random_crop=1, horizontal_flip=0), **STEPS)
+    return kit.run_training(1, tmp_path_factory.mktemp("trained") / "run", *flags)
 
 
 def test_final_works_in_a_pipeline(folder, trained):

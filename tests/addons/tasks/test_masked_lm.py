@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from addons.tasks.masked_lm.masked_head import has_positionwise_head
-from addons.tasks.masked_lm.masking import mask_tokens, masked_count
+from addons.tasks.masked_lm import has_positionwise_head, mask_tokens, masked_count
 from src.data.data_loader import seed_everything
 from tests.addons.tasks import recipes
 from tests.helpers import kit
@@ -139,6 +138,3 @@ def test_mutant_head_that_mixes_positions_gets_all_of_them(folder):
         expected = torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         assert task.loss(model, batch.inputs)["loss"].item() == pytest.approx(expected, rel=1e-9)
     assert wrong != pytest.approx(expected, rel=1e-6)
-
-
-# ---- what is refused -------------------------------------------------------------------------------------------------

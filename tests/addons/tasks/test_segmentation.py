@@ -8,29 +8,18 @@ import pytest
 import torch
 from PIL import Image
 
+from addons.tasks import segmentation
 from addons.tasks.segmentation import segments
 from addons.tasks.segmentation.masked_unet import MaskedUNet
 from src.config.errors import UsageError
+from src.data.prepare import encode_files
 from tests.addons.tasks import images
 from tests.helpers import kit
 
-STEPS = {"max_steps": 6, "global_batch_size": 24, "learning_rate": 2e-3, "dtype": "float64", "save_steps": 3}
-
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("shapes")
-
-
-@pytest.fixture(scope="module")
-def flags(folder):
-    return images.segmentation_flags(folder)
-
-
-def fields(flags, **more):
-    names = [word[2:] for word in flags if word.startswith("--")]
-    values = {name: flags[flags.index(f"--{name}") + 1] for name in names}
-    return {name: value for name, value in (values | more).items() if value is not None}
+def fields(tmp_path_factory):
+    return images.segmentation_fields(tmp_path_factory.mktemp("shapes"))
 
 
 # ---- padding ---------------------------------------------------------------------------------------------------------
@@ -51,8 +40,8 @@ def test_padding_has_no_effect_on_the_unet():
     assert not torch.allclose(mutant, alone, atol=1e-4)
 
 
-def test_batches_are_padded_to_their_largest_image(flags):
-    task, splits = kit.open_data(**fields(flags, unet_widths=["4", "8", "8"]))
+def test_batches_are_padded_to_their_largest_image(fields):
+    task, splits = kit.open_data(**fields | {"unet_widths": [4, 8, 8]})
     rows = splits["train"].rows(np.arange(12))
     batch = task.collate(rows, False)
     sizes = [Image.open(io.BytesIO(row["image"])).size for row in rows]
@@ -130,19 +119,22 @@ def _rows(path, label, size=(16, 16)):
         (Image.new("RGB", (16, 16)), r"row 1: .*mode RGB: class ids need one channel"),
     ],
 )
-def test_labels_that_do_not_fit_are_refused(flags, tmp_path, label, message):
+def test_labels_that_do_not_fit_are_refused(fields, tmp_path, label, message):
     with pytest.raises(UsageError, match=message):
-        kit.open_data(**fields(flags, train_file=_rows(tmp_path / "bad.parquet", label)))
+        kit.open_data(**fields | {"train_file": _rows(tmp_path / "bad.parquet", label)})
 
 
-def test_ignored_and_palette_labels(flags, tmp_path):
+def test_ignored_and_palette_labels(fields, tmp_path):
     palette = Image.fromarray(np.full((16, 16), 3, np.uint8)).convert("P")
     palette.putpalette([200, 10, 10] * 256)
     palette.putpixel((0, 0), 255)
-    task, splits = kit.open_data(**fields(flags, train_file=_rows(tmp_path / "palette.parquet", palette)))
+    task, splits = kit.open_data(**fields | {"train_file": _rows(tmp_path / "palette.parquet", palette)})
     batch = task.collate(splits["train"].rows(np.arange(2)), False)
     assert batch.inputs["labels"][1].unique().tolist() == [segments.IGNORED, 3]
     assert batch.weight == 2 * 256 - 1
 
 
-# ---- runs ------------------------------------------------------------------------------------------------------------
+def test_cache_key_follows_the_code_of_another_add_on():
+    assert kit.REPOSITORY / "addons/tasks/image_classification/decoding.py" in encode_files(
+        segmentation.Task(None, None)
+    )

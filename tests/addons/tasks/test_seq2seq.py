@@ -108,9 +108,9 @@ def test_targets_end_and_long_texts_are_counted(data, tmp_path):
     assert len(second["labels"]) == 4
     assert second["labels"][-1] == end
     assert splits["train"].stats["rows_cut"] == 1
-    assert task.encoder.encode_batch({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
-    task.encoder.prefix = ""
-    assert task.encoder.encode_batch({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]
+    assert task.encode({"in": ["the "], "out": ["x"]}, ["here"])["input_ids"][0][-1] != end
+    task.options.source_prefix = ""
+    assert task.encode({"in": [""], "out": ["x"]}, ["here"])["input_ids"] == [[end]]
     with pytest.raises(UsageError, match="source_column"):
         kit.open_data(**fields)
 
@@ -131,9 +131,8 @@ def evaluate_and_keep_texts(monkeypatch, world, folder, *flags, env=None):
     return numbers, np.load(folder.with_suffix(".npy"))
 
 
-@pytest.fixture
-def by_hand(trained):
-    """The tokens that final/ generates for each row alone, by transformers itself."""
+def generated_by_hand(trained) -> tuple[list[list[int]], float]:
+    """Return the tokens that final/ generates for each row alone, by transformers itself, and their exact match."""
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
     final, file = trained.folder / "final", yaml.safe_load((trained.folder / "config.yaml").read_text())
@@ -147,10 +146,10 @@ def by_hand(trained):
     return made, np.mean([text.strip() == row["target"] for text, row in zip(texts, rows, strict=True)])
 
 
-def test_generated_once_for_each_row_on_any_number_of_processes(trained, by_hand, tmp_path, monkeypatch):
+def test_generated_once_for_each_row_on_any_number_of_processes(trained, tmp_path, monkeypatch):
     """31 rows in micro-batches of five, on one and three processes; generation of each row alone gives the same."""
     reported = trained.kind("eval")[-1]
-    made, exact_match = by_hand
+    made, exact_match = generated_by_hand(trained)
     assert len({len(ids) for ids in made}) > 2
     assert 0.2 < reported["exact_match"] == exact_match
     for world in (1, 3):

@@ -1,4 +1,4 @@
-"""timm's models as image classifiers, through transformers' wrapper: trained, sharded, fine-tuned from a folder as on the Hub."""
+"""timm's models as image classifiers, through transformers' wrapper: fine-tuned from a folder as on the Hub."""
 
 import importlib.util
 import json
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.addons.tasks import images
-from tests.helpers import kit, technique_runs
+from tests.helpers import kit
 
 if not importlib.util.find_spec("timm"):
     pytest.skip("timm is not installed: pip install -r requirements-extra.txt", allow_module_level=True)
@@ -24,52 +24,7 @@ import timm
 
 assert torchvision.__version__
 images.import_before_fork("timm_wrapper")
-ARGS = {
-    "test_resnet": {},  # batch norm
-    "test_vit": {"img_size": 32, "drop_path_rate": 0.2},
-    "one_size": {"img_size": 32, "dynamic_img_size": False},  # of test_vit
-}
-
-
-@pytest.fixture(scope="module")
-def pictures(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("pictures")
-    images.classification_flags(folder)
-    return folder
-
-
-def fields(folder, name: str, **more) -> dict:
-    args, name = ARGS.get(name, {}), name.replace("one_size", "test_vit")
-    model = {"model_type": "timm_wrapper", "architecture": name, "model_args": args}
-    values = {
-        "task": "image_classification",
-        "model_config": kit.write_yaml(folder / f"{name}.yaml", model),
-        "train_file": folder / "train.parquet",
-        "validation_file": folder / "validation.parquet",
-        "image_size": 32,
-        "metrics": "none",
-        "dtype": "float64",
-        "global_batch_size": 16,
-        "max_steps": 4,
-        "save_steps": 2,
-        "save_total_limit": 10,
-        "eval_steps": 4,
-        "learning_rate": 1e-3,
-    }
-    return {name: value for name, value in (values | more).items() if value is not None}
-
-
-@pytest.mark.parametrize("place", [None, pytest.param("fsdp2", marks=pytest.mark.cluster)])
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
-def test_two_processes_train_the_weights_of_one_and_resume(pictures, tmp_path, name, place):
-    values = fields(pictures, name)
-    one = technique_runs.train(tmp_path / "one", values, 1, 4)
-    values["gradient_checkpointing"] = name == "test_vit"
-    env = kit.where("fsdp2", 2, mixed_precision="no") if place else None
-    two = technique_runs.check_resume(tmp_path, values, 2, 4, env, units=1)
-    assert kit.distance(two.weights, one.weights) <= 1e-10
-    found = kit.run_evaluation(2, tmp_path / "eval", "--checkpoint", two.folder, env=env)
-    assert found["loss"] == two.kind("eval")[-1]["loss"] == pytest.approx(one.kind("eval")[-1]["loss"], rel=1e-12)
+ARGS = {"test_vit": {"img_size": 32, "drop_path_rate": 0.2}}
 
 
 def hub_folder(folder, name: str):
@@ -85,14 +40,15 @@ def hub_folder(folder, name: str):
 
 
 @pytest.mark.parametrize("name", ["test_resnet", "test_vit", "test_byobnet"])  # heads: fc, head, head.fc
-def test_folder_as_on_the_hub_is_fine_tuned_on_other_classes(pictures, tmp_path, name):
+def test_folder_as_on_the_hub_is_fine_tuned_on_other_classes(tmp_path, name):
     """The head alone is new; size and normalization are the model's; transformers opens the result."""
     from transformers import AutoModelForImageClassification, pipeline
 
     (tmp_path / "hub").mkdir()
     hub, before = hub_folder(tmp_path / "hub", name)
-    values = fields(pictures, name, model_config=None, model_name_or_path=hub, image_size=None, dtype="float32")
-    run = technique_runs.train(tmp_path / "run", values | {"learning_rate": 0, "max_steps": 1}, 1, 16)
+    images.write_classification(tmp_path)
+    values = {"model_config": None, "model_name_or_path": hub, "learning_rate": 0, "max_steps": 1}
+    run = kit.run_training(1, tmp_path / "run", *kit.flags(**images.classification_fields(tmp_path, **values)))
     head = timm.create_model(name).pretrained_cfg["classifier"]
     for key, value in before.items():
         if not key.startswith(head) and "running_" not in key and "num_batches" not in key:

@@ -77,13 +77,6 @@ def test_token_that_begins_with_a_space_belongs_to_the_word_after_it(tmp_path):
     assert [text.strip() for text, word in zip(texts, begins, strict=True) if word in (0, 1)] == ["def", "return"]
 
 
-def test_truncated_words_are_no_targets(folder):
-    _, splits = open_data(folder, max_length=6)
-    _, whole = open_data(folder)
-    assert splits["train"].stats["tokens_cut"] == np.maximum(whole["train"].lengths - 6, 0).sum() > 0
-    assert splits["train"].stats["targets"] < whole["train"].stats["targets"]
-
-
 def test_class_labels_keep_the_order_of_their_names(folder):
     names = ["O", "B-ORG", "B-LOC"]  # as in Hub datasets; B-LOC does not occur
     features = datasets.Features(

@@ -4,8 +4,7 @@ import json
 import math
 import os
 import re
-import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,13 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import train
 from addons.techniques._batch_loss import BatchLossTask
 from src.data.batch_plan import PlanConfig, plan
 from src.runtime.private_apis import known_masks
-from src.tasks import MODULES, OPTIONS, causal_lm
-from tests.conformance import checks
-from tests.helpers import kit
+from src.tasks import causal_lm
+from tests.helpers import kit, plain_task
 
 STEPS = 10  # three of 24 rows and a tail of 11 are an epoch of 83
 VOCABULARY = 50
@@ -101,13 +98,11 @@ TASKS = (Contrastive, WithinTheMicroBatch, Unrepeatable, Spoiled)
 
 @pytest.fixture(scope="module", autouse=True)
 def _tasks():
-    for task in TASKS:
-        MODULES[task.__name__] = f"src.tasks.{task.__name__}"
-        sys.modules[MODULES[task.__name__]] = SimpleNamespace(Task=task, Options=causal_lm.Options)
-        OPTIONS[task.__name__] = lambda: causal_lm.Options
-    yield
-    for task in TASKS:
-        del sys.modules[MODULES.pop(task.__name__)], OPTIONS[task.__name__]
+    with ExitStack() as stack:
+        for task in TASKS:
+            module = SimpleNamespace(Task=task, Options=causal_lm.Options)
+            stack.enter_context(plain_task.registered(module, task.__name__))
+        yield
 
 
 def recipe(data, task, dropout=True, **fields) -> list[str]:
@@ -209,13 +204,9 @@ def test_without_dropout_the_micro_batch_size_does_not_matter(data, tmp_path):
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize("world", [2])
-def test_sharded_model(data, loops, tmp_path, world):
-    env = kit.where("fsdp2", world, mixed_precision="no")
-    check(
-        kit.run_training(world, tmp_path / "run", *recipe(data, Contrastive, per_device_batch_size=5), env=env),
-        loops[5],
-    )
+def test_sharded_model(data, loops, tmp_path):
+    flags, env = recipe(data, Contrastive, per_device_batch_size=5), kit.where("fsdp2", 2, mixed_precision="no")
+    check(kit.run_training(2, tmp_path / "run", *flags, env=env), loops[5])
 
 
 def test_loss_that_is_not_finite_skips_the_update_of_all_ranks(data, tmp_path):
@@ -245,26 +236,6 @@ def test_vectors_that_differ_in_the_second_pass_are_refused(data, tmp_path):
     assert codes == [2, 2]
     [line] = [line for line in outputs[0].splitlines() if "error: " in line or "failed" in line]
     assert all(word in line for word in ("Unrepeatable", "`pairs`", "twice")), line
-
-
-def _watched(argv):
-    """Train on this rank; assert that the host does not wait for the device after the first step."""
-    gradient = train.compute_gradient
-
-    def watched(strategy, module, batch, weight):
-        with checks.NoWaiting() if batch[0][0].step else nullcontext():
-            return gradient(strategy, module, batch, weight)
-
-    train.compute_gradient = watched
-    train.main([str(word) for word in argv])
-
-
-def test_nothing_waits_for_the_device(data, tmp_path):
-    argv = recipe(
-        data, Contrastive, per_device_batch_size=5, max_steps=3, logging_steps=100, output_dir=tmp_path / "run"
-    )
-    # With two ranks, the host waits for the other host in addition. accelerate's debug mode reads from the device.
-    kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
 
 
 # ---- evaluation --------------------------------------------------------------------------------------------------------
@@ -297,9 +268,3 @@ def test_evaluation_is_the_loss_of_consecutive_global_batches(evaluated, tiny):
     assert mean(3) != pytest.approx(mean(8), rel=0.1)
     assert (line["weight"], line["rows"], line["examples"]) == (21, 21, 21)
     assert (line["first"], line["norm"]) == (first.sum(), pytest.approx(21 * 101, rel=1e-12))
-
-
-def test_evaluation_is_bitwise_the_same_on_one_and_three_processes(evaluated, tmp_path):
-    reported = evaluated.kind("eval")[-1]
-    for world in (1, 3):
-        assert kit.run_evaluation(world, tmp_path / f"{world}", "--checkpoint", evaluated.folder) == reported

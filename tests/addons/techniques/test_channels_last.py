@@ -19,21 +19,23 @@ def fields(folder, **more) -> dict:
     """Return fields of a run on 16 images, all of them in each global batch, without augmentation."""
     kit.need_task("image_classification")
     images.import_before_fork("convnext", "vit")
-    return {
-        "task": "image_classification",
-        "model_config": kit.write_yaml(folder / "model.yaml", CONVNEXT),
-        "train_file": images.write_pictures(folder / "train.parquet", technique_runs.ROWS),
-        "metrics": "none",
-        "random_crop": 1,
-        "horizontal_flip": 0,
-        "dtype": "float64",
-        "global_batch_size": technique_runs.ROWS,
-        "max_steps": technique_runs.STEPS,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "constant",
-        "save_steps": 2,
-        "save_total_limit": 10,
-    } | more
+    images.write_pictures(folder / "train.parquet", technique_runs.ROWS)
+    kit.write_yaml(folder / "model.yaml", CONVNEXT)
+    return (
+        images.classification_fields(folder, validation_file=None)
+        | {
+            "random_crop": 1,
+            "horizontal_flip": 0,
+            "dtype": "float64",
+            "global_batch_size": technique_runs.ROWS,
+            "max_steps": technique_runs.STEPS,
+            "learning_rate": 1e-2,
+            "lr_scheduler_type": "constant",
+            "save_steps": 2,
+            "save_total_limit": 10,
+        }
+        | more
+    )
 
 
 CHANNELS_LAST = {"techniques": json.dumps({"channels_last": None})}

@@ -13,15 +13,8 @@ def fields(folder) -> dict:
 
 def plain_weights(values: dict, limit: float = LIMIT) -> dict[str, torch.Tensor]:
     plain = technique_runs.Plain(values)
-    optimizer = plain.optimizer()
-
-    def update(step: int) -> None:
-        optimizer.zero_grad()
-        plain.loss().backward()
-        torch.nn.utils.clip_grad_value_(plain.model.parameters(), limit)
-        optimizer.step()
-
-    return plain.train(update)
+    clip = torch.nn.utils.clip_grad_value_
+    return plain.descend(plain.optimizer(), lambda step: clip(plain.model.parameters(), limit))
 
 
 def test_mutant_without_the_limit_differs(tmp_path):

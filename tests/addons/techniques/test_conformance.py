@@ -4,12 +4,16 @@ A technique's test file has `fields(folder)`, its run, and `plain_weights(values
 tests/addons/tasks/test_conformance.py checks tasks in the same way."""
 
 import json
-import shutil
+from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
 
+import train
+from addons.techniques._chain import TechniqueChain
 from tests.addons.tasks import recipes
+from tests.conformance import checks
 from tests.helpers import kit, technique_runs
 
 SPLITS = [  # (module of its test, options of its `fields`, whether a further run has dropout)
@@ -54,6 +58,38 @@ def test_technique_under_fsdp2(tmp_path, test, options, more):
     technique_runs.check_fsdp2(tmp_path, module.fields(tmp_path, **options) | more)
 
 
+WATCHED = {
+    "gradient_norm_penalty": None,
+    "hard_examples": None,  # inside: four passes in a step
+    "neftune": None,
+    "gradient_statistics": {"values": ["grad_norm", "weight_norm", "update_ratio"]},
+    "spike_watch": {"warmup": 1, "window": 2},
+    "lawa": {"k": 2, "every": 1},
+    **dict.fromkeys(("gradient_noise", "adaptive_clipping", "clip_by_value", "lookahead", "ema", "swa")),
+}
+
+
+def _watched(argv):
+    """Train on this rank; the host may wait for the device in the first step only."""
+    for owner, name in (
+        *((TechniqueChain, name) for name in ("compute_gradient", "change_gradient", "after_update")),
+        (train, "optimizer_step"),
+    ):
+
+        def watched(*args, original=getattr(owner, name), calls=count()):  # noqa: B008
+            with checks.NoWaiting() if next(calls) else nullcontext():
+                return original(*args)
+
+        setattr(owner, name, watched)
+    train.main([str(word) for word in argv])
+
+
+def test_no_technique_waits_for_the_device(tmp_path):
+    values = technique_runs.files(tmp_path) | {"dtype": "float32", "logging_steps": 100, "max_steps": 4}
+    values |= {"techniques": json.dumps(WATCHED), "per_device_batch_size": 4, "output_dir": tmp_path / "run"}
+    kit.spawn(1, _watched, kit.flags(**values), out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})
+
+
 # ---- techniques together, losses and tasks under other strategies --------------------------------------------------------
 
 EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.2}
@@ -89,24 +125,22 @@ RUNS = [  # (recipe of a task, or None: causal_lm on the rows of technique_runs;
 ]  # fmt: skip
 
 
-def fields(folder: Path, name: str | None, model: dict | None, more: dict) -> dict:
-    """Return the fields of a short run."""
-    values = technique_runs.files(folder) | {"eval_steps": 5, "per_device_batch_size": 2}
+def flags(folder: Path, name: str | None, model: dict | None, more: dict) -> list[str]:
+    """Return the flags of a short run; later ones win."""
+    values, words = technique_runs.files(folder) | {"eval_steps": 5, "per_device_batch_size": 2}, []
     if name:
         kit.need_task(name)
         del values["model_config"]  # the recipe has its own, or none
-        words = [str(word) for word in getattr(recipes, name)(folder)]
-        starts = [i for i, word in enumerate(words) if word.startswith("--")]
-        given = {words[i][2:]: words[i + 1 : end] for i, end in zip(starts, [*starts[1:], len(words)], strict=True)}
         values |= {"max_grad_norm": 1.0, "weight_decay": 0.01}
-        values |= {key: found if len(found) > 1 else found[0] for key, found in given.items()}
+        words = getattr(recipes, name)(folder)
     if model:
-        values["model_config"] = kit.write_yaml(folder / "other.yaml", model)
-    return values | {key: json.dumps(value) if key == "techniques" else value for key, value in more.items()}
+        words += kit.flags(model_config=kit.write_yaml(folder / "other.yaml", model))
+    more = {key: json.dumps(value) if key == "techniques" else value for key, value in more.items()}
+    return kit.flags(**values) + words + kit.flags(**more)
 
 
-def run(folder: Path, values: dict, world: int = 1, env: dict | None = None) -> kit.Run:
-    argv, here = kit.flags(**values, output_dir=folder), folder.with_suffix(".cwd")
+def run(folder: Path, argv: list[str], world: int = 1, env: dict | None = None) -> kit.Run:
+    argv, here = [*argv, "--output_dir", folder], folder.with_suffix(".cwd")
     codes, texts = kit.run_command("train.py", *argv, folder=here, world=world, env=env, timeout=300)
     assert codes == [0] * world, texts
     return kit.Run(folder)
@@ -118,19 +152,14 @@ def test_numbers_of_one_process_under(tmp_path, name, model, more, place, bar):
     """The weights of one process, a bitwise resume from step 2, and the number of eval.py."""
     if place.startswith("zero"):
         pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -r requirements-extra.txt")
-    values, world, env = (
-        fields(tmp_path, name, model, more),
-        WORLD[place],
-        kit.where(place, WORLD[place], mixed_precision="no"),
-    )
+    world, env = WORLD[place], kit.where(place, WORLD[place], mixed_precision="no")
+    argv = flags(tmp_path, name, model, more)
     if bar != EXACT:
-        values |= {"dtype": "float32", "adam_epsilon": 1e-4}
-    one, other = run(tmp_path / "one", values), run(tmp_path / "other", values, world, env)
+        argv += kit.flags(dtype="float32", adam_epsilon=1e-4)
+    one, other = run(tmp_path / "one", argv), run(tmp_path / "other", argv, world, env)
     assert kit.distance(other.weights, one.weights) <= bar
-    again = shutil.copytree(other.folder, tmp_path / "again")
-    for path in (again / "final", *sorted((again / "checkpoints").iterdir())[1:]):
-        shutil.rmtree(path)
-    assert kit.same(run(again, values, world, env).weights, other.weights)
+    again = kit.rewind(other.folder, 2, tmp_path / "again")
+    assert kit.same(run(again, argv, world, env).weights, other.weights)
     assert kit.timeless(again) == kit.timeless(other.folder)
     found = kit.run_evaluation(world, tmp_path / "eval", "--checkpoint", other.folder, env=env)
     [line] = [line for line in other.kind("eval") if line["step"] == found["step"]]

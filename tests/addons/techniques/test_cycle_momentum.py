@@ -43,15 +43,12 @@ def plain_weights(values: dict, constant: float | None = None) -> dict[str, torc
     rate, steps = make_schedule(cfg, technique_runs.STEPS), technique_runs.STEPS
     optimizer = plain.optimizer(torch.optim.SGD, momentum=0.9)
 
-    def update(step: int) -> None:
+    def set_momentum(step: int) -> None:
         cosine = 0.5 * (1 - torch.cos(torch.tensor(2 * torch.pi * step / steps, dtype=torch.float64)).item())
         for group in optimizer.param_groups:
             group |= {"lr": rate(step), "momentum": constant or 0.95 - 0.45 * cosine}
-        optimizer.zero_grad()
-        plain.loss().backward()
-        optimizer.step()
 
-    return plain.train(update)
+    return plain.descend(optimizer, set_momentum)
 
 
 def test_mutant_constant_momentum_differs(tmp_path):

@@ -117,26 +117,3 @@ def test_final_can_hold_one_average():
         TechniqueChain(cfg)
     assert "ema and swa have final: true" in str(refused.value)
     assert "mixture: ema is also the name of a technique" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "metric, techniques, mixture, text",
-    [
-        ("ema/loss", None, None, "techniques has no ema"),
-        ("eval_ema/loss", {"sam": None}, None, "techniques has no ema"),
-        ("ema/loss", EMA, None, None),
-        ("f1/macro", EMA, None, None),  # a metric of the task
-        ("code/loss", None, {"code": {}, "prose": {}}, None),
-        ("loss", {"sam": None}, None, None),
-        (None, None, None, None),
-    ],
-)
-def test_metric_of_a_name_that_no_evaluation_has_is_refused(metric, techniques, mixture, text):
-    cfg = run_config(metric_for_best_model=metric, techniques=techniques, mixture=mixture)
-    if text is None:
-        TechniqueChain(cfg)
-        return
-    with pytest.raises(UsageError) as refused:
-        TechniqueChain(cfg)
-    assert f"metric_for_best_model is {metric}, but" in str(refused.value)
-    assert text in str(refused.value)

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from addons import techniques
+from addons.techniques import gradient_noise
 from tests.helpers import kit, technique_runs
 
 ETA, GAMMA = 0.01, 0.55
@@ -25,23 +25,19 @@ def noise(step: int, name: str, like: torch.Tensor) -> torch.Tensor:
 
 def plain_weights(values: dict) -> dict[str, torch.Tensor]:
     plain = technique_runs.Plain(values)
-    optimizer = plain.optimizer()
 
-    def update(step: int) -> None:
-        optimizer.zero_grad()
-        plain.loss().backward()
+    def add_noise(step: int) -> None:
         for name, parameter in plain.model.named_parameters():
             parameter.grad += noise(step + 1, f"model.{name}", parameter)
-        optimizer.step()
 
-    return plain.train(update)
+    return plain.descend(plain.optimizer(), add_noise)
 
 
 def test_mutant_noise_that_depends_on_the_rank_is_caught(tmp_path, monkeypatch):
     def seed_by_rank(*parts):
         return derive_seed(*parts) + int(os.environ["RANK"])
 
-    derive_seed = techniques.derive_seed
-    monkeypatch.setattr(techniques, "derive_seed", seed_by_rank)
+    derive_seed = gradient_noise.derive_seed
+    monkeypatch.setattr(gradient_noise, "derive_seed", seed_by_rank)
     with pytest.raises(kit.RankFailed, match="replica"):  # the weights differ at the first save
         technique_runs.train(tmp_path / "mutant", fields(tmp_path), 2, 8)

@@ -3,10 +3,7 @@ import json
 import pytest
 import torch
 
-import train
-from addons.techniques.gradient_statistics import GradientStatistics
 from tests.helpers import kit, technique_runs
-from tests.training.test_step import Syncs
 
 EVERY = {"values": ["grad_norm", "weight_norm", "update_ratio"]}
 LAYERS = {"transformer.wte", "transformer.wpe", "transformer.h.0", "transformer.ln_f"}
@@ -54,31 +51,3 @@ def test_statistics_of_each_layer_are_those_of_a_plain_loop(tmp_path, world, mic
     for line in lines:
         found = {name: value for name, value in line.items() if "/" in name}
         assert found == pytest.approx(expected[line["step"] - 1], rel=bar)
-
-
-def test_update_beside_schedule_free_is_that_of_its_fast_weights(tmp_path):
-    """With beta 0 they are the weights of a loop without it; the average would move less."""
-    techniques = json.dumps({"schedule_free": {"beta": 0.0}, "gradient_statistics": EVERY})
-    values = fields(tmp_path) | {"techniques": techniques, "adam_beta1": 0.0}
-    expected = plain_lines(values, betas=(0.0, 0.999))
-    for line in technique_runs.train(tmp_path / "run", values).kind("train"):
-        found = {name: value for name, value in line.items() if "/" in name}
-        assert found == pytest.approx(expected[line["step"] - 1], rel=1e-9)
-
-
-def _count_syncs(argv):
-    change, counts = GradientStatistics.change_gradient, []
-
-    def watched(technique):
-        with Syncs() as syncs:
-            change(technique)
-        counts.append(syncs.count)
-
-    GradientStatistics.change_gradient = watched
-    train.main([str(word) for word in argv])
-    return counts
-
-
-def test_statistics_do_not_wait_for_the_device(tmp_path):
-    argv = kit.flags(**fields(tmp_path), per_device_batch_size=16, output_dir=tmp_path / "run")
-    assert kit.spawn(1, _count_syncs, argv, out=tmp_path / "out") == [[0] * technique_runs.STEPS]

@@ -9,12 +9,11 @@ import torch.nn.functional as F
 
 from addons.tasks.distillation import token_terms
 from addons.techniques import hard_examples
-from src.config import parsing
-from src.data import dataset
 from src.data.data_loader import seed_everything
 from src.models import chunked_cross_entropy
-from src.tasks import OPTIONS, causal_lm, make_task
+from src.tasks import causal_lm
 from tests.addons.tasks import recipes
+from tests.conformance.test_task import make_flags, open_task
 from tests.helpers import kit, technique_runs
 
 SHARE = 0.3  # 5 of 16 rows
@@ -106,10 +105,9 @@ def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     kit.need_task(name)
     for module in (chunked_cross_entropy, token_terms):
         monkeypatch.setattr(module, "chunk_rows", lambda *args: 7)
-    flags = getattr(recipes, name)(tmp_path)
-    more = {"dtype": "float64"} | more
-    more |= {} if "--train_file" in flags else {"train_file": tmp_path / "train.jsonl"}
-    task, model, rows = _opened([*flags, *kit.flags(**more)])
+    task, splits, model = open_task(make_flags(getattr(recipes, name), tmp_path) + kit.flags(**more))
+    rows = splits["train"].rows(range(10))
+    model.train()
     seed_everything(0)
     batch = task.collate(rows, training=True)
     loss = task.loss(model, batch.inputs)["loss"]
@@ -117,14 +115,6 @@ def test_losses_of_rows_add_up(tmp_path, monkeypatch, name, more):
     assert together["loss"].shape == together["weight"].shape == (len(rows),)
     assert together["loss"].sum().item() == pytest.approx(loss.item(), rel=1e-6 if "image" in name else 1e-10)
     assert together["weight"].sum().item() == pytest.approx(batch.weight, rel=1e-6)
-
-
-def _opened(flags):
-    """Return (task, its model, ten rows)."""
-    cfg, options = parsing.parse(flags, OPTIONS)
-    task = make_task(cfg, options)
-    rows = dataset.prepare_datasets(cfg, task)["train"].rows(range(10))
-    return task, task.build().train(), rows
 
 
 def test_option_that_changes_the_loss_of_rows_is_refused(tmp_path, monkeypatch):

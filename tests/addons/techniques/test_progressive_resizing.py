@@ -53,6 +53,5 @@ def test_mutant_full_images_differ(tmp_path):
 def test_evaluation_sees_full_images(tmp_path):
     values = fields(tmp_path, validation_file=images.write_pictures(tmp_path / "validation.parquet", 9, 1))
     run = technique_runs.train(tmp_path / "run", values | {"max_steps": 1, "learning_rate": 0})
-    argv = kit.flags(checkpoint=tmp_path / "run" / "final")
-    found = kit.spawn(1, kit.evaluate_here, [*argv, "--output_dir", tmp_path / "eval"], out=tmp_path / "out")[0]
+    found = kit.run_evaluation(1, tmp_path / "eval", "--checkpoint", tmp_path / "run" / "final")
     assert found["loss"] == run.kind("eval")[0]["loss"]

@@ -1,18 +1,14 @@
 """SAM, ASAM and the gradient norm penalty against plain loops, and the mutants that are only nearly right."""
 
 import json
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-import train
 from addons.techniques import TECHNIQUES, asam, gradient_norm_penalty, sam
-from addons.techniques._chain import TechniqueChain
 from src.distributed.step_buffers import StepBuffers
-from tests.conformance import checks
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.fp16 import train_in_fp16
 from tests.training.test_step import recipe
@@ -141,24 +137,3 @@ def test_degenerate_gradients(kind, value):
         assert all(torch.equal(one, other) for one, other in zip(values, before, strict=True))
     found = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert found.isfinite().all() if value < 1 else not found.isfinite().any()
-
-
-def _watched(argv):
-    """Train on this rank; assert that the host does not wait for the device after the first step."""
-    compute = TechniqueChain.compute_gradient
-
-    def watched(self, *args):
-        with checks.NoWaiting() if self.run.state.step > 1 else nullcontext():
-            return compute(self, *args)
-
-    TechniqueChain.compute_gradient = watched
-    train.main([str(word) for word in argv])
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_nothing_waits_for_the_device(tmp_path, name):
-    """With hard_examples inside: four passes in a step."""
-    techniques = json.dumps({name: OPTIONS[name], "hard_examples": {"share": 0.5}})
-    values = technique_runs.files(tmp_path) | {"techniques": techniques, "logging_steps": 100, "max_steps": 3}
-    argv = kit.flags(**values | {"per_device_batch_size": 4, "output_dir": tmp_path / "run"})
-    kit.spawn(1, _watched, argv, out=tmp_path / "out", env={"ACCELERATE_DEBUG_MODE": "false"})

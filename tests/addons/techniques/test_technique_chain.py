@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -14,49 +15,10 @@ from addons.techniques._chain import TechniqueChain, exchanged
 from addons.techniques._options import options_of
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.config.fields import declared_options, option
+from src.config.fields import declared_options
 from tests.helpers import kit, technique_runs
 
 PAGE = (kit.REPOSITORY / "docs" / "techniques.md").read_text()
-
-
-@dataclass(eq=False)
-class Outer(Technique):
-    """A technique without state, which computes the gradient twice."""
-
-    order = 1
-
-    rate: float = option("a rate", 0.5, above=0)
-    low: int = option("lowest", 1)
-    high: int = option("highest", 2)
-
-    def errors(self) -> list[str]:
-        return [f"low is {self.low}: it must be below high, which is {self.high}"] if self.low >= self.high else []
-
-    def compute_gradient(self, compute, batch, total_weight):
-        return ["outer", compute(batch, total_weight), compute(batch, total_weight)]
-
-
-@dataclass(eq=False)
-class Inner(Technique):
-    """A technique with a state, which works under DeepSpeed."""
-
-    order = 2
-    deepspeed = True
-    name: str = option("a name", "x", choices=("x", "y"))
-
-    def compute_gradient(self, compute, batch, total_weight):
-        return ["inner", compute(batch, total_weight)]
-
-    def state_dict(self):
-        return {"count": 1}
-
-
-KNOWN = {"outer": lambda: Outer, "inner": lambda: Inner}
-
-
-def chain(techniques: dict | None) -> TechniqueChain:
-    return TechniqueChain(run_config(techniques=techniques), KNOWN)
 
 
 REQUIRED = {"unfreeze": {"steps": {"*": 2}}}
@@ -67,39 +29,35 @@ REQUIRED = {"unfreeze": {"steps": {"*": 2}}}
 
 @pytest.mark.parametrize("given", [None, True, {}])
 def test_null_and_true_take_all_defaults(given):
-    assert vars(chain({"outer": given}).techniques["outer"]) == {"rate": 0.5, "low": 1, "high": 2}
+    ema = TechniqueChain(run_config(techniques={"ema": given})).techniques["ema"]
+    assert vars(ema) == {"decay": 0.999, "warmup": False, "final": False}
 
 
 @pytest.mark.parametrize(
     "given, words",
     [
-        ({"oter": {}}, ["oter", "did you mean outer", "outer, inner"]),
-        ({"outer": {"rat": 1}}, ["outer: rat", "did you mean rate", "rate, low, high"]),
-        ({"outer": {"rate": "fast"}}, ["outer: rate", "'fast'", "a rate"]),
-        ({"outer": {"rate": [1, 2]}}, ["outer: rate", "[1, 2]"]),
-        ({"outer": {"rate": [1]}}, ["outer: rate: [1]"]),
-        ({"outer": {"low": True}}, ["outer: low: True"]),
-        ({"outer": {"rate": 0, "low": "few"}}, ["outer: rate is 0", "low: 'few'"]),  # all at once
-        ({"outer": {"rate": 0}}, ["outer: rate is 0", "greater than 0"]),
-        ({"outer": {"rate": float("nan")}}, ["outer: rate is nan", "finite"]),
-        ({"outer": {"low": 2}}, ["outer: low is 2", "high, which is 2"]),
-        ({"outer": 0.5}, ["outer", "0.5", "{NAME: VALUE}"]),
-        ({"outer": False}, ["outer: false", "remove the entry"]),
-        ({"outer": ["rate"]}, ["outer", "['rate']"]),
-        ({"inner": {"name": "z"}}, ["inner: name", "'z'", "'x'", "'y'"]),
-        ({"outer": {"rate": -1}, "inner": {"nam": 1}, "sma": None}, ["3 errors", "rate is -1", "nam", "sma"]),
+        ({"emma": {}}, ["emma", "did you mean ema", "ema, "]),
+        ({"ema": {"decai": 1}}, ["ema: decai", "did you mean decay", "decay, warmup, final"]),
+        ({"ema": {"decay": "fast"}}, ["ema: decay", "'fast'", "share of the average"]),
+        ({"ema": {"decay": [1, 2]}}, ["ema: decay", "[1, 2]"]),
+        ({"lawa": {"k": True}}, ["lawa: k: True"]),
+        ({"lawa": {"k": 0, "every": "few"}}, ["lawa: k is 0", "every: 'few'"]),  # all at once
+        ({"ema": {"decay": float("nan")}}, ["ema: decay is nan", "finite"]),
+        ({"spike_watch": {"warmup": 9, "window": 8}}, ["spike_watch: warmup is 9", "window, which is 8"]),
+        ({"ema": 0.5}, ["ema", "0.5", "{NAME: VALUE}"]),
+        ({"ema": False}, ["ema: false", "remove the entry"]),
+        ({"ema": {"decay": -1}, "lawa": {"l": 1}, "sma": None}, ["3 errors", "decay is -1", "l: unknown", "sma"]),
     ],
 )
 def test_invalid_techniques_are_refused_by_name(given, words):
     with pytest.raises(UsageError) as raised:
-        chain(given)
+        TechniqueChain(run_config(techniques=given))
     for word in ("techniques: ", *words):
         assert word in str(raised.value)
 
 
-@pytest.mark.parametrize("given", ['{"clip_by_value": {"limit": -1}}', "{clip_by_valu: null}", "[clip_by_value]"])
-def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path, given):
-    argv = kit.flags(**technique_runs.files(tmp_path), techniques=given, output_dir="run")
+def test_invalid_techniques_end_all_ranks_before_step_1(tmp_path):
+    argv = kit.flags(**technique_runs.files(tmp_path), techniques="{clip_by_valu: null}", output_dir="run")
     codes, texts = kit.run_command("train.py", *argv, folder=tmp_path / "here", world=2)
     assert codes == [2, 2]
     assert "techniques" in texts[0]
@@ -116,11 +74,26 @@ def test_one_technique_moves_the_weights_for_a_second_gradient(names):
 # ---- the order of techniques, and their states ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{"outer": None, "inner": None}, {"inner": None, "outer": None}])
-def test_attribute_decides_the_order(given):
+def test_attribute_decides_the_order(monkeypatch):
+    class Outer(Technique):
+        """Computes the gradient twice."""
+
+        def compute_gradient(self, compute, batch, total_weight):
+            return ["outer", compute(batch, total_weight), compute(batch, total_weight)]
+
+    class Inner(Technique):
+        order = 51
+
+        def compute_gradient(self, compute, batch, total_weight):
+            return ["inner", compute(batch, total_weight)]
+
+    for name, kind in (("outer", Outer), ("inner", Inner)):
+        monkeypatch.setitem(TECHNIQUES, name, partial(dataclass(eq=False), kind))
     pass_of_inner = ["inner", ["s", "m", "w", 2.0]]
-    found = chain(given).compute_gradient(lambda *args: [*args], "s", "m", "w", 2.0)
-    assert found == ["outer", pass_of_inner, pass_of_inner]
+    for names in (["outer", "inner"], ["inner", "outer"]):
+        chain = TechniqueChain(run_config(techniques=dict.fromkeys(names)))
+        found = chain.compute_gradient(lambda *args: [*args], "s", "m", "w", 2.0)
+        assert found == ["outer", pass_of_inner, pass_of_inner]
 
 
 def test_order_in_the_run_file_changes_no_bit(tmp_path):

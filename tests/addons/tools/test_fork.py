@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from addons.tools import fork
 from src.config import addons
@@ -20,9 +21,9 @@ KEPT = "tools/ledger"
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A fork with one add-on."""
+    """A fork with two add-ons; the second one needs another."""
     folder = tmp_path_factory.mktemp("fork") / "crane"
-    fork.main([str(folder), "--tasks", "causal_lm", "--addons", KEPT, "--name", "crane"])
+    fork.main([str(folder), "--tasks", "causal_lm", "--addons", KEPT, "techniques/asam", "--name", "crane"])
     return folder
 
 
@@ -33,12 +34,28 @@ def test_copy_holds_the_named_addons_and_nothing_of_the_others(copy):
     }
     assert not {*fork.RESULTS} & {*files}
     assert (copy / "README.md").read_text().startswith("# crane\n")
-    assert [file for file in files if file.startswith("addons/")] == ["addons/README.md", f"addons/{KEPT}.py"]
-    tests = [file for file in files if re.match(r"tests/addons/\w+/test_", file)]
-    assert tests == [f"tests/addons/{KEPT.replace('/', '/test_')}.py"]
+    kept = {file for file in files if file.startswith("addons/") and "/_" not in file}
+    assert kept == {"addons/README.md", f"addons/{KEPT}.py", "addons/techniques/asam.py", "addons/techniques/sam.py"}
+    tests = {file for file in files if re.match(r"tests/addons/\w+/test_", file)}
+    assert {file for file in tests if "techniques" not in file} == {f"tests/addons/{KEPT.replace('/', '/test_')}.py"}
+    assert not {f"tests/addons/techniques/test_{name}.py" for name in ("averages", "neftune", "sam")} & tests
+    run_files = [yaml.safe_load((copy / file).read_text()) for file in files if re.match(r"configs/\w+\.yaml", file)]
+    assert {values["task"] for values in run_files} <= {"causal_lm", "text_classification"}
+    assert not any({"peft", "streaming"} & values.keys() for values in run_files)
     schema = json.loads((copy / "configs" / "schema.json").read_text())
-    assert not [rules for rules in schema["properties"].values() if "x-add-on" in rules]
+    assert [name for name, rules in schema["properties"].items() if "x-add-on" in rules] == ["techniques"]
     assert not {*schema["properties"]["task"]["enum"]} & {*addons.addon_names("tasks")}
+
+
+def test_new_files_are_copied_unless_git_ignores_them(tmp_path, monkeypatch):
+    """A task of one's own need not be committed."""
+    for name in ("tracked.py", "new.py", "ignored.py"):
+        (tmp_path / name).touch()
+    (tmp_path / ".gitignore").write_text("ignored.py\n")
+    for words in (["init", "-q"], ["add", "tracked.py", ".gitignore"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    monkeypatch.setattr(fork, "REPOSITORY", tmp_path)
+    assert sorted(fork.files_of_checkout()) == [".gitignore", "new.py", "tracked.py"]
 
 
 def test_tests_of_the_copy_pass(copy):
@@ -54,43 +71,6 @@ def test_tests_of_the_copy_pass(copy):
         env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
     )
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-def test_run_files_of_missing_addons_stay_behind(tmp_path, monkeypatch):
-    (tmp_path / "configs").mkdir()
-    monkeypatch.setattr(fork, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(fork, "SCHEMA_FILE", tmp_path / "configs" / "schema.json")
-    fork.SCHEMA_FILE.write_text(json.dumps({"properties": {"seed": {}, "peft": {"x-add-on": "addons/adapters/peft"}}}))
-    values = [{"task": "masked_lm"}, {"peft": {"r": 8}}, {"techniques": {"sam": {}}}, {"optim": "muon"}, {"seed": 1}]
-    names = [
-        kit.write_yaml(tmp_path / "configs" / f"{i}.yaml", each).relative_to(tmp_path) for i, each in enumerate(values)
-    ]
-    gone = {"tasks/masked_lm", "adapters/peft", "techniques/sam", "optimizers/muon"}
-    assert [fork.names_one(str(name), gone) for name in names] == [True] * 4 + [False]
-    assert not any(fork.names_one(str(name), {"tasks/seq2seq"}) for name in names)
-
-
-def test_needed_addons_are_copied_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(fork, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(addons, "ADDONS", tmp_path / "addons")
-    texts = {
-        "tasks/a": "",
-        "tasks/b": "# Needs addons/tasks/a.py.\n",
-        "tasks/c/__init__": "# Needs addons/tasks/b/, addons/data.\n",
-    }
-    texts |= {"tasks/c/part": "", "data/d": "# Needs nothing\n", "data/_part": "", "stream/__init__": ""}
-    for name, text in texts.items():
-        path = tmp_path / "addons" / f"{name}.py"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    here = fork.all_addons()
-    assert here == ["data/d", "stream", "tasks/a", "tasks/b", "tasks/c"]
-    monkeypatch.setattr(fork, "OPTIONS", {"a": None, "b": None, "c": None})
-    assert sorted(fork.chosen(here, ["c"], [])) == ["data/d", "tasks/a", "tasks/b", "tasks/c"]
-    assert fork.chosen(here, ["a"], ["stream"]) == ["stream", "tasks/a"]
-    assert fork.is_of("addons/data/_part.py", {"data"})
-    assert not fork.is_of("addons/data/_part.py", {"data/d"})
-    assert fork.is_of("addons/tasks/c/part.py", {"tasks/c"})
 
 
 def test_folder_with_files_and_unknown_names_are_refused(tmp_path):

@@ -5,14 +5,15 @@ Shows: randomness in `collate` that evaluation does not have. Tests: tests/addon
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import xxhash
 
-from addons.tasks.masked_lm.masked_head import has_positionwise_head, hidden_states_at
-from addons.tasks.masked_lm.masking import mask_tokens, masked_count
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.models.build_model import build_model
@@ -20,6 +21,7 @@ from src.models.chunked_cross_entropy import Scored, row_losses, sums_from_logit
 from src.models.cross_entropy import CrossEntropy
 from src.models.load_config import vocabulary_size
 from src.models.load_tokenizer import load_text_encoder, load_tokenizer
+from src.models.model_checks import probing
 from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
@@ -27,6 +29,7 @@ from src.text.encode_rows import Encoder
 from src.text.tokenization import pad_columns, padded_length
 
 MASK_TOKEN = "<|mask|>"
+MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens (BERT); the rest stays as it is
 
 
 @dataclass
@@ -147,3 +150,68 @@ class Task(base.Task):
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(sums["loss"] / weight, 700.0)), "accuracy": sums["correct"] / weight}
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def masked_count(candidates: int, probability: float) -> int:
+    """Return how many of a row's tokens are chosen: its share, rounded, but at least one if there is one."""
+    return min(candidates, max(1, round(candidates * probability)))
+
+
+def mask_tokens(
+    ids: np.ndarray,
+    may_be_masked: np.ndarray,
+    probability: float,
+    mask_id: int,
+    vocab_size: int,
+    generator: np.random.Generator,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (ids in which chosen tokens are masked, replaced by random ones or kept; the chosen positions, sorted).
+
+    `may_be_masked` has a bool per id of the vocabulary. A row's number of chosen tokens does not depend on `generator`.
+    So the weight of a row is known before training, and no row is without a target (Devlin et al. 2018)."""
+    candidates = np.flatnonzero(may_be_masked[ids])
+    count = masked_count(len(candidates), probability)
+    positions = np.sort(generator.choice(candidates, count, replace=False))
+    share = generator.random(count)
+    random = (share >= MASKED) & (share < MASKED + REPLACED)
+    masked = ids.copy()
+    masked[positions[share < MASKED]] = mask_id
+    masked[positions[random]] = generator.integers(0, vocab_size, int(random.sum()))
+    return masked, positions
+
+
+# ---- a prediction head at the masked positions only ------------------------------------------------------------------
+
+
+@contextmanager
+def hidden_states_at(model: Any, positions: torch.Tensor) -> Iterator[None]:
+    """Within, the head of `model` sees only the hidden states at `positions` of the flattened batch, as one row."""
+
+    def select(module, inputs, output):
+        output.last_hidden_state = output.last_hidden_state.flatten(0, 1)[positions][None]
+        return output
+
+    hook = model.base_model.register_forward_hook(select)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def has_positionwise_head(model: Any, vocab_size: int) -> bool:
+    """Return True if logits depend only on the hidden state of their position, so that the head can skip others."""
+    if model.base_model is model:
+        return False
+    ids = torch.arange(8).remainder(vocab_size).view(2, 4)
+    positions = torch.tensor([1, 6])
+    with probing(model):
+        try:
+            with hidden_states_at(model, positions):
+                some = model(input_ids=ids).logits
+        except (AttributeError, RuntimeError, ValueError):  # the base model returns no such output
+            return False
+        expected = model(input_ids=ids).logits.flatten(0, 1)[positions][None]
+    return some.shape == expected.shape and torch.allclose(some, expected, atol=1e-5)

@@ -7,23 +7,28 @@ change with the micro-batch or the number of processes. Tests: tests/addons/task
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors import safe_open
 
-from addons.tasks.embeddings.added_parameter import add_parameter
-from addons.tasks.embeddings.contrastive import info_nce, retrieval_metrics
 from addons.techniques._batch_loss import BatchLossTask
 from src.config.errors import UsageError
 from src.config.fields import option
+from src.config.paths import locate
 from src.models.build_model import build_model
+from src.models.load_config import model_folder
 from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks.base import Batch
 from src.text.labels import require_columns
 from src.text.tokenization import pad_columns, padded_length, require_text, tokenize_truncated
+
+CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
+TIE = 1e-5  # cosine similarities closer than this are equal: two rows may have the same text
 
 
 @dataclass
@@ -57,8 +62,6 @@ class Task(BatchLossTask):
         self.tokenizer, self.tokenizer_text, self.config, self.max_length = encoder
         if o.pooling == "cls" and self.tokenizer.cls_token_id is None:
             raise UsageError("pooling is cls, but the tokenizer has no cls_token: give --pooling mean")
-        if self.config.is_encoder_decoder:
-            raise UsageError(f"embeddings needs an encoder, but {self.config.model_type} has a decoder as well")
         self.config.use_cache = False
         self.columns = [name for name in (o.anchor_column, o.positive_column, o.negative_column) if name]
 
@@ -107,8 +110,22 @@ class Task(BatchLossTask):
         if (pooler := getattr(model, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # the loss does not use it
         if self.options.learn_temperature:
-            add_parameter(self.cfg, model, "logit_scale", -math.log(self.options.temperature), weights)
+            model.register_parameter("logit_scale", self._logit_scale(weights, next(model.parameters()).dtype))
         return model
+
+    def _logit_scale(self, weights: str | None, dtype: torch.dtype) -> torch.nn.Parameter:
+        """Return the learned scale: its value in `weights`, else in the pretrained model, else that of the options.
+
+        `save_pretrained` writes it, but `from_pretrained` ignores it. FSDP2 cannot shard a scalar, so it has one
+        dimension."""
+        name = self.cfg.model_name_or_path
+        folder = locate(weights) if weights else name and model_folder(self.cfg, name)
+        value = torch.full((1,), -math.log(self.options.temperature))
+        for path in sorted(Path(folder).glob("model*.safetensors")) if folder else ():
+            with safe_open(path, "pt") as file:
+                if "logit_scale" in file.keys():  # noqa: SIM118 (safe_open is no dict)
+                    value = file.get_tensor("logit_scale")
+        return torch.nn.Parameter(value.to(dtype))
 
     def represent(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return `vectors`, (rows, texts, features): unit vectors, but anchors are divided by the temperature."""
@@ -130,3 +147,32 @@ class Task(BatchLossTask):
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         texts = torch.from_numpy(rows["vectors"])
         return retrieval_metrics(texts[:, 0], texts[:, 1:])
+
+
+# ---- the loss and the metrics ------------------------------------------------------------------------------------------
+
+
+def info_nce(anchors: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Return the sum over rows of the mean of two cross-entropies: positive given anchor, and anchor given positive.
+
+    `anchors` is (rows, features), `others` (rows, 1 or more, features): a row's positive, then its negatives. The
+    logits are dot products. An anchor's negatives are all others of all rows. Oord et al., "Representation Learning
+    with Contrastive Predictive Coding", 2018; in both directions: Radford et al., 2021 (CLIP)."""
+    own = torch.arange(len(anchors), device=anchors.device)
+    logits = anchors @ others.transpose(0, 1).flatten(0, 1).T  # all positives, then all negatives
+    loss = F.cross_entropy(logits, own, reduction="sum")
+    return (loss + F.cross_entropy(logits[:, : len(own)].T, own, reduction="sum")) / 2
+
+
+def retrieval_metrics(anchors: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
+    """Return recall at 1 and 10 and mean reciprocal rank of each anchor's positive among the others of all rows.
+
+    Takes the shapes of `info_nce`, in O(rows²) time. Others that are as similar as the positive do not count."""
+    candidates, ranks = others.flatten(0, 1), []
+    size = max(1, CHUNK_ELEMENTS // len(candidates))
+    for part, positives in zip(anchors.split(size), others[:, 0].split(size), strict=True):
+        own = (part * positives).sum(-1, keepdim=True) + TIE * part.norm(dim=-1, keepdim=True)
+        ranks.append(1 + (part @ candidates.T > own).sum(1))
+    found = torch.cat(ranks).double()
+    recall = {f"recall_at_{k}": (found <= k).double().mean().item() for k in (1, 10)}
+    return recall | {"mrr": (1 / found).mean().item()}
