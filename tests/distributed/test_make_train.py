@@ -106,7 +106,7 @@ def test_run_folder(tmp_path, yaml, words, folder):
 # ---- signals -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.cluster)])
 def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
     terminal = train_on_terminal(tmp_path, run_file, processes)
     terminal.press(CTRL_C)
@@ -123,6 +123,7 @@ def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
         assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
 
 
+@pytest.mark.cluster
 def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path):
     terminal = train_on_terminal(tmp_path, run_file, 2)
     os.close(terminal.file)
@@ -131,6 +132,7 @@ def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path):
     check_saved(tmp_path / "run")
 
 
+@pytest.mark.cluster
 def test_run_under_nohup_survives_its_terminal(run_file, tmp_path):
     words = ["nohup", *MAKE_TRAIN, f"CONFIG={run_file}", "NPROC=2"]
     terminal = Terminal(tmp_path / "output.txt", *words)

@@ -281,6 +281,7 @@ def long_recipe(tiny, folder: Path, **fields) -> list[str]:
     return recipe(tiny, **{"max_steps": 400, "save_steps": 20, "output_dir": folder} | fields)
 
 
+@pytest.mark.cluster
 def test_torchrun_stopped_killed_and_restarted(tiny, tmp_path):
     """A killed worker is restarted and resumes. A worker that stops with 75 is a failure for torchrun, which restarts
     it as well: the run sees that it was stopped, and ends. SIGTERM to the launcher saves. All of it is one run."""
