@@ -3,7 +3,6 @@
 Tests: tests/models/test_loading.py and tests/config/test_bad_input.py.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,22 +112,16 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
 
 
 def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig") -> None:
-    """Raise UsageError if a configuration names a Hub kernel: transformers would download and run its code."""
-    for kernel in _attention_kernels(config):
-        if not (plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code):  # the user has decided
-            raise UsageError(
-                f"{source}: attn_implementation is {kernel}, which is code from the Hub: give --attn_implementation sdpa, "
-                "or --trust_remote_code true if you trust it"
-            )
-
-
-def _attention_kernels(config: "PreTrainedConfig") -> Iterator[str]:
-    """Yield the kernels of attention that a configuration and its parts name."""
-    if config._attn_implementation:
-        yield config._attn_implementation
+    """Raise UsageError if a configuration, or a part of it, names a Hub kernel: transformers would run its code."""
+    kernel = config._attn_implementation
+    if kernel and not (plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code):  # the user has decided
+        raise UsageError(
+            f"{source}: attn_implementation is {kernel}, which is code from the Hub: give --attn_implementation sdpa, or "
+            "--trust_remote_code true if you trust it"
+        )
     for name in config.sub_configs:
         if part := getattr(config, name, None):
-            yield from _attention_kernels(part)
+            _refuse_hub_kernels(cfg, source, part)
 
 
 def check_fit(

@@ -1,6 +1,6 @@
 """environment.json: versions, git commit, topology, batch arithmetic.
 
-Record more about a run here. Tests: tests/reporting/test_environment.py.
+Record more about a run here. Tests: tests/reporting/test_run_logger.py.
 """
 
 import json

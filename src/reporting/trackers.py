@@ -1,7 +1,7 @@
 """Trackers (wandb, tensorboard, …) behind one queue and one thread, so that none can delay or end a run.
 
 The trackers are Accelerate's; docs/tracking.md says which project, run name and id they get.
-Tests: tests/reporting/test_trackers.py and tests/reporting/test_wandb.py.
+Tests: tests/reporting/test_trackers.py.
 """
 
 import json

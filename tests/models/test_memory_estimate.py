@@ -1,10 +1,9 @@
 """What fits where: the arithmetic gives the bytes that two ranks really hold."""
 
 import pytest
-import torch
 
 from src.config.schema import RunConfig
-from src.training.memory import count_parameters, describe_memory, resting_bytes, strategy_of_launch
+from src.training.memory import count_parameters, resting_bytes
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster
@@ -49,21 +48,3 @@ def test_arithmetic_gives_what_two_ranks_hold(files, tmp_path):
     sizes = count_parameters(task.build())
     assert ranks == [resting_bytes(RunConfig(), *sizes, 2)] * 2
     assert ranks[0] != resting_bytes(RunConfig(), *sizes, 1)  # the mutant: the arithmetic of a replica
-
-
-LAUNCHES = {  # accelerate file -> name, shards, offload
-    "gpu": ("one device", 1, False),
-    "ddp": ("DDP", 1, False),
-    "fsdp2_offload": ("FSDP2", 4, True),
-    "hsdp": ("HSDP", 2, False),
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_strategy_is_that_of_the_launcher(monkeypatch, name):
-    world = 1 if name == "gpu" else 4
-    for key, value in (kit.where(name, world) | {"WORLD_SIZE": str(world)}).items():
-        monkeypatch.setenv(key, value)
-    assert strategy_of_launch() == LAUNCHES[name]
-    line = describe_memory(RunConfig(), torch.nn.Linear(4, 4), str)
-    assert ("in host memory" in line) == LAUNCHES[name][-1]

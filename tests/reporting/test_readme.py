@@ -20,34 +20,21 @@ COMMANDS = [line for block in re.findall(r"```bash\n(.*?)```", README, re.S) for
 HUB = "finetune_hub.yaml"  # needs the network: only its run file is checked here
 
 
-def shell(command: str, **env) -> str:
+def shell(command: str) -> str:
     """Run a command in the repository, with this interpreter first in the path; return its output."""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    clean = {k: v for k, v in os.environ.items() if k not in ("ACCELERATE_DEBUG_MODE",)}
-    done = subprocess.run(
-        command,
-        shell=True,
-        cwd=kit.REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=clean | {"PATH": path} | env,
-    )
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env.pop("ACCELERATE_DEBUG_MODE", None)
+    done = subprocess.run(command, shell=True, cwd=kit.REPOSITORY, capture_output=True, text=True, timeout=900, env=env)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def test_first_two_commands():
-    assert COMMANDS[:2] == ["make train", "make eval"]
-
-
 def test_make_eval_prints_the_numbers_of_make_train(tmp_path):
     """Two processes train four steps on a file of one's own and evaluate 40 rows; one process evaluates them again."""
+    assert COMMANDS[:2] == ["make train", "make eval"]
     assert "make train NPROC=2 ARGS='--train_file data/mine.jsonl --validation_file data/held_out.jsonl'" in COMMANDS
     mine = tmp_path / "mine.jsonl"
-    mine.write_text(
-        "".join(json.dumps({"text": f"def f{n}(x):\n    return x + {n}\n" * 20}) + "\n" for n in range(300))
-    )
+    kit.write_jsonl(mine, [{"text": f"def f{n}(x):\n    return x + {n}\n" * 20} for n in range(300)])
     short = f"--max_steps 4 --warmup_steps 1 --max_eval_examples 40 --sample_tokens 5 --resume never --output_dir {tmp_path}/run"
     text = shell(f"make train NPROC=2 ARGS='--train_file {mine} --validation_file {mine} {short}'")
     assert "def " in text.split("A sample of the trained model")[1]

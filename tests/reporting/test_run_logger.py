@@ -1,25 +1,24 @@
-"""metrics.jsonl is strict JSON that says exactly what was optimised."""
+"""metrics.jsonl is strict JSON that says exactly what was optimized; environment.json, the batch arithmetic."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from src.config.schema import RunConfig
-from src.reporting.environment import arithmetic
+from src.distributed.strategies import Strategy
+from src.reporting import environment
 from src.tasks import causal_lm
 from tests.helpers import kit
 
 
 def flags(files, **values):
-    values = {
-        "model_config": files / "llama.yaml",
-        "train_file": files / "train.jsonl",
-        "max_steps": 10,
-        "learning_rate": 1e-2,
-    } | values
-    return [word for name, value in values.items() for word in (f"--{name}", value)]
+    fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "learning_rate": 1e-2}
+    return kit.flags(**fields | {"max_steps": 10} | values)
 
 
 def test_a_train_line_is_the_mean_by_weight_since_the_last_line(files, tmp_path):
@@ -37,28 +36,44 @@ def test_a_train_line_is_the_mean_by_weight_since_the_last_line(files, tmp_path)
 def test_a_run_folder_holds_what_the_contract_says(files, tmp_path):
     run = kit.run_training(2, tmp_path / "run", *flags(files, validation_file=files / "validation.jsonl"))
     names = {path.relative_to(run.folder).as_posix() for path in run.folder.rglob("*") if path.is_file()}
-    expected = {
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "logs/rank_0.log",
-        "logs/rank_1.log",
-        "final/README.md",
-    }
-    assert expected <= names
-    environment = json.loads((run.folder / "environment.json").read_text())
-    assert environment["world_size"] == 2
-    assert environment["versions"]["torch"].startswith(torch.__version__.split("+")[0])
-    assert environment["global_batch"] == "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"
-    for line in run.lines:
-        assert line["kind"] in ("train", "eval")
-        assert isinstance(line["step"], int)
+    expected = {"config.yaml", "environment.json", "metrics.jsonl", "final/README.md"}
+    assert expected | {"logs/rank_0.log", "logs/rank_1.log"} <= names
+    values = json.loads((run.folder / "environment.json").read_text())
+    assert values["world_size"] == 2
+    assert values["versions"]["torch"].startswith(torch.__version__.split("+")[0])
+    assert values["global_batch"] == "32 examples = 4 micro-batches of 8 = 2 ranks × 2 accumulated"
+    assert all(line["kind"] in ("train", "eval") and isinstance(line["step"], int) for line in run.lines)
     assert {"loss", "weight", "examples", "perplexity"} <= set(run.kind("eval")[0])
-
-
-def test_uneven_batch_is_printed_as_arithmetic():
-    text = arithmetic(RunConfig(global_batch_size=32, per_device_batch_size=5), 2)
+    text = environment.arithmetic(RunConfig(global_batch_size=32, per_device_batch_size=5), 2)
     assert text == "32 examples = 7 micro-batches of up to 5 = 2 ranks × up to 4 accumulated"
+
+
+def test_commit_of_the_code_and_its_changes(tmp_path, monkeypatch):
+    code, inner = tmp_path / "code", tmp_path / "code" / "inner"
+    inner.mkdir(parents=True)
+
+    def git(*words):
+        plain = {"GIT_CONFIG_GLOBAL": "/dev/null", "GIT_CONFIG_SYSTEM": "/dev/null"}  # no signature or hook of the user
+        subprocess.run(["git", *words], cwd=code, check=True, capture_output=True, env=os.environ | plain)
+
+    def commit_and_change(folder) -> tuple[str | None, bool | None]:
+        monkeypatch.setattr(environment, "REPOSITORY", folder)
+        strategy = Strategy(Accelerator(cpu=True), RunConfig())
+        environment.write_environment(tmp_path, strategy, RunConfig(), "tokens", 0)
+        written = json.loads((tmp_path / "environment.json").read_text())
+        return written["git_commit"], written["git_dirty"]
+
+    (code / "train.py").write_text("a = 1\n")
+    assert commit_and_change(code) == (None, None)
+    git("init", "-q")
+    git("add", ".")
+    git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first")
+    commit, is_changed = commit_and_change(code)
+    assert (len(commit), is_changed) == (40, False)
+    (code / "train.py").write_text("a = 2\n")
+    assert commit_and_change(code) == (commit, True)
+    (inner / "train.py").write_text("")  # this code, unpacked inside another repository
+    assert commit_and_change(inner) == (None, None)
 
 
 # ---- named sums --------------------------------------------------------------------------------------------------------
@@ -82,14 +97,9 @@ def sums_of_a_task(monkeypatch):
 
 
 def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, sums_of_a_task):
-    values = {
-        "dtype": "float64",
-        "max_steps": 8,
-        "logging_steps": 4,
-        "save_steps": 3,
-        "model_config": files / "exact.yaml",
-    }
-    one, two = (kit.run_training(world, tmp_path / f"{world}", *flags(files, **values)) for world in (1, 2))
+    values = {"dtype": "float64", "max_steps": 8, "logging_steps": 4, "save_steps": 3}
+    argv = flags(files, **values, model_config=files / "exact.yaml")
+    one, two = (kit.run_training(world, tmp_path / f"{world}", *argv) for world in (1, 2))
     for a, b in zip(one.kind("train"), two.kind("train"), strict=True):
         assert a["squares"] > 0
         assert a["rare"] > 0
@@ -97,7 +107,7 @@ def test_named_sums_reach_the_train_line_and_survive_a_resume(files, tmp_path, s
     undisturbed = kit.timeless(two.folder)
     shutil.rmtree(two.folder / "final")
     shutil.rmtree(two.folder / "checkpoints" / "step_00000008")
-    kit.run_training(2, two.folder, *flags(files, **values))  # from step 6, between two train lines
+    kit.run_training(2, two.folder, *argv)  # from step 6, between two train lines
     assert kit.timeless(two.folder) == undisturbed
 
 

@@ -13,6 +13,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 from src.config.schema import RunConfig
 from src.reporting import trackers
 from tests.helpers import kit
+from tests.helpers.killing import train_until_killed
 from tests.helpers.stopping import send_here
 
 
@@ -20,12 +21,11 @@ class Good(GeneralTracker):
     """Writes what it gets to a file, slowly, like a server."""
 
     name, requires_logging_directory, main_process_only = "good", True, False
+    tracker = None
 
     def __init__(self, project, folder):
         super().__init__()
         self.project, self.file = project, f"{folder}.jsonl"
-
-    tracker = None
 
     def start(self):
         self._write({"project": self.project})
@@ -52,10 +52,9 @@ def _raise(*args, **kwargs):
 
 
 def _register():
-    methods = {"start": "start", "log": "log", "end": "finish"}
     register_tracker_class(Good)
-    for what, act in (("hangs", _forever), ("raises", _raise)):
-        for when, method in methods.items():
+    for when, method in {"start": "start", "log": "log", "end": "finish"}.items():
+        for what, act in (("hangs", _forever), ("raises", _raise)):
             fields = {"name": f"{what}_in_{when}", "requires_logging_directory": False, "tracker": None, method: act}
             fields["__init__"] = lambda self, project: GeneralTracker.__init__(self)
             register_tracker_class(type(fields["name"], (GeneralTracker,), fields))
@@ -69,34 +68,23 @@ def registered():
     LOGGER_TYPE_TO_CLASS.update(before)
 
 
-def received(folder) -> list[dict]:
-    file = folder / "trackers.jsonl"
+def read(file) -> list[dict]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def expected(folder) -> list[tuple]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["kind"], line["loss"]) for line in lines]
+    return [(line["step"], line["kind"], line["loss"]) for line in read(folder / "metrics.jsonl")]
 
 
 def losses(lines) -> list[tuple]:
-    found = [(line, "eval" if "eval/loss" in line else "train") for line in lines if "step" in line]
-    return [(line["step"], kind, line[f"{kind}/loss"]) for line, kind in found]
+    pairs = [(line, "eval" if "eval/loss" in line else "train") for line in lines if "step" in line]
+    return [(line["step"], kind, line[f"{kind}/loss"]) for line, kind in pairs]
 
 
 def flags(files, **values):
-    values = {
-        "model_config": files / "llama.yaml",
-        "train_file": files / "train.jsonl",
-        "validation_file": files / "validation.jsonl",
-        "max_eval_examples": 8,
-        "global_batch_size": 8,
-        "logging_steps": 1,
-        "eval_steps": 2,
-        "report_to": "good",
-        "output_dir": "run",
-    } | values
-    return kit.flags(**values)
+    values = {"model_config": files / "llama.yaml", "report_to": "good", "logging_steps": 1, "eval_steps": 2} | values
+    values |= {f"{split}_file": files / f"{split}.jsonl" for split in ("train", "validation")}
+    return kit.flags(**values | {"max_eval_examples": 8, "global_batch_size": 8})
 
 
 def _fail():
@@ -125,26 +113,25 @@ def _train(argv, folder, timeout, rank=None, act=_fail):
 def run(files, folder, *at_step_4, timeout=100.0, world=1, **values):
     """Return the exit codes of a run, and the output of the main process."""
     folder.mkdir()
-    argv, out = flags(files, **values), folder / "out"
-    ranks = kit.fork(world, _train, argv, folder, timeout, *at_step_4, out=out)
+    out = folder / "out"
+    ranks = kit.fork(world, _train, flags(files, output_dir="run", **values), folder, timeout, *at_step_4, out=out)
     for process in ranks:
         process.join(600)  # not the 1000 s of a hanging call
         process.kill()
     return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
 
 
-@pytest.mark.parametrize("when", ["start", "log", "end"])
-def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, when):
+@pytest.mark.parametrize("when, lines_received", [("start", 0), ("log", 1), ("end", 5)])
+def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, when, lines_received):
     """A tracker that raises does not disturb the others; one that hangs stops them, but never the run."""
     folder = tmp_path / "all" / "run"
     names = [f"raises_in_{when}", "good", f"hangs_in_{when}"]
     codes, text = run(files, tmp_path / "all", timeout=10.0, max_steps=3, report_to=names)
     assert codes == [0], text
     assert (folder / "final" / "config.json").exists()
-    assert json.loads((folder / "status.json").read_text())["status"] == "complete"
-    lines = received(folder)
+    lines = read(folder / "trackers.jsonl")
     assert len(expected(folder)) == 5
-    assert losses(lines) == expected(folder)[: {"start": 0, "log": 1, "end": 5}[when]]
+    assert losses(lines) == expected(folder)[:lines_received]
     assert lines[0] == {"project": kit.REPOSITORY.name}
     assert f"warning: report_to: raises_in_{when} failed (ConnectionError: no server)" in text
     assert f"warning: report_to: hangs_in_{when} has not closed in time" in text
@@ -160,9 +147,9 @@ def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
     code, at_step_4 = ENDS[end]
     codes, text = run(files, tmp_path / "end", *at_step_4, world=2, max_steps=6)
     assert codes == [code] * 2, text
-    folder = tmp_path / "end" / "run"
-    assert losses(received(folder)) == expected(folder) != []
-    assert received(folder)[-1] == {"finished": True}
+    lines = read(tmp_path / "end" / "run" / "trackers.jsonl")
+    assert losses(lines) == expected(tmp_path / "end" / "run") != []
+    assert lines[-1] == {"finished": True}
     assert "report_to" not in text
 
 
@@ -173,11 +160,10 @@ def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, registered
     started = trackers.Trackers(accelerator, cfg, 0)
     assert sys.argv == ["train.py"]
     assert sys.stdin is terminal
-    assert accelerator.get_tracker("good").project == "p"
     started.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})
     assert started.close()
     assert started.close()  # the end of a process may call it again
-    assert received(tmp_path) == [{"project": "p"}, {"train/loss": 2.0, "step": 1}, {"finished": True}]
+    assert read(tmp_path / "trackers.jsonl") == [{"project": "p"}, {"train/loss": 2.0, "step": 1}, {"finished": True}]
 
 
 def test_only_a_resumed_run_keeps_its_id_and_wandb_variables_win(tmp_path, monkeypatch):
@@ -194,3 +180,25 @@ def test_only_a_resumed_run_keeps_its_id_and_wandb_variables_win(tmp_path, monke
     for variable in names:
         monkeypatch.setenv(f"WANDB_{variable}", variable)
     assert options(0) == {option: variable for variable, option in names.items()}
+
+
+@pytest.mark.cluster
+def test_killed_and_resumed_run_is_one_run_of_wandb_and_tensorboard(files, tmp_path, monkeypatch):
+    """The real wandb (offline); each point of TensorBoard is there once."""
+    pytest.importorskip("wandb")
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_DIR", "")
+    folder = tmp_path / "run"
+    argv = flags(files, report_to=["wandb", "tensorboard"], max_steps=9, save_steps=3, project="pears")
+    train_until_killed(5, 1, folder, *argv)
+    kit.run_training(1, folder, *argv)
+    run_id = json.loads((folder / "trackers.json").read_text())["run_id"]
+    assert len(list(folder.glob(f"wandb/*run-*/*{run_id}.wandb"))) == 2  # one file for each start, of the same run
+    points = EventAccumulator(str(folder / "trackers" / "pears"))
+    points.Reload()
+    for kind in ("train", "eval"):
+        steps = [(event.step, kind) for event in points.Scalars(f"{kind}/loss")]
+        assert steps == [(step, name) for step, name, _ in expected(folder) if name == kind]
