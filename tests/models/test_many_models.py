@@ -14,7 +14,8 @@ import pytest
 
 from src.config.errors import UsageError
 from tests.conformance import recipes
-from tests.helpers import kit, plain_task, signal_task, tiny_models
+from tests.helpers import kit, plain_task
+from tests.models import signal_task, tiny_models
 
 PER_PROCESS = 12
 LM, CLASSIFIER, IMAGE, SOUND = "causal_lm", "text_classification", "image", "sound"
