@@ -7,9 +7,9 @@ import subprocess
 
 import pytest
 
+from tests.distributed.local_slurm import Slurm, missing
+from tests.distributed.slurm_jobs import SCRIPTS, WAIT_FOR_SIGNAL, Job, make_project
 from tests.helpers import kill_storm, kit
-from tests.helpers.local_slurm import Slurm, missing
-from tests.helpers.slurm_jobs import SCRIPTS, WAIT_FOR_SIGNAL, Job, make_project
 
 pytestmark = pytest.mark.cluster
 STEPS = 40

@@ -69,17 +69,8 @@ def build(task, weights=None, empty=False):
 
 def recipe(folder, **fields) -> list[str]:
     """Return the flags of a run; the last step of its first epoch leaves one of four ranks without a micro-batch."""
-    values = {
-        "train_file": folder / "train.jsonl",
-        "validation_file": folder / "validation.jsonl",
-        "dtype": "float64",
-        "global_batch_size": 16,
-        "per_device_batch_size": 4,
-        "per_device_eval_batch_size": 8,
-        "max_steps": 16,  # 13 steps of the first epoch, the last of 11 rows
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_steps": 8,
-        "eval_steps": 8,
-    }
+    values = {f"{split}_file": folder / f"{split}.jsonl" for split in ("train", "validation")}
+    values |= {"global_batch_size": 16, "per_device_batch_size": 4, "per_device_eval_batch_size": 8, "dtype": "float64"}
+    values |= {"learning_rate": 1e-2, "logging_steps": 1, "save_steps": 8, "eval_steps": 8}
+    values["max_steps"] = 16  # 13 steps of the first epoch, the last of 11 rows
     return recipes.text_classification(folder) + kit.flags(**values | fields)

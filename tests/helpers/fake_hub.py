@@ -163,28 +163,22 @@ class Hub:
         return kept
 
     def write(self, repository: str, operations: list[dict]) -> str:
-        """Apply a commit, after keeping what it replaces; return the new sha."""
+        """Write the files of a commit; return the new sha."""
         with self.lock:
-            root, before = self.folder / repository, self.commit(repository)
-            for key, value in ((operation["key"], operation["value"]) for operation in operations):
-                file = inside(root, value.get("path", ""))
-                if key == "header" and value.get("parentCommit", before) != before:
-                    raise Refusal(412, message="A commit has happened since. Please refresh and try again.")
-                if key == "file":
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    file.write_bytes(base64.b64decode(value["content"]))
-                elif key != "header":  # deletedFile, deletedFolder
-                    shutil.rmtree(file) if file.is_dir() else file.unlink()
-            return self.sha(root)
+            for value in (operation["value"] for operation in operations if operation["key"] == "file"):
+                file = inside(self.folder / repository, value["path"])
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(base64.b64decode(value["content"]))
+            return self.sha(self.folder / repository)
 
     def sha(self, folder: Path) -> str:
-        return hashlib.sha1(repr(self.files(folder)).encode()).hexdigest()
+        return digest(repr(self.files(folder)).encode())
 
     def files(self, folder: Path) -> dict[str, str]:
-        """Return git's id of every file in a folder, by its path there."""
+        """Return the hash of every file in a folder, by its path there."""
         with self.lock:
             files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): git_id(file.read_bytes()) for file in files}
+            return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
 
 
 def adopt(environment: dict[str, str]) -> None:
@@ -208,8 +202,8 @@ def adopt(environment: dict[str, str]) -> None:
         setattr(constants, name, float(environment[name]))
 
 
-def git_id(content: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+def digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
 
 
 def inside(root: Path, name: str) -> Path:
@@ -291,15 +285,11 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(status, "RepoNotFound", message)
         return f"{kind}/{name}"
 
-    def create(self, name: str, organization: str, type: str = "model", visibility: str = "", **_):
+    def create(self, name: str, organization: str, visibility: str, **_):
         name = f"{organization}/{name}"
-        url = f"{self.hub.url}/{name}" if type == "model" else f"{self.hub.url}/{type}s/{name}"
-        folder = inside(self.hub.folder, f"{type}s/{name}")
-        if folder.exists():
-            return self.reply(409, {"error": f"You already created this {type} repo", "url": url})
-        folder.mkdir(parents=True)
+        inside(self.hub.folder / "models", name).mkdir(parents=True)
         self.hub.private |= {name} if visibility == "private" else set()
-        self.reply(200, {"url": url, "name": name})
+        self.reply(200, {"url": f"{self.hub.url}/{name}", "name": name})
 
     def api(self, repository: str, verb: str, revision: str, path: str):
         hub, name = self.hub, repository.partition("/")[2]
@@ -313,20 +303,10 @@ class _Handler(BaseHTTPRequestHandler):
             if not (top := inside(root, path)).is_dir():
                 raise Refusal(404, "EntryNotFound", f"{path} does not exist on {revision}")
             items = sorted(top.rglob("*") if "recursive=true" in self.url.query else top.iterdir())
-            kinds = {True: "directory", False: "file"}
-            names = [(item.relative_to(root).as_posix(), item) for item in items]
-            self.reply(
-                200,
-                [
-                    {
-                        "type": kinds[item.is_dir()],
-                        "oid": files.get(name, "0" * 40),
-                        "path": name,
-                        "size": item.stat().st_size,
-                    }
-                    for name, item in names
-                ],
-            )
+            entries = [{"path": i.relative_to(root).as_posix(), "size": i.stat().st_size} for i in items]
+            for item, entry in zip(items, entries, strict=True):
+                entry |= {"type": "directory" if item.is_dir() else "file", "oid": files.get(entry["path"], "0" * 40)}
+            self.reply(200, entries)
         elif revision != "main":
             raise Refusal(404, "RevisionNotFound", f"there is no branch {revision}")
         elif verb == "preupload":  # uploads are never LFS, which is another protocol
@@ -342,7 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not file.is_file():
             raise Refusal(404, "EntryNotFound", f"{file.name} does not exist")
         body, modified = file.read_bytes(), formatdate(file.stat().st_mtime, usegmt=True)
-        size, etag, status = len(body), f'"{git_id(body)}"', 200
+        size, etag, status = len(body), f'"{digest(body)}"', 200
         headers = {"ETag": etag, "Last-Modified": modified, "Accept-Ranges": "bytes"}
         headers |= {"Content-Type": "application/octet-stream"} | ({"X-Repo-Commit": self.sha} if self.sha else {})
         self.record.size = size

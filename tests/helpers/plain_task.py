@@ -70,7 +70,6 @@ class Taught(torch.nn.Module):
 class Options:
     width: int = option("width of the layers", 16, min=1, from_checkpoint=True)
     norm: bool = option("batch norm in each block", False, from_checkpoint=True)
-    dropout: float = option("dropout", 0.1, from_checkpoint=True)
     tied: bool = option("the first and the last block share a weight", False, from_checkpoint=True)
     unused: bool = option("a layer that the loss does not use", False, from_checkpoint=True)
     teacher: bool = option("train against a frozen random teacher as well", False, from_checkpoint=True)
@@ -78,7 +77,7 @@ class Options:
 
 class Task(base.Task):
     def load(self) -> None:
-        names = ("width", "norm", "dropout", "tied", "unused")
+        names = ("width", "norm", "tied", "unused")
         self.net = {name: getattr(self.options, name) for name in names} | saved_config(self.cfg).get("net", {})
 
     def fingerprint(self) -> str:
@@ -157,16 +156,6 @@ def write_data(folder, train: int = 83, validation: int = 21) -> dict:
 
 def flags(data: dict, **fields) -> list[str]:
     """Return the flags of 24 steps in float64; the 11th and 22nd are the tails of epochs, with three rows."""
-    values = {
-        "task": NAME,
-        "dtype": "float64",
-        "global_batch_size": 8,
-        "per_device_batch_size": 2,
-        "max_steps": 24,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "eval_steps": 12,
-        "save_steps": 8,
-        "save_total_limit": 99,
-    }
+    values = {"task": NAME, "dtype": "float64", "global_batch_size": 8, "per_device_batch_size": 2, "max_steps": 24}
+    values |= {"learning_rate": 1e-2, "logging_steps": 1, "eval_steps": 12, "save_steps": 8, "save_total_limit": 99}
     return kit.flags(**values | data | fields)

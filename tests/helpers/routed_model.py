@@ -57,14 +57,7 @@ def build(task, weights=None, empty=False, frozen=("spare",), dense=False):
 
 
 def recipe(folder, **fields) -> list[str]:
-    values = {
-        "train_file": folder / "train.jsonl",
-        "dtype": "float64",
-        "global_batch_size": 8,
-        "per_device_batch_size": 2,
-        "max_steps": 28,  # 26 steps of the first epoch, the last of 3 rows: one of two ranks has a batch of one row
-        "learning_rate": 1e-2,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-    }
+    values = {"train_file": folder / "train.jsonl", "dtype": "float64", "global_batch_size": 8}
+    values |= {"per_device_batch_size": 2, "learning_rate": 1e-2, "weight_decay": 0.1, "logging_steps": 1}
+    values["max_steps"] = 28  # 26 steps of the first epoch, the last of 3 rows: one of two ranks has a batch of one row
     return recipes.text_classification(folder) + kit.flags(**values | fields)

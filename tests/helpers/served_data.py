@@ -6,10 +6,6 @@ from tests.helpers import kit
 from tests.helpers.fake_hub import adopt
 
 
-def stats_of(split) -> dict:
-    return split.stats
-
-
 def _open(environment, fields, before, then):
     adopt(environment)
     http_files.TRIES = 2
@@ -21,7 +17,7 @@ def _open(environment, fields, before, then):
         return str(error)
 
 
-def open_served(hub, folder, files, then=stats_of, before=lambda: None, streaming=True, **more):
+def open_served(hub, folder, files, then=lambda split: split.stats, before=lambda: None, streaming=True, **more):
     """Return `then(training data)` of files behind URLs, or the message of a UsageError."""
     fields = {"model_config": hub.folder / "gpt2.yaml", "train_file": files, "max_steps": 3}
     fields |= {"streaming": True} if streaming else {}

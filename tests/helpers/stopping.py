@@ -1,7 +1,5 @@
 """A run that is stopped while it trains: start it, check that all is saved, resume it."""
 
-import os
-import threading
 import time
 from pathlib import Path
 
@@ -9,26 +7,11 @@ import pytest
 
 import train
 from src.checkpointing import checkpoint_folder
-from src.distributed import stop_signals
 from src.runtime import run_status
 from src.storage import atomic_folder
 from tests.helpers import kit
 
 MAX_STEPS = 100
-
-
-def send_here(number: int) -> None:
-    """Send a signal to this process; return when the thread that receives it has handled it."""
-    handle, handled = stop_signals.StopSignals._handle, threading.Event()
-
-    def handle_and_tell(self, *args):
-        handle(self, *args)
-        handled.set()
-
-    stop_signals.StopSignals._handle = handle_and_tell
-    os.kill(os.getpid(), number)
-    assert handled.wait(300)
-    stop_signals.StopSignals._handle = handle
 
 
 def recipe(tiny: dict, **fields) -> list[str]:

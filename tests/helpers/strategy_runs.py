@@ -11,15 +11,9 @@ from tests.helpers import kit
 
 def recipe(files, model: str = "llama.yaml", **fields) -> list[str]:
     """Return the flags of a short run; a field that is None is left to its default."""
-    values = {
-        "model_config": files / model,
-        "train_file": files / "train.jsonl",
-        "validation_file": files / "validation.jsonl",
-        "per_device_batch_size": 4,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "save_total_limit": 99,
-    } | fields
+    values = {f"{split}_file": files / f"{split}.jsonl" for split in ("train", "validation")}
+    values |= {"model_config": files / model, "per_device_batch_size": 4, "learning_rate": 3e-3, "logging_steps": 1}
+    values |= {"save_total_limit": 99} | fields
     return kit.flags(**{name: value for name, value in values.items() if value is not None})
 
 

@@ -55,11 +55,10 @@ def train(folder, fields: dict, world: int = 1, micro: int = ROWS, **more) -> ki
 def check_splits(
     folder, fields: dict, reference: dict | None = None, bar: float = 1e-10, dropout: dict | None = None
 ) -> kit.Run:
-    """Assert that the weights agree for all splits, with `reference` if given; with `dropout`, for its own splits, too.
+    """Assert that the weights agree for all splits, with `reference` if given; return the first run.
 
-    The run on two processes is also resumed from step 2, and must end bitwise as before.
-
-    `dropout`: fields of a run with dropout; its runs are compared for each size of a micro-batch. Return the first run."""
+    The run on two processes is also resumed from step 2, and must end bitwise as before. `dropout`: fields of a run with
+    dropout; its runs are compared for each size of a micro-batch."""
     runs = {split: train(Path(folder, f"{split[0]}x{split[1]}"), fields, *split) for split in SPLITS}
     first = runs[1, 16]
     expected = first.weights if reference is None else {name: reference[name] for name in first.weights}
@@ -102,11 +101,9 @@ def check_fsdp2(folder, fields: dict, bar: float = 1e-10) -> None:
     # With Adam's default epsilon, gradients that are zero except for rounding would become whole steps.
     fields = {"adam_epsilon": 1e-4} | fields
     one = train(Path(folder, "one"), fields, 1, 4)
-    sharded = check_resume(
-        Path(folder, "fsdp2"), fields, 2, 4, kit.where("fsdp2", 2, mixed_precision="no"), bar, units=1
-    )
-    found = kit.distance(sharded.weights, one.weights)
-    assert found <= bar, found
+    env = kit.where("fsdp2", 2, mixed_precision="no")
+    sharded = check_resume(Path(folder, "fsdp2"), fields, 2, 4, env, bar, units=1)
+    assert kit.distance(sharded.weights, one.weights) <= bar
 
 
 # ---- the independent loop ----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ import pytest
 
 from src.config.errors import UsageError
 from tests.conformance import recipes
-from tests.helpers import kit, plain_task, signal_task, tiny_models
+from tests.helpers import kit, plain_task
+from tests.models import signal_task, tiny_models
 
 LM, CLASSIFIER, IMAGE, SOUND = "causal_lm", "text_classification", "image", "sound"
 STAGES = {"hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1]}

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -11,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
 from src.config.schema import RunConfig
+from src.distributed import stop_signals
 from src.reporting import trackers
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
-from tests.helpers.stopping import send_here
 
 
 class Good(GeneralTracker):
@@ -91,6 +92,20 @@ def _fail():
     raise ZeroDivisionError("in the middle")
 
 
+def send_here(number: int) -> None:
+    """Send a signal to this process; return when the thread that receives it has handled it."""
+    handle, handled = stop_signals.StopSignals._handle, threading.Event()
+
+    def handle_and_tell(self, *args):
+        handle(self, *args)
+        handled.set()
+
+    stop_signals.StopSignals._handle = handle_and_tell
+    os.kill(os.getpid(), number)
+    assert handled.wait(300)
+    stop_signals.StopSignals._handle = handle
+
+
 def _train(argv, folder, timeout, rank=None, act=_fail):
     """Run train.py with the trackers of this file; one `rank` calls `act()` in step 4."""
     import train
@@ -126,7 +141,7 @@ def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, 
     """A tracker that raises does not disturb the others; one that hangs stops them, but never the run."""
     folder = tmp_path / "all" / "run"
     names = [f"raises_in_{when}", "good", f"hangs_in_{when}"]
-    codes, text = run(files, tmp_path / "all", timeout=10.0, max_steps=3, report_to=names)
+    codes, text = run(files, tmp_path / "all", timeout=5.0, max_steps=3, report_to=names)
     assert codes == [0], text
     assert (folder / "final" / "config.json").exists()
     lines = read(folder / "trackers.jsonl")
@@ -135,7 +150,7 @@ def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, 
     assert lines[0] == {"project": kit.REPOSITORY.name}
     assert f"warning: report_to: raises_in_{when} failed (ConnectionError: no server)" in text
     assert f"warning: report_to: hangs_in_{when} has not closed in time" in text
-    assert (f"hangs_in_{when} has not started in 10 s" in text) == (when == "start")
+    assert (f"hangs_in_{when} has not started in 5 s" in text) == (when == "start")
     assert "good" not in text
 
 

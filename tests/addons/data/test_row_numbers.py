@@ -82,14 +82,9 @@ def test_curriculum_sorts_the_rows_of_its_steps(steps, sizes):
 
 def write_rows(path, change=None):
     generator = np.random.default_rng(1)
-    rows = [
-        {
-            "input_ids": generator.integers(0, 50, n).tolist(),
-            "difficulty": round(float(generator.random()), 3),
-            "weight": i % 4,
-        }
-        for i, n in enumerate(generator.integers(3, 12, ROWS))
-    ]
+    rows = [{"weight": i % 4, "difficulty": round(float(generator.random()), 3)} for i in range(ROWS)]
+    for row, length in zip(rows, generator.integers(3, 12, ROWS), strict=True):
+        row["input_ids"] = generator.integers(0, 50, length).tolist()
     rows[7] |= change or {}
     return kit.write_jsonl(path, rows)
 
@@ -97,13 +92,9 @@ def write_rows(path, change=None):
 @pytest.fixture(scope="module")
 def fields(tmp_path_factory):
     folder = tmp_path_factory.mktemp("order")
-    return technique_runs.files(folder) | {
-        "train_file": write_rows(folder / "train.jsonl"),
-        "global_batch_size": BATCH,
-        "max_steps": STEPS,
-        "curriculum_column": "difficulty",
-        "curriculum_steps": 5,
-    }
+    values = technique_runs.files(folder) | {"global_batch_size": BATCH, "max_steps": STEPS}
+    values |= {"curriculum_column": "difficulty", "curriculum_steps": 5}
+    return values | {"train_file": write_rows(folder / "train.jsonl")}
 
 
 def expected_ids(fields: dict, weighted: bool) -> list[list[int]]:

@@ -89,20 +89,13 @@ def fields(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warmups")
     generator = np.random.default_rng(1)
     rows = [{"input_ids": generator.integers(0, 50, n).tolist()} for n in generator.integers(3, 12, ROWS)]
-    return (
-        technique_runs.files(folder)
-        | WARMUPS
-        | {
-            "train_file": kit.write_jsonl(folder / "train.jsonl", rows),
-            "global_batch_size": BATCH,
-            "max_steps": STEPS,
-        }
-    )
+    values = technique_runs.files(folder) | WARMUPS | {"global_batch_size": BATCH, "max_steps": STEPS}
+    return values | {"train_file": kit.write_jsonl(folder / "train.jsonl", rows)}
 
 
 def plain_weights(fields: dict) -> dict[str, torch.Tensor]:
     """Return the weights of a plain loop: one process, rows cut by hand, one mean over the targets of a step."""
-    plain = technique_runs.Plain(fields | {"train_file": fields["train_file"]})
+    plain = technique_runs.Plain(fields)
     optimizer = plain.optimizer()
     rows = kit.open_data(**{k: fields[k] for k in ("model_config", "train_file")}, output_dir="unused")[1]["train"]
     steps = plain_steps(ROWS, BATCH, 2, 5, STEPS)

@@ -42,13 +42,14 @@ def _without_unscaling(chain) -> None:
         technique.change_gradient()
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        *product(("gradient_noise", "adaptive_clipping", "clip_by_value"), (float("inf"), float("nan"))),
-        ("adaptive_clipping", 1e30),  # only its square is not finite
-    ],
-)
+CHANGING = ("gradient_noise", "adaptive_clipping", "clip_by_value")
+VALUES = [
+    *product(CHANGING, (float("inf"), float("nan"))),
+    ("adaptive_clipping", 1e30),
+]  # only its square is not finite
+
+
+@pytest.mark.parametrize("name, value", VALUES)
 def test_a_non_finite_gradient_stays_non_finite(name, value):
     model = torch.nn.Linear(2, 3, bias=False)
     model.weight.grad = torch.tensor([[1.0, 2.0], [value, 0.0], [0.0, 0.0]])

@@ -72,19 +72,12 @@ def test_neftune_resumes_and_evaluates_without_noise(tmp_path, monkeypatch):
 # ---- which embeddings, how much noise ----------------------------------------------------------------------------------
 
 
-def module_with_noise(model: torch.nn.Module, run) -> ModelWithLoss:
-    """Return the model with hooks; its forward pass is run(model, inputs)."""
-    task = SimpleNamespace(saved=lambda model: model, loss=run)
-    module = ModelWithLoss(model, task)
-    NEFTune(ALPHA).change_model(module, None)
-    return module
-
-
 def test_noise_does_not_depend_on_padding():
     model = transformers.AutoModelForCausalLM.from_config(transformers.GPT2Config(**kit.TINY))
     seen = []
     model.transformer.wte.register_forward_hook(lambda module, arguments, output: seen.append(output.detach()))
-    module = module_with_noise(model, lambda model, inputs: model(input_ids=inputs["input_ids"]))
+    task = SimpleNamespace(saved=lambda model: model, loss=lambda model, inputs: model(input_ids=inputs["input_ids"]))
+    NEFTune(ALPHA).change_model(module := ModelWithLoss(model, task), None)
     model.transformer.wte.register_forward_hook(lambda module, arguments, output: seen.append(output.detach()))
     ids = torch.zeros(2, 24, dtype=torch.int64)
     for inputs in (

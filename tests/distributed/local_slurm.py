@@ -1,6 +1,6 @@
 """A real Slurm on one machine, for any user and without services, to try the files of slurm/ before using a cluster.
 
-    python -m tests.helpers.local_slurm sbatch --wait --nodes 2 slurm/train.sbatch configs/stdlib_lm.yaml     runs a command in it
+    python -m tests.distributed.local_slurm sbatch --wait --nodes 2 slurm/train.sbatch configs/stdlib_lm.yaml     runs a command in it
 
 Needs slurmctld, slurmd and Slurm's commands (Debian: slurmctld slurmd slurm-client). Everything is in one folder and on free
 ports, and ends with the process that started it. Used by tests/distributed/test_slurm.py.

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from src.checkpointing.checkpoint_folder import newest_intact, step_of
 from src.storage import atomic_folder
+from tests.distributed.local_slurm import Slurm
 from tests.helpers import kit
-from tests.helpers.local_slurm import Slurm
 
 SCRIPTS = sorted((kit.REPOSITORY / "slurm").glob("*.sbatch"))
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
