@@ -10,6 +10,7 @@ from src.config.addons import functions_of_addons
 from src.config.errors import UsageError, did_you_mean, one_line, warn
 from src.config.paths import plain_name, read_yaml
 from src.config.schema import RunConfig
+from src.runtime import private_apis
 from src.storage import hub
 from src.storage.cache_folder import cache_root
 
@@ -113,7 +114,7 @@ def _values_of_tokenizer(given: dict, defaults: Any, tokenizer: "PreTrainedToken
 
 def _refuse_hub_kernels(cfg: RunConfig, source: str, config: "PreTrainedConfig") -> None:
     """Raise UsageError if a configuration, or a part of it, names a Hub kernel: transformers would run its code."""
-    kernel = config._attn_implementation
+    kernel = private_apis.attention_kernel(config)
     if kernel and not (plain_name(kernel) or cfg.attn_implementation or cfg.trust_remote_code):  # the user has decided
         raise UsageError(
             f"{source}: attn_implementation is {kernel}, which is code from the Hub: give --attn_implementation sdpa, or "

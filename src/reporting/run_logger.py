@@ -59,7 +59,10 @@ class RunLogger:
             # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
             run.hosts.sum([0.0])
         else:
-            self.say(f"nothing is left to train: this run is complete at step {self.state.step:,}")
+            self.say(
+                f"nothing is left to train: this run is complete at step {self.state.step:,}; to train another run, give "
+                "--output_dir, or --resume never to start over"
+            )
 
     def say(self, text: str) -> None:
         """Print `text` on the main process, above the progress bar."""

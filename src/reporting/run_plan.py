@@ -21,6 +21,8 @@ from src.training.schedules import make_schedule, total_steps, warmup_updates
 from src.training.step import ModelWithLoss
 from src.training.techniques import Techniques, make_techniques
 
+FEW_STEPS = 10  # of an epoch: fewer are warned of
+
 
 def plan_table(
     cfg: RunConfig, splits: dict, module: ModelWithLoss, techniques: Techniques, schedule: Callable, total: int
@@ -75,6 +77,12 @@ def _size(count: float) -> str:
 def run_notes(cfg: RunConfig, splits: dict) -> list[str]:
     """Return messages about the data and ignored fields of a run."""
     notes = data_notes(splits)
+    per_epoch = sizes_of_run(cfg, splits["train"].stats["examples"] or 0).per_epoch  # a stream: unknown
+    if not cfg.max_steps and 0 < per_epoch < FEW_STEPS:
+        notes.append(
+            f"warning: an epoch has only {per_epoch} step{'s' * (per_epoch > 1)} of up to {cfg.global_batch_size} examples: "
+            "for more updates give a smaller global_batch_size, or more epochs"
+        )
     if cfg.max_steps and cfg.num_train_epochs != RunConfig.num_train_epochs:
         notes.append(f"num_train_epochs {cfg.num_train_epochs:g} is ignored because max_steps is {cfg.max_steps}")
     return notes

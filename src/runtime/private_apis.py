@@ -118,6 +118,11 @@ def set_layer_class_names(wrapper: torch.nn.Module, names: set[str]) -> None:
     wrapper._no_split_modules = sorted(names) or None
 
 
+def attention_kernel(config: Any) -> str | None:
+    """Return the attention kernel that a configuration names. Test: tests/config/test_foreign_code.py."""
+    return config._attn_implementation
+
+
 def save_on_every_rank(model: torch.nn.Module) -> None:
     """Make `save_pretrained` write on every rank, not only on rank 0. Test: tests/distributed/test_fsdp2.py."""
     model.should_save_on_this_rank = lambda is_main_process: True

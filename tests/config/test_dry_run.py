@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,15 @@ def test_plan_counts_what_the_run_file_freezes(plain, tmp_path, capsys):
     dry_run(plain, output_dir=tmp_path / "run", freeze=["enter.*", "leave.weight"])
     assert "1,436 (1,100 trainable) in float64" in capsys.readouterr().out
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("size, warned", [(8, True), (1, False)])
+def test_epoch_of_few_steps_is_warned_of(plain, tmp_path, capsys, size, warned):
+    few = {"max_steps": "none", "global_batch_size": size, "per_device_batch_size": 1, "output_dir": tmp_path}
+    rows = tmp_path / "few.jsonl"
+    rows.write_text("".join(Path(plain["train_file"]).read_text().splitlines(keepends=True)[:20]))
+    dry_run(plain, **few, train_file=rows)
+    assert ("an epoch has only 3 steps of up to 8 examples" in capsys.readouterr().out) == warned
 
 
 @pytest.mark.parametrize(
