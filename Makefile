@@ -41,7 +41,7 @@ $(error NPROC is '$(NPROC)': give the number of processes, 1 or more)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm fork schema lock clean distclean
+.PHONY: help setup data smoke find-lr train eval test test-addons test-fast test-gpu test-cluster lint format bench bench-gpu report ledger storm same fork schema lock clean distclean
 
 help: ## print this help
 	@echo "make TARGET [CONFIG=$(CONFIG)] [ACCELERATE=accelerate_configs/X.yaml] [NPROC=$(NPROC)] [OUT=runs/X] [ARGS='--flag value …']"
@@ -117,6 +117,10 @@ ledger: .venv/done ## check that RUN trained on the data of its plan, or of OTHE
 storm: .venv/done ## kill and resume a run of CONFIG KILLS=20 times, then compare it with an undisturbed run
 	@$(call need,kill_storm)
 	$(VENV)/python -m addons.tools.kill_storm --config $(CONFIG) --kills $(KILLS) --nproc $(NPROC) $(ARGS)
+
+same: .venv/done ## compare the numbers of this folder with those of the commit BASE, bitwise
+	@test -n '$(BASE)' || { echo "error: give BASE=commit" >&2; exit 2; }
+	@$(call need,same) $(VENV)/python -m addons.tools.same '$(BASE)' $(ARGS)
 
 fork: .venv/done ## copy the template to DEST=folder [TASKS="seq2seq …"] [ADDONS="techniques …"] [NAME=…], no other add-ons
 	@test -n '$(DEST)' || { echo "error: give DEST=folder" >&2; exit 2; }
