@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -90,7 +89,7 @@ class Hub:
         self.private = set(private)
         self.requests: list[Request] = []
         self.faults: dict[str, Fault] = {}
-        self.lock = threading.RLock()
+        self.lock, self.ids = threading.RLock(), {}
 
     def start(self) -> "Hub":
         self.stopped = threading.Event()
@@ -178,7 +177,13 @@ class Hub:
         """Return the hash of every file in a folder, by its path there."""
         with self.lock:
             files = sorted(file for file in folder.rglob("*") if file.is_file())
-            return {file.relative_to(folder).as_posix(): digest(file.read_bytes()) for file in files}
+            return {file.relative_to(folder).as_posix(): self.id(file) for file in files}
+
+    def id(self, file: Path) -> str:
+        key = (file, file.stat().st_mtime_ns, file.stat().st_size)
+        if key not in self.ids or time.time_ns() - key[1] < 1e9:  # a younger file may change while its time does not
+            self.ids[key] = digest(file.read_bytes())
+        return self.ids[key]
 
 
 def adopt(environment: dict[str, str]) -> None:
@@ -223,10 +228,6 @@ class _Server(ThreadingHTTPServer):
         connection, address = super().get_request()
         self.connections.add(connection)
         return connection, address
-
-    def handle_error(self, request, client_address):
-        if not isinstance(sys.exception(), ConnectionError):  # clients may disconnect
-            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

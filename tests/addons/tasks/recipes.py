@@ -51,7 +51,7 @@ def preference(folder) -> list:
     return kit.flags(
         task="preference",
         model_config=kit.write_yaml(folder / "model.yaml", kit.EXACT),
-        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer"),
+        tokenizer_name=kit.tiny_tokenizer(folder / "tokenizer", [SENTENCE] * 3),
         beta=0.5,
     )
 
