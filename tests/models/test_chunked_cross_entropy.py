@@ -57,6 +57,13 @@ def with_gradients(function, hidden, weight, bias, targets):
     return [loss.detach(), *torch.autograd.grad(0.37 * loss, inputs)]  # the loop scales the loss before backward
 
 
+def mean_of_means(hidden, weight, bias, targets):
+    """The mutant: the mean of the means of chunks."""
+    parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+    means = [F.cross_entropy(F.linear(h, weight, bias), t) for h, t in parts]
+    return torch.stack(means).mean() * (targets != -100).sum()
+
+
 def difference(function, *arguments):
     pairs = zip(with_gradients(function, *arguments), with_gradients(plain, *arguments), strict=True)
     return max((a - b).abs().max().item() for a, b in pairs if a.numel())
@@ -75,15 +82,7 @@ def test_loss_gradients_and_scores_equal_the_plain_formula(small_chunks, rows):
     assert loss.item() == pytest.approx(plain(*arguments).item(), rel=1e-12)
     assert correct.item() == (logits.argmax(-1) == targets).sum()
     assert loss.dtype == correct.dtype == torch.float64
-
-
-def test_mutant_mean_of_chunk_means_is_caught(small_chunks):
-    def mutant(hidden, weight, bias, targets):
-        parts = zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
-        means = [F.cross_entropy(F.linear(h, weight, bias), t) for h, t in parts]
-        return torch.stack(means).mean() * (targets != -100).sum()
-
-    assert difference(mutant, *make(50)) > 1e-3
+    assert rows < 50 or difference(mean_of_means, *make(rows)) > 1e-3
 
 
 @pytest.mark.parametrize("rows", [CHUNK, 50])

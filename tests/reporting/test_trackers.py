@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 
 import pytest
@@ -12,10 +11,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
 from src.config.schema import RunConfig
-from src.distributed import stop_signals
 from src.reporting import trackers
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
+from tests.helpers.stopping import send_here
 
 
 class Good(GeneralTracker):
@@ -92,20 +91,6 @@ def _fail():
     raise ZeroDivisionError("in the middle")
 
 
-def send_here(number: int) -> None:
-    """Send a signal to this process; return when the thread that receives it has handled it."""
-    handle, handled = stop_signals.StopSignals._handle, threading.Event()
-
-    def handle_and_tell(self, *args):
-        handle(self, *args)
-        handled.set()
-
-    stop_signals.StopSignals._handle = handle_and_tell
-    os.kill(os.getpid(), number)
-    assert handled.wait(300)
-    stop_signals.StopSignals._handle = handle
-
-
 def _train(argv, folder, timeout, rank=None, act=_fail):
     """Run train.py with the trackers of this file; one `rank` calls `act()` in step 4."""
     import train
@@ -125,59 +110,65 @@ def _train(argv, folder, timeout, rank=None, act=_fail):
     kit._command("train.py", argv, folder)
 
 
-def run(files, folder, *at_step_4, timeout=100.0, world=1, **values):
-    """Return the exit codes of a run, and the output of the main process."""
+def started(files, folder, *at_step_4, timeout=100.0, world=1, **values) -> list:
+    """Start a run; return its processes."""
     folder.mkdir()
-    out = folder / "out"
-    ranks = kit.fork(world, _train, flags(files, output_dir="run", **values), folder, timeout, *at_step_4, out=out)
+    argv = flags(files, output_dir="run", **values)
+    return kit.fork(world, _train, argv, folder, timeout, *at_step_4, out=folder / "out")
+
+
+def ended(folder, ranks) -> tuple[list[int], str]:
+    """Wait for the end of a run; return its exit codes, and the output of the main process."""
     for process in ranks:
         process.join(600)  # not the 1000 s of a hanging call
         process.kill()
-    return [process.exitcode for process in ranks], (out / "rank0.txt").read_text()
+    return [process.exitcode for process in ranks], (folder / "out" / "rank0.txt").read_text()
 
 
-@pytest.mark.parametrize("when, lines_received", [("start", 0), ("log", 1), ("end", 5)])
-def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered, when, lines_received):
+def test_hanging_and_failing_trackers_are_warnings(files, tmp_path, registered):
     """A tracker that raises does not disturb the others; one that hangs stops them, but never the run."""
-    folder = tmp_path / "all" / "run"
-    names = [f"raises_in_{when}", "good", f"hangs_in_{when}"]
-    codes, text = run(files, tmp_path / "all", timeout=5.0, max_steps=3, report_to=names)
-    assert codes == [0], text
-    assert (folder / "final" / "config.json").exists()
-    lines = read(folder / "trackers.jsonl")
-    assert len(expected(folder)) == 5
-    assert losses(lines) == expected(folder)[:lines_received]
-    assert lines[0] == {"project": kit.REPOSITORY.name}
-    assert f"warning: report_to: raises_in_{when} failed (ConnectionError: no server)" in text
-    assert f"warning: report_to: hangs_in_{when} has not closed in time" in text
-    assert (f"hangs_in_{when} has not started in 5 s" in text) == (when == "start")
-    assert "good" not in text
+    names = {when: [f"raises_in_{when}", "good", f"hangs_in_{when}"] for when in ("start", "log", "end")}
+    fields = {"timeout": 10.0, "max_steps": 3}
+    runs = {when: started(files, tmp_path / when, report_to=names[when], **fields) for when in names}
+    for (when, ranks), lines_received in zip(runs.items(), (0, 1, 5), strict=True):
+        codes, text = ended(tmp_path / when, ranks)
+        folder = tmp_path / when / "run"
+        assert codes == [0], text
+        assert (folder / "final" / "config.json").exists()
+        lines = read(folder / "trackers.jsonl")
+        assert len(expected(folder)) == 5
+        assert losses(lines) == expected(folder)[:lines_received]
+        assert lines[0] == {"project": kit.REPOSITORY.name}
+        assert f"warning: report_to: raises_in_{when} failed (ConnectionError: no server)" in text
+        assert f"warning: report_to: hangs_in_{when} has not closed in time" in text
+        assert (f"hangs_in_{when} has not started in 10 s" in text) == (when == "start")
+        assert "good" not in text
 
 
 ENDS = {"SIGTERM": (75, (1, lambda: send_here(signal.SIGTERM))), "rank 0 fails": (1, (0,))}  # by what happens in step 4
 
 
-@pytest.mark.parametrize("end", ENDS)
-def test_every_end_of_a_run_closes_trackers(files, tmp_path, end):
-    code, at_step_4 = ENDS[end]
-    codes, text = run(files, tmp_path / "end", *at_step_4, world=2, max_steps=6)
-    assert codes == [code] * 2, text
-    lines = read(tmp_path / "end" / "run" / "trackers.jsonl")
-    assert losses(lines) == expected(tmp_path / "end" / "run") != []
-    assert lines[-1] == {"finished": True}
-    assert "report_to" not in text
+def test_every_end_of_a_run_closes_trackers(files, tmp_path):
+    runs = {end: started(files, tmp_path / end, *ENDS[end][1], world=2, max_steps=6) for end in ENDS}
+    for end, ranks in runs.items():
+        codes, text = ended(tmp_path / end, ranks)
+        assert codes == [ENDS[end][0]] * 2, text
+        lines = read(tmp_path / end / "run" / "trackers.jsonl")
+        assert losses(lines) == expected(tmp_path / end / "run") != []
+        assert lines[-1] == {"finished": True}
+        assert "report_to" not in text
 
 
 def test_command_line_is_not_uploaded_and_stdin_is_restored(tmp_path, registered, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", "--train_file", "https://host/x?signature=secret"])
     terminal, cfg = sys.stdin, RunConfig(output_dir=str(tmp_path), report_to=["good"], project="p")
     accelerator = Accelerator(cpu=True, log_with=["good"], project_dir=tmp_path)
-    started = trackers.Trackers(accelerator, cfg, 0)
+    one = trackers.Trackers(accelerator, cfg, 0)
     assert sys.argv == ["train.py"]
     assert sys.stdin is terminal
-    started.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})
-    assert started.close()
-    assert started.close()  # the end of a process may call it again
+    one.add({"kind": "train", "step": 1, "loss": 2.0, "accuracy": None})
+    assert one.close()
+    assert one.close()  # the end of a process may call it again
     assert read(tmp_path / "trackers.jsonl") == [{"project": "p"}, {"train/loss": 2.0, "step": 1}, {"finished": True}]
 
 
