@@ -37,16 +37,16 @@ def write_sample(folder: Path, rows: dict[str, list[dict]], columns: list[str]) 
 def module_sources() -> list[tuple[str, str]]:
     """Return (path in the standard library, source) of every module that is valid UTF-8, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found = []
+    sources = []
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if SKIPPED_FOLDERS & set(relative.parts[:-1]):
             continue
         try:
-            found.append((relative.as_posix(), path.read_text(encoding="utf-8")))
+            sources.append((relative.as_posix(), path.read_text(encoding="utf-8")))
         except (UnicodeDecodeError, OSError):
             continue
-    return found
+    return sources
 
 
 def function_rows() -> dict[str, list[dict]]:

@@ -18,13 +18,13 @@ def make(folder: Path) -> None:
 def tagged_tokens(source: str) -> dict | None:
     """Return the tokens of a function, of 20 characters at most, and their tags; None if it is incomplete."""
     try:
-        found = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
+        parts = [t for t in tokenize.generate_tokens(io.StringIO(source).readline) if t.string.strip()]
     except (tokenize.TokenError, SyntaxError):
         return None
-    texts = [token.string for token in found]
+    texts = [token.string for token in parts]
     kinds = {tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.COMMENT: "comment"}
     tags = []
-    for token, before, after in zip(found, ["", *texts], [*texts[1:], ""], strict=False):
+    for token, before, after in zip(parts, ["", *texts], [*texts[1:], ""], strict=False):
         tag = kinds.get(token.type, "O")  # O: operators and brackets
         if token.type == tokenize.NAME:
             tag = "call" if after == "(" else "attribute" if before == "." else "name"

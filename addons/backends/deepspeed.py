@@ -63,9 +63,9 @@ class DeepSpeed(Strategy):
         """Raise UsageError on all ranks if they use different parameters, whose gradients ZeRO would add. A collective."""
         reached = {id(p) for p in reached_parameters(loss)}
         unused = [name for name in sorted(self.trainable) if id(self.parameters[name]) not in reached]
-        if len(found := self.hosts.union({", ".join(unused)})) > 1:
+        if len(differing := self.hosts.union({", ".join(unused)})) > 1:
             raise UsageError(
-                f"the loss does not use the same parameters on all ranks ({' / '.join(name or 'all' for name in found)} are "
+                f"the loss does not use the same parameters on all ranks ({' / '.join(name or 'all' for name in differing)} are "
                 f"not used), which {self.name} does not support: use DDP or FSDP2 (accelerate_configs/fsdp2.yaml)"
             )
 
@@ -83,24 +83,24 @@ class DeepSpeed(Strategy):
 
     def named_weights(self, model: torch.nn.Module) -> dict[str, Any]:
         """Return the state dict with a ShardedTensorRef for each parameter; trainable ones gather in float32."""
-        found: dict[str, Any] = {}
+        weights: dict[str, Any] = {}
         refs: dict[int, ShardedTensorRef] = {}  # by id of the parameter: tied parameters share a ref
         for name, value in model.state_dict(keep_vars=True).items():
             if isinstance(value, torch.nn.Parameter):
                 value = refs.setdefault(id(value), _weight_ref(value))
-            found[name] = value
-        return found
+            weights[name] = value
+        return weights
 
     def named_moments(self, model: torch.nn.Module, optimizer) -> dict[str, Any]:
         """Return the optimizer state as a flat dict with keys such as "exp_avg/layers.0.weight"."""
         link_moments(self.engine.optimizer)
-        found: dict[str, Any] = {}
+        moments: dict[str, Any] = {}
         states = list(self.engine.optimizer.optimizer.state.values())
         for key, value in states[0].items() if states else ():
             for name, parameter in _trained(model).items():
                 sharded = torch.is_tensor(value) and value.dim()
-                found[f"{key}/{name}"] = _moment_ref(parameter, key) if sharded else value
-        return found
+                moments[f"{key}/{name}"] = _moment_ref(parameter, key) if sharded else value
+        return moments
 
     def load_moments(self, model: torch.nn.Module, optimizer, reader, numbers: dict[str, Any]) -> None:
         """Load an optimizer state that any strategy saved: `reader` reads its tensors, `numbers` holds its numbers."""
@@ -124,16 +124,16 @@ class DeepSpeed(Strategy):
 
 def reached_parameters(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaves that get a gradient in the backward pass of `loss`."""
-    nodes, seen, found = [loss.grad_fn], set(), []
+    nodes, seen, leaves = [loss.grad_fn], set(), []
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if type(node).__name__ == "AccumulateGrad":
-            found.append(node.variable)
+            leaves.append(node.variable)
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return leaves
 
 
 def check_fields(plugin: Any, cfg: RunConfig) -> None:

@@ -86,9 +86,9 @@ def split_layers(accelerator: "Accelerator", model: torch.nn.Module) -> None:
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - styles.keys():
         unsupported = ", ".join(sorted({*plan.values()} - styles.keys()))
-        found = f"a plan with the unsupported split {unsupported}" if unsupported else "no plan"
+        there = f"a plan with the unsupported split {unsupported}" if unsupported else "no plan"
         raise UsageError(
-            f"tp_size is {count}, but transformers has {found} for {getattr(config, 'model_type', type(model).__name__)}: remove tp_size"
+            f"tp_size is {count}, but transformers has {there} for {getattr(config, 'model_type', type(model).__name__)}: remove tp_size"
         )
     names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
     sizes = {name: getattr(config, name, None) or 0 for name in names}

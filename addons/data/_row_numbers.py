@@ -76,7 +76,7 @@ def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) 
         raise UsageError(f"{what}: no such column among {', '.join(names)}{did_you_mean(column.name, names)}")
     rows, digest, total = raw.rows.select_columns([column.name]).with_format("arrow"), xxhash.xxh3_128(), 0.0
     count, stored = int(kept.sum()), 0
-    whole = np.lib.format.open_memmap(target.with_suffix(".npy"), "w+", np.float64, (count,))
+    numbers = np.lib.format.open_memmap(target.with_suffix(".npy"), "w+", np.float64, (count,))
     for start in range(0, len(rows), ROWS):
         ids = np.arange(start, min(start + ROWS, len(rows)))
         ids = ids[kept[ids]]
@@ -88,27 +88,27 @@ def _store(raw: RawRows | None, kept: np.ndarray, column: Column, target: Path) 
             values[0] += total
             values = np.cumsum(values)
             total = values[-1]
-        whole[stored : stored + len(values)] = values
+        numbers[stored : stored + len(values)] = values
         stored += len(values)
     if column.weights and not 0 < total < np.inf:
         raise UsageError(f"{what}: the sum of all weights is {total:g}: it must be positive and finite")
-    whole.flush()
+    numbers.flush()
     atomic_folder.fsync(target.with_suffix(".npy"))
     write_atomic(target, json.dumps({"column": column.name, "hash": digest.hexdigest()}))
 
 
-def _read(raw: RawRows, found, column: Column, ids: np.ndarray) -> np.ndarray:
+def _read(raw: RawRows, array, column: Column, ids: np.ndarray) -> np.ndarray:
     """Return the values of these rows, an Arrow array, as float64. Raise UsageError for the row of a bad value."""
     field, name = column.field, column.name
     try:
-        values = np.array(found.cast("float64", safe=False).to_numpy(), np.float64)
+        values = np.array(array.cast("float64", safe=False).to_numpy(), np.float64)
     except (ValueError, NotImplementedError):
         raise UsageError(
-            f"{field} is {name}, which holds {found.type} in {raw.source}: give a column of numbers"
+            f"{field} is {name}, which holds {array.type} in {raw.source}: give a column of numbers"
         ) from None
     bad = np.flatnonzero(~np.isfinite(values) | ((values < 0) if column.weights else False))
     if bad.size:
         allowed = "a number, 0 or more" if column.weights else "a number"
-        value = found[int(bad[0])].as_py()
+        value = array[int(bad[0])].as_py()
         raise UsageError(f"{raw.describe_row(int(ids[bad[0]]))}: {field}: `{name}` is {value}: it must be {allowed}")
     return values

@@ -74,9 +74,9 @@ class HeldOutSource(Source):
 
 def find_sources(cfg: Any, split: str) -> dict[str, Source]:
     """Return the sources of the training data for both splits."""
-    found = sources.find_sources(cfg, "train")
+    training = sources.find_sources(cfg, "train")
     share = cfg.validation_split
-    return {name: replace(HeldOutSource(**vars(one)), split=split, share=share) for name, one in found.items()}
+    return {name: replace(HeldOutSource(**vars(one)), split=split, share=share) for name, one in training.items()}
 
 
 def after_preparation(cfg: Any, task: Task, source: Source, split: Split, work: SharedWork) -> None:
@@ -101,7 +101,7 @@ def are_held_out(rows: dict[str, list], features: Mapping[str, Any], share: floa
     of the values of the row alone, so equal rows are all on one side, wherever they are, and a larger share adds rows."""
     columns = {name: [_stable(value, features[name]) for value in values] for name, values in rows.items()}
     hashes = [_hash(dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
-    return np.array([found < int(share * 2**64) for found in hashes], bool)
+    return np.array([number < int(share * 2**64) for number in hashes], bool)
 
 
 def _hash(row: dict) -> int:
@@ -110,10 +110,10 @@ def _hash(row: dict) -> int:
 
 def _stable(value: Any, feature: Any) -> Any:
     """Return the value as it stays when files are moved or rows are added: content, not path; name, not number."""
-    kind = type(feature).__name__
-    if kind in MEDIA and isinstance(value, dict):
+    type_name = type(feature).__name__
+    if type_name in MEDIA and isinstance(value, dict):
         return xxhash.xxh3_128_hexdigest(_content(value))
-    if kind == "ClassLabel" and isinstance(value, int) and value >= 0:
+    if type_name == "ClassLabel" and isinstance(value, int) and value >= 0:
         return feature.names[value]
     return value
 

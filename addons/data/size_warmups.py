@@ -140,9 +140,9 @@ class WarmupSizes(StepSizes):
         return start, min(start + size, self.num_examples)
 
     def steps_of(self, epochs: float) -> int:
-        whole = math.floor(epochs)
-        first, after = self.first_step(whole), self.first_step(whole + 1)
-        return first + math.ceil(round((epochs - whole) * (after - first), 6))
+        complete = math.floor(epochs)
+        first, after = self.first_step(complete), self.first_step(complete + 1)
+        return first + math.ceil(round((epochs - complete) * (after - first), 6))
 
     def epochs_of(self, step: int) -> float:
         epoch, within = self.locate(step)

@@ -41,9 +41,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
         defaults = {"adjust_lr_fn": "match_rms_adamw"}
         self.parts = {}
         for hidden, kind, options in ((True, torch.optim.Muon, defaults | muon), (False, torch.optim.AdamW, adamw)):
-            own = [group for group in self.param_groups if group["hidden"] == hidden]
-            if own:
-                self.parts[hidden] = part = kind([dict(group) for group in own], **options)
+            chosen = [group for group in self.param_groups if group["hidden"] == hidden]
+            if chosen:
+                self.parts[hidden] = part = kind([dict(group) for group in chosen], **options)
                 part.param_groups.clear()  # `step` gives it the groups; their parameters may be sharded by then
 
     @torch.no_grad()

@@ -42,5 +42,5 @@ def after_evaluation(cfg: RunConfig, state: dict | None, value: float | None, gr
         vars(scheduler).update({name: state[name] for name in STATE if state[name] is not None})
         scheduler.optimizer.param_groups[0]["lr"] = state["factor"]
     scheduler.step(math.nan if value is None else value)
-    found = {name: getattr(scheduler, name) for name in STATE}
-    return found | {"factor": scheduler.optimizer.param_groups[0]["lr"]}
+    numbers = {name: getattr(scheduler, name) for name in STATE}
+    return numbers | {"factor": scheduler.optimizer.param_groups[0]["lr"]}

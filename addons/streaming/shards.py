@@ -54,16 +54,16 @@ class StreamShards:
             self.columns, _ = self.task.inspect_columns(empty, "train")
             if self.dataset is not None:
                 self.dataset = _open_dataset(self.source, self.columns)
-        known = False
+        is_known = False
         for shard in range(len(self)):
             for block, table in enumerate(self.blocks(shard)):
-                if not known:
+                if not is_known:
                     self.columns, features = self.task.inspect_columns(Dataset(table), "train")
                     self.schema = features.arrow_schema
                     self.task.on_prepared(features)
                 table = table.select(self.columns)
                 rows, _ = self._encode(table, shard, block)
-                known = known or len(rows["length"]) > 0
+                is_known = is_known or len(rows["length"]) > 0
                 if any(rows["targets"]):
                     self.dummy_row = self.prepare(table, shard, block, 0)[0]
                     return

@@ -200,10 +200,10 @@ class _Pass(torch.utils.data.IterableDataset):
         parts = split_into_micro_batches(
             np.arange(len(rows)), int(cfg.per_device_batch_size), lengths, cfg.per_device_batch_tokens, max_length
         )
-        found = []
+        micro_batches = []
         for j, (part, cost) in enumerate(parts):
             ids = np.array([rows[i][0] for i in part])
             seed = derive_seed("micro-batch", cfg.seed, "stream", step, group, j)
             micro = MicroBatch(ids, seed, step, (group << 20) | j, cost, last=False)
-            found.append((micro, [rows[i][1] for i in part]))
-        return found
+            micro_batches.append((micro, [rows[i][1] for i in part]))
+        return micro_batches

@@ -134,9 +134,10 @@ class Task(base.Task):
 
     def row_losses(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         rows, width = inputs["input_ids"].shape
-        found = row_losses(Scored(self._logits(model, inputs)), inputs["targets"], self.options)  # each target as a row
+        scored = Scored(self._logits(model, inputs))
+        by_target = row_losses(scored, inputs["targets"], self.options)  # each target as a row
         is_of_row = inputs["positions"] // width == torch.arange(rows, device=inputs["positions"].device)[:, None]
-        return {name: (is_of_row * values).sum(1) for name, values in found.items()}
+        return {name: (is_of_row * values).sum(1) for name, values in by_target.items()}
 
     def _logits(self, model: torch.nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         """Return the logits of the masked tokens, (targets, vocabulary)."""

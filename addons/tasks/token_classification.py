@@ -156,10 +156,10 @@ def word_of_each_token(spans: list[tuple[int, int]], words: list[str]) -> list[i
 
     `spans` are the (begin, end) characters of the tokens in the words joined by single spaces."""
     starts = [0, *itertools.accumulate(len(word) + 1 for word in words)]
-    seen, found = -1, []
+    seen, begins = -1, []
     for begin, end in spans:
         # A token may begin with the space before its word, so its last character decides.
         word = bisect.bisect_right(starts, end - 1) - 1 if end > begin else -1
-        found.append(word if word > seen else None)
+        begins.append(word if word > seen else None)
         seen = max(seen, word)
-    return found
+    return begins

@@ -43,8 +43,8 @@ def complete(cfg: RunConfig) -> dict[str, Any]:
     from addons.techniques._chain import read_techniques
     from addons.techniques._options import options_of
 
-    techniques, found = read_techniques(cfg)
-    return {} if found else {"techniques": {name: options_of(each) for name, each in techniques.items()}}
+    techniques, problems = read_techniques(cfg)
+    return {} if problems else {"techniques": {name: options_of(each) for name, each in techniques.items()}}
 
 
 def make_techniques(cfg: RunConfig) -> Techniques:
@@ -139,12 +139,12 @@ class Technique:
 def technique_class(name: str) -> type[Technique]:
     """Return the subclass of Technique that addons/techniques/NAME.py defines."""
     module = load_addon("techniques", name)
-    [found] = [
+    [subclass] = [
         each
         for each in vars(module).values()
         if isinstance(each, type) and issubclass(each, Technique) and each.__module__ == module.__name__
     ]
-    return found
+    return subclass
 
 
 # name in the run file -> function that returns its class, and imports its file

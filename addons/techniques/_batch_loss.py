@@ -61,13 +61,13 @@ class BatchLossTask(Task, BatchLoss):
         """Return names and sums like those of `table`, by block instead of micro-batch, with the sums of `batch_loss`.
 
         `table` is (micro-batches, names), its first column the weight; `values` are the vectors of all rows."""
-        found = []
+        by_block = []
         for block in blocks:
             sums = dict(zip(names, np.cumsum(table[block.micro_batches], axis=0)[-1].tolist(), strict=True))
             vectors = {name: torch.from_numpy(value[block.rows]) for name, value in values.items()}
-            found.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
-        keys = ["weight", *sorted(found[0].keys() - {"weight"})]
-        return keys, np.array([[sums[key] for key in keys] for sums in found])
+            by_block.append(sums | {n: float(value) for n, value in self.batch_loss(vectors, sums["weight"]).items()})
+        keys = ["weight", *sorted(by_block[0].keys() - {"weight"})]
+        return keys, np.array([[sums[key] for key in keys] for sums in by_block])
 
 
 class _Part(NamedTuple):
@@ -172,8 +172,8 @@ def _global_vectors(
     real = [(micro, vectors) for (micro, _), vectors in zip(step_batch, computed, strict=True) if not micro.dummy]
     parts = [_Part(m.index, len(m.ids), {n: (tuple(v.shape), v.dtype) for n, v in vs.items()}) for m, vs in real]
     parts_by_rank = _all_parts(strategy, parts)
-    columns = _check_columns(model_with_loss.task, [part for found in parts_by_rank for part in found])
-    height = max(sum(part.rows for part in found) for found in parts_by_rank)
+    columns = _check_columns(model_with_loss.task, [part for of_rank in parts_by_rank for part in of_rank])
+    height = max(sum(part.rows for part in of_rank) for of_rank in parts_by_rank)
     gathered = {}
     for name, (shape, dtype) in columns.items():
         padded = torch.zeros((height, *shape), dtype=dtype, device=strategy.accelerator.device)
@@ -192,12 +192,12 @@ def _global_vectors(
 
 def _all_parts(strategy: Strategy, parts: list[_Part]) -> list[list[_Part]]:
     """Return the parts of each rank, by rank; [] for all but the first rank of a tensor parallel group."""
-    found = [(strategy.data_rank, parts)]
+    by_rank = [(strategy.data_rank, parts)]
     if not strategy.hosts.is_single:
-        found = [found[0]] * strategy.accelerator.num_processes
-        torch.distributed.all_gather_object(found, (strategy.data_rank, parts), group=strategy.hosts.group)
+        by_rank = [by_rank[0]] * strategy.accelerator.num_processes
+        torch.distributed.all_gather_object(by_rank, (strategy.data_rank, parts), group=strategy.hosts.group)
     seen: set[int] = set()
-    return [[] if rank in seen or seen.add(rank) else theirs for rank, theirs in found]
+    return [[] if rank in seen or seen.add(rank) else theirs for rank, theirs in by_rank]
 
 
 def _check_columns(task: Task, parts: list[_Part]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -236,8 +236,8 @@ def _plan_order(parts_by_rank: list[list[_Part]], height: int) -> tuple[np.ndarr
 
 def _unequal(first: Vectors, again: Vectors) -> set[str]:
     """Return the vectors that pass 2 returned otherwise than pass 1, in words; this waits for the device."""
-    found = {name: ((again[name].detach() - value).norm() / value.norm()).item() for name, value in first.items()}
-    return {f"`{name}` that differ by {value:.1%}" for name, value in found.items() if value > REPEATABLE}
+    differences = {name: ((again[name].detach() - value).norm() / value.norm()).item() for name, value in first.items()}
+    return {f"`{name}` that differ by {value:.1%}" for name, value in differences.items() if value > REPEATABLE}
 
 
 def _blame(loss: torch.Tensor, mine: Vectors, vectors: Vectors) -> torch.Tensor:

@@ -18,8 +18,8 @@ class TrainedTensors:
 
     def __init__(self, run: Run, buffers: bool = True):
         self.parameters = {plain_name(name): parameter for name, parameter in run.parameters().items()}
-        found = persistent_buffers(run.model) if buffers else {}
-        places = {name: name.rpartition(".") for name in found}
+        persistent = persistent_buffers(run.model) if buffers else {}
+        places = {name: name.rpartition(".") for name in persistent}
         # A module may replace a buffer, so look it up by name.
         self.owners = {
             plain_name(name): (run.model.get_submodule(path), leaf) for name, (path, _, leaf) in places.items()

@@ -54,14 +54,14 @@ class HardExamples(Technique):
         run, (micro, batch) = self.run, step_batch[-1]
         model, strategy = run.model, run.strategy
         inputs = {name: value.to(strategy.accelerator.device) for name, value in batch.inputs.items()}
-        found = []
+        outputs = []
         for loss in (self.hardest.represent, None):
             model.training_loss = loss
             seed_everything(micro.seed)
             with strategy.buffers.unchanged():
-                found.append((run.module if strategy.is_sharded else model)(inputs))
-        sums = [float(found[0][name].double().sum()) for name in ("loss", "weight")]
-        right = [float(found[1]["loss"]), batch.weight]
+                outputs.append((run.module if strategy.is_sharded else model)(inputs))
+        sums = [float(outputs[0][name].double().sum()) for name in ("loss", "weight")]
+        right = [float(outputs[1]["loss"]), batch.weight]
         is_wrong = any(abs(a - b) > TOLERANCE * abs(b) for a, b in zip(sums, right, strict=True))
         if run.hosts.sum([float(is_wrong)])[0]:
             raise UsageError(

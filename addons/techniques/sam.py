@@ -29,15 +29,15 @@ class SAM(Technique):
 
     def compute_gradient(self, compute: ComputeGradient, batch: StepBatch, total_weight: float) -> StepLosses:
         losses = compute(batch, total_weight)
-        found = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
-        first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in found.items()}
-        before = [parameter.detach().clone() for parameter in found.values()]
+        trained = {name: p for name, p in self.run.parameters().items() if p.grad is not None}
+        first = {} if self.alpha == 1 else {name: p.grad * (1 - self.alpha) for name, p in trained.items()}
+        before = [parameter.detach().clone() for parameter in trained.values()]
         try:
-            zero = self._move(found)
+            zero = self._move(trained)
             with self.run.strategy.buffers.unchanged():  # running statistics count only the unmoved weights
                 compute(batch, total_weight)
         finally:
-            for parameter, value in zip(found.values(), before, strict=True):
+            for parameter, value in zip(trained.values(), before, strict=True):
                 parameter.detach().copy_(value)  # bitwise; subtracting the move would round
         for name, parameter in self.run.parameters().items():
             if parameter.grad is not None:

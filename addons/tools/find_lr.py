@@ -96,9 +96,9 @@ def find(test: RangeTest, cfg: parsing.RunConfig, task: Task, datasets: dict, ac
     """Run the test on all ranks, and print its result on one."""
     dataset.check_same_data(accelerator, datasets)
     strategy = strategies.make_strategy(accelerator, cfg)
-    found = run_test(test, cfg, task, datasets["train"], strategy)
+    outcome = run_test(test, cfg, task, datasets["train"], strategy)
     if accelerator.is_main_process:
-        report(test, cfg, strategy, found)
+        report(test, cfg, strategy, outcome)
 
 
 def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, strategy: strategies.Strategy) -> Result:
@@ -146,21 +146,21 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
     return result(test, rates, losses)
 
 
-def report(test: RangeTest, cfg: parsing.RunConfig, strategy: strategies.Strategy, found: Result) -> None:
+def report(test: RangeTest, cfg: parsing.RunConfig, strategy: strategies.Strategy, outcome: Result) -> None:
     """Print the curve and the suggestion; with --curve FILE, draw it and write its numbers."""
     print(console.table(topology(strategy, cfg)) + "\n\n  learning rate   smoothed loss")
-    low, high = min(found.smooth), max(found.smooth[0], min(found.smooth))
-    for i in range(0, len(found.smooth), max(1, len(found.smooth) // 20)):
-        share = (found.smooth[i] - low) / (high - low) if high > low else 0.0
-        print(f"        {found.rates[i]:.1e}  {found.smooth[i]:>14,.4f}  {'#' * round(40 * min(1.0, share))}")
-    if found.suggestion is None:
-        print(f"\nno suggestion: {found.reason}")
+    low, high = min(outcome.smooth), max(outcome.smooth[0], min(outcome.smooth))
+    for i in range(0, len(outcome.smooth), max(1, len(outcome.smooth) // 20)):
+        share = (outcome.smooth[i] - low) / (high - low) if high > low else 0.0
+        print(f"        {outcome.rates[i]:.1e}  {outcome.smooth[i]:>14,.4f}  {'#' * round(40 * min(1.0, share))}")
+    if outcome.suggestion is None:
+        print(f"\nno suggestion: {outcome.reason}")
     else:
-        print(f"\nsuggestion: --learning_rate {found.suggestion:g} ({found.reason})")
+        print(f"\nsuggestion: --learning_rate {outcome.suggestion:g} ({outcome.reason})")
     print(f"The run file has learning_rate {cfg.learning_rate:g}. Nothing was saved.")
     if test.curve:
-        numbers = {"suggestion": found.suggestion, "reason": found.reason, "learning_rate": found.rates}
-        numbers |= {"loss": found.losses, "smoothed_loss": found.smooth}
+        numbers = {"suggestion": outcome.suggestion, "reason": outcome.reason, "learning_rate": outcome.rates}
+        numbers |= {"loss": outcome.losses, "smoothed_loss": outcome.smooth}
         atomic_folder.rewrite(Path(test.curve), json.dumps(strict_json(numbers)) + "\n")
 
 

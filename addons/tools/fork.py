@@ -81,10 +81,10 @@ def chosen(here: list[str], tasks: list[str], addons: list[str]) -> list[str]:
             raise UsageError(
                 f"TASKS: unknown task {task!r}{did_you_mean(task, OPTIONS)}; there are {', '.join(OPTIONS)}"
             )
-    known = {*here, *rooms_of(here)}
+    names = {*here, *rooms_of(here)}
     for name in addons:
-        if name not in known:
-            raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, known)}; addons/README.md lists them")
+        if name not in names:
+            raise UsageError(f"ADDONS: unknown add-on {name!r}{did_you_mean(name, names)}; addons/README.md lists them")
     wanted: set[str] = {f"tasks/{task}" for task in tasks} | set(addons)
     kept: list[str] = []
     while more := [addon for addon in here if addon not in kept and {addon, addon.split("/")[0]} & wanted]:

@@ -45,9 +45,9 @@ def write(folder: Path) -> Path:
     unit = environment.pop("unit", "tokens")
     body = figures(by_kind, unit)
     last = [
-        f"<div><h2>Last {kind} line</h2>{table(in_unit(found[-1], unit))}</div>"
-        for kind, found in by_kind.items()
-        if found
+        f"<div><h2>Last {kind} line</h2>{table(in_unit(of_kind[-1], unit))}</div>"
+        for kind, of_kind in by_kind.items()
+        if of_kind
     ]
     body.append(f"<div class=pair>{''.join(last)}</div>")
     body.append(f"<h2>Environment</h2>{table(environment)}")

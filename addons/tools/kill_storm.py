@@ -22,16 +22,16 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=20)
     parser.add_argument("--seed", type=int, default=None)
-    own, flags = parser.parse_known_args()
+    options, flags = parser.parse_known_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory(prefix="storm-") as folder:
-        argv = ["--config", own.config, "--logging_steps", "1", "--save_steps", "2", *flags]
-        found = storm(argv, Path(folder), own.nproc, own.kills, own.minutes, own.seed)
-    for text in found["differences"]:
+        argv = ["--config", options.config, "--logging_steps", "1", "--save_steps", "2", *flags]
+        result = storm(argv, Path(folder), options.nproc, options.kills, options.minutes, options.seed)
+    for text in result["differences"]:
         print(text)
-    verdict = "DIFFERENT" if found["differences"] else "bitwise equal, every line once"
-    print(f"{found['kills']} kills on {own.nproc} process(es) in {found['seconds']:.0f} s: {verdict}")
-    return 1 if found["differences"] else 0
+    verdict = "DIFFERENT" if result["differences"] else "bitwise equal, every line once"
+    print(f"{result['kills']} kills on {options.nproc} process(es) in {result['seconds']:.0f} s: {verdict}")
+    return 1 if result["differences"] else 0
 
 
 if __name__ == "__main__":

@@ -117,11 +117,11 @@ class FrozenModel:
     records it, a resumed run with other weights is refused, and eval.py compares it. It is the commit of a Hub model
     or the hash of a local folder."""
 
-    def __init__(self, cfg: RunConfig, kind: str, name: str, version: str | None):
-        """Find the model `name` for the options KIND_name_or_path and KIND_revision.
+    def __init__(self, cfg: RunConfig, role: str, name: str, version: str | None):
+        """Find the model `name` for the options ROLE_name_or_path and ROLE_revision.
 
         Raise UsageError if it does not exist, or if a local folder does not hold the weights of `version`."""
-        self.cfg, self.kind, self.name, self.version = cfg, kind, name, version
+        self.cfg, self.role, self.name, self.version = cfg, role, name, version
         self.folder: str | None = None
         if name == RANDOM:
             return
@@ -131,34 +131,34 @@ class FrozenModel:
             return
         revision = version or (cfg.model_revision if name == cfg.model_name_or_path else "main")
         self.folder = hub.model_folder(
-            name, revision, f"{kind}_name_or_path", cache_root(cfg), True, cfg.trust_remote_code
+            name, revision, f"{role}_name_or_path", cache_root(cfg), True, cfg.trust_remote_code
         )
         self.version = hub.records[f"model {name}@{revision}"].get("commit") or revision
 
     def _local_folder(self, folder: Path) -> Path:
         """Return `folder` or its final/, the one that holds a model."""
-        for found in (folder, folder / "final"):
-            if (found / "config.json").exists():
-                return found
+        for candidate in (folder, folder / "final"):
+            if (candidate / "config.json").exists():
+                return candidate
         raise UsageError(
-            f"{self.kind}_name_or_path: {folder} holds no model, and no final/ with one: give "
-            f"--{self.kind}_name_or_path FOLDER, the folder of a model or of a finished run"
+            f"{self.role}_name_or_path: {folder} holds no model, and no final/ with one: give "
+            f"--{self.role}_name_or_path FOLDER, the folder of a model or of a finished run"
         )
 
-    def _check_version(self, found: str) -> None:
-        if self.version not in (None, found):
+    def _check_version(self, actual: str) -> None:
+        if self.version not in (None, actual):
             raise UsageError(
-                f"{self.kind}_revision is {self.version}, but the weights in {self.folder} are {found}: give "
-                f"--{self.kind}_name_or_path FOLDER with the weights that this run was trained with"
+                f"{self.role}_revision is {self.version}, but the weights in {self.folder} are {actual}: give "
+                f"--{self.role}_name_or_path FOLDER with the weights that this run was trained with"
             )
-        self.version = found
+        self.version = actual
 
     def check_fit(self, config: "PreTrainedConfig", vocab_size: int, tokenizer: Any, max_length: int) -> None:
         """Read its configuration. Raise UsageError if its vocabulary is not that of the trained model (`config`)."""
         self.config = config
         if self.folder is None:
             return
-        field = f"{self.kind}_name_or_path"
+        field = f"{self.role}_name_or_path"
         cfg = replace(self.cfg, tokenizer_name=None, model_name_or_path=self.folder)
         self.config = pretrained_config(cfg, self.folder, field)
         if getattr(self.config, "is_decoder", None) is False:

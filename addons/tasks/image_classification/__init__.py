@@ -185,8 +185,8 @@ class Task(base.Task):
     # ---- results -----------------------------------------------------------------------------------------------------
 
     def metrics(self, sums: dict[str, float], weight: float) -> dict[str, float]:
-        found = {"accuracy": sums["correct"] / weight}
-        return found | ({"top5_accuracy": sums["correct_in_five"] / weight} if "correct_in_five" in sums else {})
+        numbers = {"accuracy": sums["correct"] / weight}
+        return numbers | ({"top5_accuracy": sums["correct_in_five"] / weight} if "correct_in_five" in sums else {})
 
     def row_metrics(self, rows: dict[str, np.ndarray]) -> dict[str, float]:
         predictions, labels = rows["prediction"].tolist(), rows["label"].tolist()

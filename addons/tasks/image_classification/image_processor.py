@@ -85,9 +85,9 @@ def read_image_processor(cfg: RunConfig, config: "PreTrainedConfig", options: An
         raise UsageError(f"num_channels of the model is {channels}: images have 1 (gray) or 3 (RGB)")
     mean = options.image_mean or values.get("image_mean") or [0.5] * channels
     std = options.image_std or values.get("image_std") or [0.5] * channels
-    for name, found in (("image_mean", mean), ("image_std", std)):
-        if len(found) != channels or (name == "image_std" and min(found) <= 0):
-            raise UsageError(f"{name} is {found}: give {channels} numbers, one for each channel of the model")
+    for name, numbers in (("image_mean", mean), ("image_std", std)):
+        if len(numbers) != channels or (name == "image_std" and min(numbers) <= 0):
+            raise UsageError(f"{name} is {numbers}: give {channels} numbers, one for each channel of the model")
     resized, cropped = _side(values.get("size")), _side(values.get("crop_size"))
     model_size = _side(getattr(config, "image_size", None))
     size = options.image_size or cropped or resized or model_size or DEFAULT_SIZE

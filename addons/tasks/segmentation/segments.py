@@ -100,10 +100,10 @@ def overlaps(predictions: torch.Tensor, labels: torch.Tensor, classes: int) -> d
     for row, ids in ((1, real), (2, predictions)):
         counts[row].scatter_add_(0, ids.flatten(), labeled.double().flatten())
     unions = counts[1] + counts[2] - counts[0]
-    found = {"correct": counts[0].sum()}
+    sums = {"correct": counts[0].sum()}
     for name, values in (("intersection", counts[0]), ("union", unions)):
-        found |= {f"{name}_{i}": value for i, value in enumerate(values.unbind())}
-    return found
+        sums |= {f"{name}_{i}": value for i, value in enumerate(values.unbind())}
+    return sums
 
 
 def dice_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -122,5 +122,5 @@ def dice_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def scores(sums: dict[str, float], weight: float, classes: list[str]) -> dict[str, float]:
     """Return pixel accuracy, and the mean over classes of intersection / union, for classes that occur."""
     pairs = [(sums[f"intersection_{i}"], sums[f"union_{i}"]) for i in range(len(classes))]
-    found = [hit / union for hit, union in pairs if union]
-    return {"pixel_accuracy": sums["correct"] / weight, "mean_iou": sum(found) / len(found)}
+    ious = [hit / union for hit, union in pairs if union]
+    return {"pixel_accuracy": sums["correct"] / weight, "mean_iou": sum(ious) / len(ious)}
