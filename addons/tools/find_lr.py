@@ -115,7 +115,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
     techniques.begin(run)
     gradient = getattr(task, "compute_gradient", compute_gradient)
     batches = data_loader.train_batches(cfg, strategy, task, train_set, state, test.updates)
-    bar = console.bar("range test", test.updates, "update", shown=strategy.accelerator.is_main_process)
+    progress = console.Progress("range test", test.updates, "updates", strategy.accelerator.is_main_process)
     rates, losses = [], []
     module.train()
     while state.step < test.updates and not (losses and has_diverged(losses)):
@@ -126,7 +126,7 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
             continue
         rate = test.rate(state.step)
         state.step += 1
-        bar.update()
+        progress.update()
         if not totals.weight:
             continue
         batch = strategy.pad_with_dummy_batches(batch, totals.forwards)
@@ -140,7 +140,6 @@ def run_test(test: RangeTest, cfg: parsing.RunConfig, task: Task, train_set, str
         # This waits for the device in every step: ranks must stop together, and before the weights are far off.
         losses.append(strategy.hosts.sum([float(step_losses.losses.sum())])[0].item() / totals.weight)
         rates.append(rate)
-    bar.close()
     if not losses:
         raise UsageError(f"no target in the first {test.updates} global batches of the training data")
     return result(test, rates, losses)

@@ -11,7 +11,6 @@ from datetime import datetime
 from pathlib import Path
 
 from src.config.errors import UsageError
-from src.runtime.console import in_unit
 from src.runtime.exit_codes import run_main
 from src.storage import jsonl
 from src.storage.atomic_folder import read_json, rewrite
@@ -45,7 +44,7 @@ def write(folder: Path) -> Path:
     unit = environment.pop("unit", "tokens")
     body = figures(by_kind, unit)
     last = [
-        f"<div><h2>Last {kind} line</h2>{table(in_unit(of_kind[-1], unit))}</div>"
+        f"<div><h2>Last {kind} line</h2>{table({k.replace('tokens_per', f'{unit}_per'): v for k, v in of_kind[-1].items()})}</div>"
         for kind, of_kind in by_kind.items()
         if of_kind
     ]

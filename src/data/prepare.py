@@ -123,9 +123,7 @@ def _write_rows(task: Task, raw: RawRows, processes: int, folder: Path) -> dict[
     with ExitStack() as stack:
         files = {name: stack.enter_context(open(folder / name, "wb")) for name in ARRAYS}
         writer = stack.enter_context(pa.ipc.new_file(str(folder / ROWS), features.arrow_schema))
-        bar = stack.enter_context(
-            closing(console.bar(f"preparing {source.split}", len(blocks), "block", len(blocks) > 1))
-        )
+        progress = console.Progress(f"preparing {source.split}", len(blocks), "blocks")
         for batch, arrays, sums in stack.enter_context(closing(in_processes(processes, encode, blocks))):
             writer.write_batch(batch)
             digest.update(batch.serialize())
@@ -135,7 +133,7 @@ def _write_rows(task: Task, raw: RawRows, processes: int, folder: Path) -> dict[
                 stats[name] += int(value)
             stats["longest"] = max(stats["longest"], int(arrays["lengths"].max(initial=0)))
             stats["blocks"].append(batch.num_rows)
-            bar.update()
+            progress.update()
     if not stats["source_rows"]:
         raise UsageError(source.explain_no_rows(count))
     if not stats["targets"]:

@@ -46,7 +46,7 @@ def load_config(cfg: RunConfig, tokenizer: "PreTrainedTokenizerBase | None") -> 
     """Return the transformers configuration. `model_config` takes vocab_size and special ids from the tokenizer."""
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # its bars would break the progress bar of training
+    logging.disable_progress_bar()  # the run prints lines
     if cfg.model_name_or_path:
         config = pretrained_config(cfg, cfg.model_name_or_path)
     else:

@@ -54,7 +54,7 @@ class RunLogger:
                 self._begin_files()
         except OSError as error:
             raise UsageError(f"output_dir: {self.folder} cannot be written: {error}") from error
-        self.console = console.Console(self.is_main and is_training, run.num_steps, run.task.unit, self.state.step)
+        self.console = console.Console(run.num_steps, run.task.unit, self.state.step)
         if is_training:
             # A barrier. After it, a stop signal makes all ranks save before they end; before it, they end without saving.
             run.hosts.sum([0.0])
@@ -65,7 +65,7 @@ class RunLogger:
             )
 
     def say(self, text: str) -> None:
-        """Print `text` on the main process, above the progress bar."""
+        """Print `text` on the main process."""
         if self.is_main and text:
             console.say(text)
 
@@ -89,7 +89,6 @@ class RunLogger:
         self.run.meter.add(losses, totals, data_seconds)
         if self.ledger:
             self.ledger.add_step(self.state.step, totals.examples, totals.hash_low, totals.hash_high)
-        self.console.step()
 
     def train_line(self) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
@@ -121,7 +120,6 @@ class RunLogger:
     def finish(self, summary: str, sample: str | None, outcome: dict) -> None:
         """Print the summary, the task's sample and the last eval line; write status.json."""
         self.say(summary)
-        self.console.end()
         if not self.is_main:
             return
         self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")

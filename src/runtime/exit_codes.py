@@ -82,20 +82,10 @@ def run_main(work: Callable[[list[str]], None]) -> None:
         work(argv)
         if not run_exit_hooks():  # what blocks this hook could also block the normal exit of Python
             exit_process(0)
-    except SystemExit as error:
-        if _run_folder is None:  # --help
+    except BaseException as error:
+        if isinstance(error, SystemExit) and _run_folder is None:  # --help; later, a library called sys.exit
             raise
-        _fail(error)  # a library called sys.exit during the run
-    except UsageError as error:
-        _end(EXIT_USAGE, str(error), f"error: {error}")
-    except Stopped as error:
-        _stop(EXIT_STOPPED, str(error))
-    except Failure as error:
-        _end(EXIT_FAILED, f"failed: {error}", f"failed: {error}")
-    except KeyboardInterrupt:
-        _stop(EXIT_CTRL_C, "Stopped by Ctrl-C.")
-    except Exception as error:
-        _fail(error)
+        _end(error)
 
 
 def _prepare() -> list[str]:
@@ -104,46 +94,70 @@ def _prepare() -> list[str]:
     streams: tuple[Any, ...] = (sys.stdout, sys.stderr)
     for stream in streams:
         stream.reconfigure(errors="replace")  # an ASCII terminal shows a question mark instead of raising
-        _redact_stream(stream)
+        stream.write, stream.flush = _redacting(stream.write), _redacting(stream.flush)
     argv = sys.argv[1:]
     sys.argv[1:] = redact_all(argv)
     return argv
 
 
-def _redact_stream(stream: Any) -> None:
-    """Redact everything written to `stream`, also by libraries. Ignore OSError: a closed pipe or a full disk must not
-    end a run."""
+def _redacting(original: Callable) -> Callable:
+    """Redact what is written to a stream, also by libraries. Ignore OSError: a closed pipe or a full disk must not end
+    a run."""
 
-    def wrap(original):
-        def call(*args):
-            with suppress(OSError):
-                return original(*map(redact, args))
-            return len(args[0]) if args else None
+    def call(*texts):
+        with suppress(OSError):
+            return original(*map(redact, texts))
+        return len(texts[0]) if texts else None
 
-        return call
-
-    stream.write = wrap(stream.write)
-    stream.flush = wrap(stream.flush)
+    return call
 
 
-def _stop(code: int, message: str) -> NoReturn:
-    """End this rank after a stop of all ranks; rank 0 prints it, because only rank 0 knows the step."""
-    _log(message)
-    if _rank() == 0:
-        _write_status(code, message)
-        print_once(message)
+def _end(error: BaseException) -> NoReturn:
+    """Log and print why this rank ends, write it to status.json, and exit."""
+    rank, (code, text, printed) = int(os.environ.get("RANK", 0)), _outcome(error)
+    if log.hasHandlers():
+        log.error("%s", text)
+    if code in (EXIT_STOPPED, EXIT_CTRL_C):
+        if rank != 0:  # only rank 0 knows the step
+            time.sleep(1)  # so that rank 0 ends first: a rank that ends makes the launcher send SIGTERM to the others
+            exit_process(code)
     else:
-        time.sleep(1)  # so that rank 0 ends first: a rank that ends makes the launcher send SIGTERM to the others
-    exit_process(code)
-
-
-def _end(code: int, message: str, printed: str) -> NoReturn:
-    """End this rank because of an error."""
-    _tell_launcher(message)
-    _log(message)
-    _write_status(code, message)
+        if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
+            time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
+        _tell_launcher(text)
+    _write_status(code, text)
     print_once(printed)
     exit_process(code)
+
+
+def _outcome(error: BaseException) -> tuple[int, str, str]:
+    """Return the exit code, the text for status.json and the log, and the text to print."""
+    rank = os.environ.get("RANK", "0")
+    if isinstance(error, Stopped):
+        return EXIT_STOPPED, str(error), str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_CTRL_C, "Stopped by Ctrl-C.", "Stopped by Ctrl-C."
+    if isinstance(error, UsageError):
+        return EXIT_USAGE, str(error), f"error: {error}"
+    if isinstance(error, Failure):
+        return EXIT_FAILED, f"failed: {error}", f"failed: {error}"
+    text = traceback.format_exc()
+    if is_out_of_memory(error):
+        text += (
+            f"\nrank {rank} ran out of memory: give half the --per_device_batch_size (the global batch stays the same; "
+            "in an evaluation, --per_device_eval_batch_size), or --gradient_checkpointing true; the same command then "
+            "resumes from the last checkpoint"
+        )
+    return EXIT_FAILED, text, f"rank {rank} failed:\n{text}"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out; torch has a class of its own for only some of these errors."""
+    return _has_word(error, MEMORY_WORDS)
+
+
+def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
+    return any(word in str(error).lower() for word in words)
 
 
 def _tell_launcher(message: str) -> None:
@@ -153,49 +167,12 @@ def _tell_launcher(message: str) -> None:
         Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(error))
 
 
-def _fail(error: BaseException) -> NoReturn:
-    """End this rank because of an error that is not the user's."""
-    text = _describe(error)
-    if isinstance(error, RuntimeError) and _has_word(error, CONNECTION_WORDS):
-        time.sleep(1)  # so that the launcher sees the rank that failed first, names it, and ends this one
-        text += f"\nrank {_rank()} lost the connection to another rank: see the error of that rank (was it killed?)"
-    _end(EXIT_FAILED, text, f"rank {_rank()} failed:\n{text}")
-
-
-def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
-
-
-def _describe(error: BaseException) -> str:
-    """Return the traceback, or the message of an error that is explained; if memory ran out, also what to do."""
-    text = str(error) if isinstance(error, UsageError | Failure) else traceback.format_exc()
-    if is_out_of_memory(error):
-        text += (
-            f"\nrank {_rank()} ran out of memory: give half the --per_device_batch_size (the global batch stays the same; "
-            "in an evaluation, --per_device_eval_batch_size), or --gradient_checkpointing true; the same command then "
-            "resumes from the last checkpoint"
-        )
-    return text
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out; torch has a class of its own for only some of these errors."""
-    return _has_word(error, MEMORY_WORDS)
-
-
-def _has_word(error: BaseException, words: tuple[str, ...]) -> bool:
-    message = str(error).lower()
-    return any(word in message for word in words)
-
-
 def another_rank_failed() -> bool:
     """Return True if another rank of this launcher has failed: then the launcher ends this one, too."""
     if "TORCHELASTIC_ERROR_FILE" not in os.environ:
         return False
-    our_file = Path(
-        os.environ["TORCHELASTIC_ERROR_FILE"]
-    )  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
-    return any(file != our_file for file in our_file.parents[1].glob("*/error.json"))
+    own = Path(os.environ["TORCHELASTIC_ERROR_FILE"])  # FOLDER/LOCAL_RANK/error.json; each start has its own FOLDER
+    return any(file != own for file in own.parents[1].glob("*/error.json"))
 
 
 def _write_status(code: int, message: str) -> None:
@@ -203,31 +180,22 @@ def _write_status(code: int, message: str) -> None:
     if _run_folder is None:
         return
     outcome = "stopped" if code == EXIT_STOPPED else "failed"
-    last_line = message.strip().splitlines()[-1]
     with suppress(OSError):
         status = run_status.read_status(_run_folder)
         if status.get("status") != "failed":
+            last_line = message.strip().splitlines()[-1]
             run_status.write_status(_run_folder, outcome, status.get("step"), code, last_line)
-
-
-def _log(message: str) -> None:
-    """Write to the log file of this rank, if it exists already."""
-    if log.hasHandlers():
-        log.error("%s", message)
 
 
 def print_once(message: str) -> None:
     """Print why this process ends. If several ranks of a launcher have the same message, only the first one prints it."""
     sys.stdout.flush()
-    try:
+    with suppress(KeyError, OSError):  # no launcher, or its folder is full or gone
         mark = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / hashlib.sha256(message.encode()).hexdigest()
         with FileLock(f"{mark}.lock", timeout=5):
-            if not mark.exists():
-                _write_error(message)
-                mark.touch()
-    except (KeyError, OSError):  # no launcher, or its folder is full or gone
-        _write_error(message)
-
-
-def _write_error(message: str) -> None:
+            if mark.exists():
+                return
+            mark.touch()
+            print(f"\n{message}", file=sys.stderr, flush=True)
+            return
     print(f"\n{message}", file=sys.stderr, flush=True)

@@ -21,21 +21,14 @@ from src.config.redact import redact
 from src.storage import atomic_folder
 
 EXIT_STOPPED = 75
-ACTIVE = ("status.json", "metrics.jsonl", "config.yaml")  # their modification times show when a run was last active
 
 
 def write_status(
     folder: Path, status: str, step: int | None = None, code: int | None = None, reason: str = "", **more
 ) -> None:
     """Write status.json. `status` is running, complete, stopped or failed; `more` holds further keys."""
-    value = {
-        "status": status,
-        "step": step,
-        "exit_code": code,
-        "reason": redact(reason),
-        "launcher": os.getppid(),
-    } | more
-    atomic_folder.rewrite(folder / "status.json", json.dumps(value | {"time": round(time.time(), 3)}) + "\n")
+    value = {"status": status, "step": step, "exit_code": code, "reason": redact(reason), "launcher": os.getppid()}
+    atomic_folder.rewrite(folder / "status.json", json.dumps(value | more | {"time": round(time.time(), 3)}) + "\n")
 
 
 def read_status(folder: Path) -> dict:
@@ -43,15 +36,10 @@ def read_status(folder: Path) -> dict:
     return atomic_folder.read_json(folder / "status.json")
 
 
-def newest_run(parent: Path, weights: bool = True) -> Path | None:
-    """Return the run in `parent` that was active last, or None. With `weights`, skip runs without saved weights."""
-    times: dict[Path, float] = {}
-    for folder in parent.iterdir() if parent.is_dir() else []:
-        has_weights = (folder / "final").is_dir() or any((folder / "checkpoints").glob("step_*"))
-        files = [folder / name for name in ACTIVE if (folder / name).exists()]
-        if files and (has_weights or not weights):
-            times[folder] = max(file.stat().st_mtime for file in files)
-    return max(times, key=lambda folder: times[folder], default=None)
+def newest_run(parent: Path) -> Path | None:
+    """Return the run in `parent` that was active last, or None."""
+    files = [*parent.glob("*/status.json"), *parent.glob("*/metrics.jsonl")]
+    return max(files, key=lambda file: file.stat().st_mtime).parent if files else None
 
 
 # ---- lock ------------------------------------------------------------------------------------------------------------
@@ -66,7 +54,7 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
     The operating system releases the lock when the process ends, however it ends."""
     if folder.absolute() in _locks:
         return
-    check_links(folder)
+    _check_links(folder)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     try:
         try:
@@ -75,22 +63,18 @@ def lock_run_folder(folder: Path, patience: float = 60) -> None:
             warn(f"another process trains in {folder}: waiting up to {patience:g} s for its end")
             _lock(folder, patience)
     except Timeout as error:
-        raise UsageError(
-            f"output_dir: another process trains in {folder}: end it, or give another --output_dir"
-        ) from error
+        text = f"output_dir: another process trains in {folder}: end it, or give another --output_dir"
+        raise UsageError(text) from error
     except OSError as error:
         warn(f"{folder} cannot be locked ({error.strerror}): make sure that nothing else trains in it")
         _locks[folder.absolute()] = None
 
 
-def check_links(folder: Path) -> None:
+def _check_links(folder: Path) -> None:
     """Raise UsageError if a file that a run appends to or truncates is a symlink, which may lead to any file."""
     for file in (folder / "metrics.jsonl", folder / "ledger.jsonl", *sorted((folder / "logs").glob("*.log"))):
         if file.is_symlink():
-            raise UsageError(
-                f"output_dir: {file} is a symbolic link to {os.readlink(file)}, which this run would "
-                "write to: replace the link by the file, or give another --output_dir"
-            )
+            raise UsageError(f"output_dir: {file} is a symbolic link to {os.readlink(file)}: replace it by that file")
 
 
 def keep_lock(folder: Path) -> bool:
@@ -99,15 +83,13 @@ def keep_lock(folder: Path) -> bool:
     with suppress(OSError):  # deleted, or the file system does not answer
         if lock is None or os.path.samestat(lock[1], os.stat(file)):
             return True
-    if not file.parent.is_dir():  # FileLock would create it, in the way of a new run
-        return True
-    try:
-        _lock(folder, 0)
-    except Timeout:
-        return False
-    except OSError:
-        return True
-    warn(f"{file} was deleted: the run folder is locked again", any_rank=True)
+    with suppress(OSError):
+        if file.parent.is_dir():  # FileLock would create it, in the way of a new run
+            try:
+                _lock(folder, 0)
+            except Timeout:
+                return False
+            warn(f"{file} was deleted: the run folder is locked again", any_rank=True)
     return True
 
 
@@ -126,23 +108,16 @@ def _lock_file(folder: Path) -> Path:
 # ---- the command -------------------------------------------------------------------------------------------------------
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> None:
     """Print the status of a run to stderr and its exit code to stdout; with --newest, print the newest run folder."""
     if argv == ["--newest"]:
-        print(newest_run(Path("runs"), weights=False) or "")
-        return 0
-    if not argv or argv[0].startswith("-"):
-        print("error: give a run folder: python -m src.runtime.run_status RUN [CODE]", file=sys.stderr)
-        return 2
+        print(newest_run(Path("runs")) or "")
+        return
     status = read_status(Path(argv[0]))
-    code = status.get("exit_code")
     if status:
         print(f"{argv[0]}: {status['status']}, step {status['step']}. {status['reason']}", file=sys.stderr)
-    if code is None:
-        code = argv[1] if len(argv) > 1 else 1
-    print(code)
-    return 0
+    print(status["exit_code"] if status.get("exit_code") is not None else (argv[1:] or [1])[0])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -3,6 +3,7 @@
 Tests: tests/storage/test_atomic_folder.py. This file does not depend on the contents of the files.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,6 @@ import xxhash
 from src.config.errors import one_line
 
 MANIFEST = "manifest.json"
-CHUNK = 1 << 22
 
 # ---- write -----------------------------------------------------------------------------------------------------------
 
@@ -28,11 +28,8 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
     The temporary folder is beside the target, so one rename publishes it. All files are fsynced before the rename,
     the manifest last. An OSError leaves nothing behind. A kill leaves a folder with a name that begins with a dot. Nothing
     reads such a folder, and the next call removes it."""
-    temporary, old = (folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old"))
-    if old.exists() and not folder.exists():
-        old.rename(folder)  # an earlier call was killed between the two renames below
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+    temporary, old = _hidden(folder)
+    _recover(folder)
     new_folders = [path for path in (folder.parent, *folder.parent.parents) if not path.exists()]
     try:
         temporary.mkdir(parents=True)
@@ -42,12 +39,31 @@ def publish(folder: Path, write: Callable[[Path], dict | None], **metadata) -> N
         temporary.rename(folder)
         for parent in (folder.parent, *(path.parent for path in new_folders)):
             fsync(parent)
-    except BaseException:
-        if old.exists() and not folder.exists():
-            old.rename(folder)
-        shutil.rmtree(temporary, ignore_errors=True)  # frees the space on a full disk
-        raise
+    finally:
+        _recover(folder)  # after an error this puts the old contents back, and frees the space on a full disk
+
+
+def _hidden(folder: Path) -> list[Path]:
+    return [folder.with_name(f".{folder.name}.{ending}") for ending in ("tmp", "old")]
+
+
+def _recover(folder: Path) -> None:
+    """Undo a `publish` that ended between its two renames, and remove what it has left."""
+    temporary, old = _hidden(folder)
+    if old.exists() and not folder.exists():
+        old.rename(folder)
+    shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_unfinished(parent: Path, name: str) -> None:
+    """Recover from kills during `publish` of folders `name` (a pattern). Other hidden files in `parent` are the user's.
+
+    Call this only in the process that holds the run lock, so that nothing is being published in `parent`."""
+    for hidden in (*parent.glob(f".{name}.old"), *parent.glob(f".{name}.tmp")):
+        _recover(parent / hidden.stem[1:])
+    for parts in parent.glob(f".{name}.*.parts"):
+        shutil.rmtree(parts, ignore_errors=True)
 
 
 def _write_manifest(folder: Path, entries: dict[str, dict], metadata: dict) -> None:
@@ -73,21 +89,6 @@ def _follow_umask(files: list[Path], folder: Path) -> None:
         if path.stat().st_mode & 0o777 != mode:
             with suppress(PermissionError):  # the file system has no permissions
                 path.chmod(mode)
-
-
-def remove_unfinished(parent: Path, name: str) -> None:
-    """Undo a `publish` of a folder `name` (a pattern) that was killed between its two renames; remove unfinished ones.
-
-    Other hidden files in `parent` are the user's. Call this only in the process that holds the run lock, so that nothing
-    is being published in `parent`."""
-    for old in parent.glob(f".{name}.old"):
-        folder = parent / old.name[1:].removesuffix(".old")
-        if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            old.rename(folder)
-    for unfinished in (*parent.glob(f".{name}.tmp"), *parent.glob(f".{name}.*.parts")):
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def rewrite(path: Path, text: str) -> None:
@@ -165,12 +166,9 @@ def read_metadata(folder: Path) -> dict:
 
 def hash_file(path: Path) -> dict:
     """Return the manifest entry of a file: size and hash. The hash detects damage, not tampering."""
-    digest, size, buffer = xxhash.xxh3_128(), 0, memoryview(bytearray(CHUNK))
     with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            digest.update(buffer[:count])
-            size += count
-    return {"size": size, "xxh3_128": digest.hexdigest()}
+        digest = hashlib.file_digest(file, xxhash.xxh3_128)
+        return {"size": file.tell(), "xxh3_128": digest.hexdigest()}
 
 
 def _digest(body: dict) -> str:

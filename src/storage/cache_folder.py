@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,14 +21,14 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from src.config.errors import warn
 from src.config.paths import REPOSITORY
 from src.config.schema import RunConfig
 from src.storage.atomic_folder import fsync
 
-NOTICE_EVERY = 10.0  # seconds between two messages about waiting
+NOTICE_AFTER = 10.0  # seconds of waiting before a message
 STARTED = time.time()
 START_SPREAD = 20.0  # seconds within which the processes of a launch start
-DAY = 24 * 3600
 
 
 class SharedWork:
@@ -42,7 +41,6 @@ class SharedWork:
     def __init__(self, root: str | Path):
         self.root = Path(root)
         self.host = socket.gethostname()
-        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
     def run_once(self, target: Path, make: Callable[[], None], what: str) -> None:
         """Call `make()`, which creates `target` atomically, in one process. Return when `target` exists."""
@@ -54,39 +52,29 @@ class SharedWork:
 
     def compute_once(self, key: str, compute: Callable[[], dict], what: str) -> dict:
         """Call `compute()` in one process of this launch. Return its result, a JSON object, in all processes."""
-        if self.world_size == 1:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
             return compute()
-        folder = self.root / "launches" / _launch_name()
-        result = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+        name = hashlib.sha256(key.encode()).hexdigest()[:32]
+        result = self.root / "launches" / _launch_name() / f"{name}.json"
         with suppress(FileNotFoundError):
             if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
                 result.unlink()
         self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
-        self._remove_old_launches()
         return json.loads(result.read_text())
 
     @contextmanager
     def exclusive(self, target: Path, what: str) -> Iterator[None]:
         """Hold the lock of `target`, which may exist: no process of any launch can work on it in the meantime."""
         lock = FileLock(f"{target}.lock")
-        while True:
-            try:
-                lock.acquire(timeout=NOTICE_EVERY)
-                break
-            except Timeout:
-                if os.environ.get("LOCAL_RANK", "0") == "0":
-                    print(f"waiting for another process: {what}", file=sys.stderr, flush=True)
+        try:
+            lock.acquire(timeout=NOTICE_AFTER)
+        except Timeout:
+            warn(f"waiting for another process: {what}")
+            lock.acquire()
         try:
             yield
         finally:
             lock.release()
-
-    def _remove_old_launches(self) -> None:
-        """Remove the results of launches over a day ago."""
-        for folder in (self.root / "launches").iterdir():
-            with suppress(OSError):
-                if STARTED - folder.stat().st_mtime > DAY:
-                    shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomic(target: Path, text: str) -> None:
@@ -126,23 +114,21 @@ def sample_names() -> list[str]:
 def sample_folder(name: str, cache: Path) -> str | None:
     """Return the folder of the sample `name` in `cache`, made on first use; None if there is no such sample.
 
-    One process makes it while the others wait for a file lock. The DONE marker is written last. The folder name holds
-    the version, so two checkouts that share a cache do not delete each other's rows.
-    """
+    Its name holds the version, so two checkouts that share a cache do not delete each other's rows."""
     if name not in sample_names():
         return None
     sample = import_module(f"samples.{name}")
     target = cache.absolute() / "samples" / f"{name}-{sample.VERSION}"
-    marker = target / "DONE"
-    if not marker.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{target}.lock"):
-            if not marker.exists():
-                shutil.rmtree(target, ignore_errors=True)
-                target.mkdir()
-                print(f"building the sample dataset {name} in {target}", flush=True)
-                sample.make(target)
-                marker.touch()
+
+    def make() -> None:
+        print(f"building the sample dataset {name} in {target}", flush=True)
+        temporary = target.with_suffix(".tmp")
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        sample.make(temporary)
+        temporary.rename(target)
+
+    SharedWork(cache).run_once(target, make, f"building the sample dataset {name}")
     return str(target)
 
 

@@ -9,7 +9,6 @@ a file without an ETag. Tests: tests/storage/test_http_files.py.
 import hashlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from src.config.errors import UsageError, one_line, warn
 from src.config.redact import redact
 from src.storage import atomic_folder
 from src.storage.cache_folder import SharedWork, write_atomic
-from src.storage.hub import fetch_once, is_offline
+from src.storage.hub import fetch_once, is_offline, reuse
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientTimeout
@@ -34,9 +33,8 @@ RECORD = "fetched.json"  # written last: a download without it is incomplete
 def server_version(file: str) -> list | None:
     """Return the version of a downloaded file: [hash of the URL, size, ETag or time]. Return None for other files."""
     folder = Path(file).parent
-    if folder.parent.name != "downloads" or not (folder / RECORD).exists():
+    if folder.parent.name != "downloads" or not (record := atomic_folder.read_json(folder / RECORD)):
         return None
-    record = json.loads((folder / RECORD).read_text())
     return [folder.name, record["bytes"], record["etag"] or record["modified"] or os.stat(file).st_mtime_ns]
 
 
@@ -55,22 +53,17 @@ def fetch_file(url: str, field: str, root: Path, work: SharedWork) -> str:
 
 def _fetch(url: str, field: str, folder: Path) -> dict:
     """Return the record of a complete copy in `folder`. The copy is current if the server answers."""
-    record = atomic_folder.read_json(folder / RECORD)
+    record, failure = atomic_folder.read_json(folder / RECORD), OSError("HF_HUB_OFFLINE is set")
     copy = folder / record.get("file", "")
-    record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else None
-    reason = "HF_HUB_OFFLINE is set" if is_offline() else ""
-    for failures in range(0 if reason else TRIES):
+    record = record if copy.is_file() and copy.stat().st_size == record["bytes"] else {}
+    for failures in range(0 if is_offline() else TRIES):
         time.sleep(failures)
         try:
             version = look_up(url, field)
             return record if record and _is_current(record, version) else _download(url, field, version, folder)
         except OSError as error:
-            reason = one_line(error)
-    if record is None:
-        raise UsageError(f"{field}: {url}: not fetched: {reason}. Run the same command again, with a network")
-    if not is_offline():
-        warn(f"{url} cannot be reached ({reason}): using the copy downloaded before", any_rank=True)
-    return record
+            failure = error
+    return reuse(record, f"{field}: {url}", failure)
 
 
 def _is_current(record: dict, version: dict) -> bool:
@@ -82,15 +75,12 @@ def _is_current(record: dict, version: dict) -> bool:
 def _download(url: str, field: str, version: dict, folder: Path) -> dict:
     """Download a file and return its record. Raise OSError if the copy is incomplete, or the file changes meanwhile."""
     from aiohttp import ClientError
-    from fsspec.callbacks import TqdmCallback
 
-    part, name = folder / "part", Path(urlparse(url).path)
+    part, file = folder / "part", folder / f"file{Path(urlparse(url).path).suffix}"
     store, path = _open_store(url)
-    seconds = 0.2 if sys.stderr.isatty() else 10  # between two updates of the bar
-    bar = {"desc": f"downloading {name.name}", "unit": "B", "unit_scale": True, "delay": 1, "mininterval": seconds}
+    print(f"downloading {url}", flush=True)
     try:
-        with TqdmCallback(bar) as callback:
-            store.get_file(path, str(part), callback=callback)
+        store.get_file(path, str(part))
     except ClientError as error:
         raise OSError(one_line(error)) from error
     size = part.stat().st_size
@@ -99,13 +89,12 @@ def _download(url: str, field: str, version: dict, folder: Path) -> dict:
     if look_up(url, field) != version:
         raise OSError("the file changed while it was downloaded")
     with open(part, "rb") as content:
-        start = content.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
-    if "html" in version["type"] and start.startswith(b"<"):
-        raise UsageError(f"{field}: {url}: the server sent a web page instead of data: does the URL need a login?")
+        if "html" in version["type"] and content.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+            raise UsageError(f"{field}: {url}: the server sent a web page instead of data: does the URL need a login?")
     if version["bytes"] is None:
         warn(f"{url}: the server does not send the length, so a truncated file may not be noticed", any_rank=True)
     atomic_folder.fsync(part)
-    file = part.replace(folder / f"file{name.suffix}")
+    part.replace(file)
     record = version | {"file": file.name, "bytes": size}
     write_atomic(folder / RECORD, json.dumps(record))
     return record
@@ -118,26 +107,22 @@ def look_up(url: str, field: str) -> dict:
     """Return size, ETag, time and media type of a remote file; the first three are None if the server does not say.
 
     Raise UsageError if the file is missing or access is denied, OSError if the server does not answer."""
-    web = url.startswith("http")
     try:
         store, path = _open_store(url)
         info = store.info(path)
-    except FileNotFoundError as error:
-        reason = error.__cause__ or error  # fsspec reports any error of a web server as a missing file
-        if web and not isinstance(reason, FileNotFoundError):
-            raise OSError(one_line(reason)) from error
-        raise UsageError(f"{field}: {url}: {reason if web else 'no such file'}") from error
-    except OSError:
-        raise
+    except OSError as error:  # fsspec reports any error of a web server as a missing file
+        reason = error.__cause__ if isinstance(error, FileNotFoundError) and url.startswith("http") else error
+        if isinstance(reason or error, FileNotFoundError):
+            raise UsageError(f"{field}: {url}: not available: {one_line(reason or error)}") from error
+        raise OSError(one_line(reason or error)) from error
     except Exception as error:  # the package for this store is missing, or there are no credentials
-        raise UsageError(f"{field}: {url}: {error or type(error).__name__}") from error
+        raise UsageError(f"{field}: {url}: {one_line(error)}") from error
     etag = info.get("ETag") or info.get("etag") or "W/"
-    times = [str(info[name]) for name in TIMES if info.get(name)]
     return {
         "url": redact(url),
         "bytes": info.get("size"),
         "etag": None if etag.startswith("W/") else etag,  # different bytes may share a weak ETag
-        "modified": times[0] if times else None,
+        "modified": next((str(info[name]) for name in TIMES if info.get(name)), None),
         "type": info.get("mimetype", ""),
     }
 
@@ -166,5 +151,3 @@ async def require_file(answer: "ClientResponse") -> None:
     if answer.status not in (200, 203, 206):
         refused = FileNotFoundError if answer.status in REFUSED else OSError
         raise refused(f"the server answers {answer.status} {answer.reason}")
-    if answer.headers.get("Content-Encoding", "identity") != "identity" and "Content-Length" not in answer.headers:
-        raise OSError("the server compresses the file and sends no length, so a truncated file would not be noticed")

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from src.config.errors import warn
 
-_encode = json.JSONEncoder(allow_nan=False).encode  # json.dumps would make an encoder for each line
-
 
 def strict_json(value):
     """Return `value` with None in place of NaN and infinity, which strict JSON does not allow."""
@@ -33,7 +31,7 @@ class JsonlWriter:
 
     def add(self, line: dict) -> None:
         """Queue a line for the next flush. Raise ValueError if it is not strict JSON."""
-        self.waiting.append(_encode(line) + "\n")
+        self.waiting.append(json.dumps(line, allow_nan=False) + "\n")
 
     def flush(self) -> None:
         """Write all queued lines. If that fails, write none and raise OSError."""
@@ -55,9 +53,7 @@ class JsonlWriter:
         try:
             self.flush()
         except OSError as error:
-            warn(
-                f"{self.path} cannot be written ({error.strerror}): its last {len(self.waiting)} lines are kept for later"
-            )
+            warn(f"{self.path} cannot be written ({error.strerror}): {len(self.waiting)} lines are kept for later")
 
 
 def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:

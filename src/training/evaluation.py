@@ -5,7 +5,7 @@ Tests: tests/training/test_evaluation.py and tests/conformance/.
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -51,8 +51,8 @@ def evaluate(
         seed_everything(micro.seed)
         return micro, batch, module({k: v.to(accelerator.device, non_blocking=True) for k, v in batch.inputs.items()})
 
-    bar = console.bar("evaluation", len(mine), "batch", shown=accelerator.is_main_process)
-    with _evaluating(module, cfg), _one_thread(accelerator.device), closing(bar):
+    progress = console.Progress("evaluation", len(mine), "batches", accelerator.is_main_process)
+    with _evaluating(module, cfg), _one_thread(accelerator.device):
         batches = iter(read_batches(split, task, iter(mine), cfg, accelerator.device.type == "cuda", training=False))
         for _ in range(0, rounds, ASK):
             if stopping and strategy.hosts.sum([stopping()])[0]:
@@ -60,7 +60,7 @@ def evaluate(
             outputs = [forward(*item) for item in islice(batches, ASK)]
             for output in outputs:
                 results.add(*output)  # waits for the device
-            bar.update(len(outputs))
+            progress.update(len(outputs))
     return _combine(strategy, task, results)
 
 

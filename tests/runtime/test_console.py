@@ -1,14 +1,9 @@
-"""Complete lines in a file, bars on a terminal."""
+"""Complete lines with the time, and nothing of a library."""
 
-import fcntl
 import os
-import pty
 import re
-import struct
 import subprocess
 import sys
-import termios
-import threading
 
 from src.runtime import console
 from tests.helpers import kit
@@ -22,15 +17,6 @@ def recipe(files, folder) -> list[str]:
     fields = {"model_config": files / "llama.yaml", "train_file": files / "train.jsonl", "output_dir": folder / "run"}
     fields |= {"validation_file": files / "validation.jsonl", "max_steps": 6, "logging_steps": 2, "eval_steps": 3}
     return kit.flags(**fields)
-
-
-def train_on_terminal(terminal: int, argv: list[str]) -> None:
-    import train
-
-    for descriptor in (1, 2):
-        os.dup2(terminal, descriptor)
-    sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 (open until the process ends)
-    train.main(argv)
 
 
 def test_lines_in_a_file(files, tmp_path):
@@ -49,53 +35,22 @@ def test_lines_in_a_file(files, tmp_path):
     assert [line for line in text.splitlines() if not re.match("|".join(ours), line)] == []  # nothing of a library
 
 
-def test_bars_on_a_terminal(files, tmp_path):
-    parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
-    chunks = []
-
-    def read():
-        try:
-            while data := os.read(parent, 1 << 16):
-                chunks.append(data)
-        except OSError:  # the other end is closed
-            return
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    kit.spawn(1, train_on_terminal, child, recipe(files, tmp_path), out=tmp_path / "out")
-    os.close(child)
-    reader.join()
-    text = re.sub(r"\[.*real_accelerator.py.*\n", "", b"".join(chunks).decode())  # DeepSpeed, if it is installed
-    for pattern in (r"\rtraining: +\d+%", r"\revaluation: +\d+%", "evaluation at step 6: loss", "step 6 saved in "):
-        assert re.search(pattern, text)
-    assert not re.search(TIME, text)
-
-
 def test_progress_lines(capsys, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
-    bar = console.bar("evaluation", 1000, "batch")
+    progress = console.Progress("evaluation", 1000, "batches")
     for _ in range(3):
-        bar.update()  # too early for a line
+        progress.update()  # too early for a line
         clock[0] += console.LINE_SECONDS + 1
-        bar.update(100)
-        bar.update(0)
+        progress.update(100)
+        progress.update(0)
     lines = capsys.readouterr().out.splitlines()
     assert [re.sub(f"^{TIME} ", "", line) for line in lines] == [
-        f"evaluation: {count} of 1,000" for count in (101, 202, 303)
+        f"evaluation: {count} of 1,000 batches" for count in (101, 202, 303)
     ]
 
 
 def test_line_without_a_loss(capsys):
-    shown = console.Console(True, 10, "tokens", 0)
+    shown = console.Console(10, "tokens", 0)
     shown.line({"kind": "train", "step": 1, "loss": None, "learning_rate": None, "tokens_per_second": 0.0})
     assert "loss none" in capsys.readouterr().out
-
-
-def test_metrics_of_sources_and_averages_stand_apart(capsys):
-    shown = console.Console(True, 10, "tokens", 0)
-    metrics = {"loss": 2.5, "weight": 10, "code/loss": 2.25, "code/weight": 4, "ema/loss": 1.5, "ema/code/loss": 1.25}
-    shown.line({"kind": "eval", "step": 1} | metrics)
-    groups = "loss 2.5000, weight 10; code: loss 2.2500, weight 4; ema: loss 1.5000; ema/code: loss 1.2500\n"
-    assert capsys.readouterr().out.endswith(f"evaluation at step 1: {groups}")

@@ -111,12 +111,9 @@ def test_interrupted_sample_is_made_again(root):
     with pytest.raises(kit.RankFailed):
         kit.spawn(1, _killed, root, out=root / "out")
     target = folder(root, "stdlib_code")
-    assert (target / "train.jsonl").exists()
-    assert not (target / "DONE").exists()
-    (target / "DONE").touch()  # the mutant: a marker that is written first
-    assert samples.sample_tokenizer("stdlib_code", root) is None
-    (target / "DONE").unlink()
-    (target / "leftover").touch()
+    assert not target.exists()
+    (unfinished,) = target.parent.glob("*.tmp")
+    assert (unfinished / "train.jsonl").exists()
+    (unfinished / "leftover").touch()
     assert AutoTokenizer.from_pretrained(samples.sample_tokenizer("stdlib_code", root))("def")["input_ids"]
-    assert (target / "DONE").exists()
     assert not (target / "leftover").exists()

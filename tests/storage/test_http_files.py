@@ -99,7 +99,7 @@ def test_names_of_urls(hub, fetch, tmp_path, name, suffix):
 def test_missing_or_private_file_is_not_retried(hub, fetch, status):
     url = serve(hub, f"refused{status}", b"")
     hub.faults[f"/files/refused{status}"] = Fault(status=status)
-    with pytest.raises(UsageError, match=f"train_file: {url}: the server answers {status}"):
+    with pytest.raises(UsageError, match=f"train_file: {url}: not available: the server answers {status}"):
         fetch(url)
     assert len(gets(hub, f"refused{status}")) == 1
 
@@ -190,7 +190,7 @@ def test_file_of_a_store(fetch, monkeypatch):
     for content in (b"one", b"two"):
         store.pipe("/a.jsonl", content)
         assert fetch("memory://a.jsonl") == content
-    with pytest.raises(UsageError, match="train_file: memory://missing: no such file"):
+    with pytest.raises(UsageError, match="train_file: memory://missing: not available"):
         fetch("memory://missing")
     monkeypatch.setattr(type(store), "get_file", lambda self, remote, local, **_: Path(local).write_bytes(b"o"))
     store.pipe("/b.jsonl", b"longer")
@@ -321,7 +321,7 @@ def test_ranks_download_each_file_once(hub, tmp_path):
         assert (offline.rows, offline.count("warning")) == ([expected] * 2, 0), offline.texts
         online = start(hub, tmp_path, argv, 2)
         assert online.rows == [expected] * 2, online.texts
-        assert online.count(f"warning: {hub.files_url}/a.jsonl cannot be reached") == 1, online.texts
+        assert online.count(f"warning: train_file: {hub.files_url}/a.jsonl: no answer") == 1, online.texts
         argv[argv.index("--cache_dir") + 1] = str(tmp_path / "empty")
         fails(start(hub, tmp_path, argv, 2), f"{hub.files_url}/a.jsonl: not fetched")
         ended = start(hub, tmp_path, argv, 2, HF_HUB_OFFLINE="1")
