@@ -1,23 +1,28 @@
-"""All-reduce of small vectors on the host, for decisions that all ranks must make together.
+"""All-reduce of small vectors on the host, for decisions that all ranks must make together; a hang names itself.
 
 Tests: tests/training/test_step.py, tests/distributed/ and tests/addons/backends/test_tensor_parallel.py.
 """
 
+import faulthandler
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from src.config.errors import Failure, Stopped, UsageError
+from src.config.errors import Failure, Stopped, UsageError, warn
+from src.config.paths import REPOSITORY
+from src.runtime import private_apis
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
-last_sum = time.monotonic()  # when the last sum over all ranks ended: hang_report.py reads it
+last_sum = time.monotonic()  # when the last sum over all ranks ended
 
 
 class HostGroup:
@@ -71,3 +76,46 @@ def run_on_main(accelerator: "Accelerator", work: Callable[[], Any]) -> Any:
     if error:
         raise error
     return result
+
+
+# ---- a rank that waits too long: tests/distributed/test_hang_report.py ----------------------------------------------------
+
+SHARE = 0.5  # of ddp_timeout, after which a collective fails
+
+
+class HangReport:
+    """Reports each hang of this rank once; call `check` every second or so from another thread than the main one."""
+
+    def __init__(self, folder: Path, rank: int, ddp_timeout: float):
+        self.file, self.rank, self.patience = folder / "logs" / f"stacks_rank_{rank}.txt", rank, SHARE * ddp_timeout
+        self.reported = 0.0  # the time of the last progress before the last hang
+
+    def check(self, now: float) -> None:
+        """Report a hang if the last sum over all ranks (one in every step) was too long before `now`."""
+        idle = now - last_sum
+        if idle < self.patience or self.reported == last_sum:
+            return
+        self.reported = last_sum
+        place = waiting_place()
+        with self.file.open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        warn(
+            f"rank {self.rank} has made no progress for {idle:.0f} s; it is in {place}; stacks: {self.file}. The ranks that "
+            "wait in a sum or in a reduction of gradients wait for one that is elsewhere, or does not report",
+            any_rank=True,
+        )
+
+
+def waiting_place() -> str:
+    """Return "FUNCTION (FILE:LINE)" of this project that the main thread is in, and the line of train.py that called it."""
+    lines, frame = [], private_apis.frame_of_thread(threading.main_thread())
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(REPOSITORY) and ".venv" not in path.parts:
+            lines.append((frame.f_code.co_name, f"{path.relative_to(REPOSITORY)}:{frame.f_lineno}"))
+        frame = frame.f_back
+    if not lines:
+        return "code outside of this project"
+    of_loop = [place for _, place in lines if place.startswith("train.py:")]
+    name, place = lines[0]
+    return f"{name} ({place})" + (f", called at {of_loop[0]}" if of_loop and of_loop[0] != place else "")

@@ -92,6 +92,10 @@ def _create(cfg: RunConfig, sharding: list[str]) -> "Accelerator":
     )
     # The warning suggests another argument, which accelerate has no field for.
     warnings.filterwarnings("ignore", ".*broadcast_buffers. is deprecated", FutureWarning)
+    # If a collective of NCCL times out, torch writes the last ones beside the stacks of host_group.py.
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.abspath(f"{cfg.output_dir}/logs/nccl_rank_"))
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     group = _process_group_settings(InitProcessGroupKwargs, timedelta(seconds=cfg.ddp_timeout))
     use_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("true", "1", "yes")
     if use_cpu and sharding and "LOCAL_RANK" in os.environ:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from src.config.errors import Stopped
 from src.config.schema import RunConfig
-from src.distributed.hang_report import HangReport
+from src.distributed.host_group import HangReport
 from src.runtime import run_status
 from src.runtime.exit_codes import EXIT_FAILED, another_rank_failed, exit_process, is_exiting, print_once
 from src.runtime.run_status import EXIT_STOPPED
