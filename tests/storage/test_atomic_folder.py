@@ -273,14 +273,6 @@ def test_mutant_manifest_without_its_own_hash_is_caught(folder):
     assert undetected(folder, "manifest.json", verify) != []
 
 
-def test_mutant_that_compares_sizes_only_is_caught(folder, monkeypatch):
-    def error(folder, name, entry):
-        return None if (folder / name).stat().st_size == entry["size"] else name
-
-    monkeypatch.setattr(atomic_folder, "_file_error", error)
-    assert len(undetected(folder, "small.txt")) == len(SMALL)
-
-
 DAMAGE = {
     "removed": lambda path, data: None,
     "longer": lambda path, data: path.write_bytes(data + b"x"),

@@ -2,24 +2,17 @@
 
 import os
 import socket
-import sys
 import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
 
-import numpy as np
 import pytest
 
-from src.config import parsing, validation
 from src.config.errors import UsageError
-from src.data import dataset
-from src.runtime.exit_codes import run_main
 from src.storage import http_files
 from src.storage import hub as hub_module
 from src.storage.cache_folder import SharedWork
-from src.tasks import OPTIONS, make_task
 from tests.helpers import kit
 from tests.helpers.fake_hub import Fault, adopt
 
@@ -137,6 +130,7 @@ def test_web_page_is_refused(hub, fetch, tmp_path):
 
 def test_silent_server_is_given_up(hub, fetch, monkeypatch):
     monkeypatch.setattr(http_files, "TIMEOUT", (1, 1))
+    monkeypatch.setattr(http_files, "TRIES", 1)
     hub.faults["/files/silent"] = Fault(silent=True)
     with pytest.raises(UsageError, match="silent: not fetched"):
         fetch(serve(hub, "silent", b"rows"))
@@ -225,114 +219,62 @@ def test_killed_download_is_absent(hub, fetch, tmp_path, monkeypatch):
     assert gets(hub, "killed", before) == [(200, None, len(content))]
 
 
-def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path, monkeypatch):
+def test_truncated_copy_is_downloaded_again(hub, fetch, tmp_path):
     url = serve(hub, "shorter", b"row 1\nrow 2\n")
     fetch(url)
     (copy,) = tmp_path.rglob("downloads/*/file")
     os.truncate(copy, 6)
-    monkeypatch.setattr(http_files, "is_offline", lambda: True)
-    with pytest.raises(UsageError, match="shorter: not fetched: HF_HUB"):
-        fetch(url)
-    monkeypatch.setattr(http_files, "is_offline", lambda: False)
     assert fetch(url) == b"row 1\nrow 2\n"
 
 
 # ---- all ranks -------------------------------------------------------------------------------------------------------
 
 
-class Ended(NamedTuple):
-    """How a launch ended, by rank."""
-
-    codes: list
-    texts: list[str]
-    rows: list  # None where a rank failed
-
-    def count(self, words: str) -> int:
-        return sum(words in text for text in self.texts)
-
-
-def put(hub, name: str, first: int = 0, note: int = 0) -> list[list[int]]:
-    """Serve a file of 60 rows, each with a `note` of so many bytes that is not used; return their ids."""
-    rows = [[(first + n) // 50 % 50, (first + n) % 50, 7, 8] for n in range(60)]
-    kit.write_jsonl(hub.folder / "files" / name, [{"input_ids": row, "note": "x" * note} for row in rows])
-    return rows
-
-
-def recipe(hub, cache, *names, **fields) -> list[str]:
-    urls = [f"{hub.files_url}/{name}" for name in names]
-    return kit.flags(**{"model_config": hub.folder / "gpt2.yaml", "train_file": urls, "cache_dir": cache} | fields)
-
-
-def open_rows(environment: dict, argv: list[str], before=lambda: None) -> list:
-    """Open the data as train.py does, up to the exit code of an error; return the rows."""
-    found = []
-
-    def main(argv):
-        cfg, options = parsing.parse(argv, OPTIONS)
-        validation.check(cfg, options)
-        found.append(dataset.prepare_datasets(cfg, make_task(cfg, options))["train"])
-
+def _fetch_all(environment: dict, urls: list[str], cache: Path, before) -> list[bytes] | str:
+    """Return the contents of the URLs, or the message of a UsageError."""
     adopt(environment)
     http_files.TRIES = 2
     before()
-    sys.argv = ["train.py", *argv]
-    run_main(main)
-    return [row["input_ids"].tolist() for row in found[0].rows(np.arange(len(found[0])))]
-
-
-def start(hub, folder, argv, world: int, before=lambda: None, **environment) -> Ended:
-    """Open the data on `world` ranks."""
     try:
-        rows = kit.spawn(world, open_rows, hub.environment(folder) | environment, argv, before, out=folder / "out")
-        codes, texts = [0] * world, [(folder / "out" / f"rank{r}.txt").read_text() for r in range(world)]
-    except kit.RankFailed as failed:
-        rows, codes, texts = [None] * world, failed.codes, failed.texts
-    assert "Traceback" not in "".join(texts)
-    return Ended(codes, texts, rows)
+        return [Path(http_files.fetch_file(url, "train_file", cache, SharedWork(cache))).read_bytes() for url in urls]
+    except UsageError as error:
+        return str(error)
 
 
-def fails(ended: Ended, *words: str) -> None:
-    """Assert that all ranks ended with exit code 2 and printed why."""
-    assert set(ended.codes) == {2}, (ended.codes, ended.texts)
-    assert all(ended.count(word) == len(ended.codes) for word in words), ended.texts
-
-
-@contextmanager
-def down(hub):
-    hub.stop()
-    try:
-        yield
-    finally:
-        hub.start()
+def start(
+    hub, folder, urls: list[str], world: int, cache="cache", before=lambda: None, **environment
+) -> tuple[list, str]:
+    """Return the results of all ranks, and what they printed."""
+    environment = hub.environment(folder) | environment
+    results = kit.spawn(world, _fetch_all, environment, urls, folder / cache, before, out=folder / "out")
+    return results, "".join((folder / "out" / f"rank{rank}.txt").read_text() for rank in range(world))
 
 
 def test_ranks_download_each_file_once(hub, tmp_path):
-    expected = put(hub, "a.jsonl") + put(hub, "b.jsonl", 100)
-    argv = recipe(hub, tmp_path / "cache", "a.jsonl", "b.jsonl")
-    ended = start(hub, tmp_path, argv, 3)
-    assert ended.rows == [expected] * 3, ended.texts
+    contents = [os.urandom(MB), b"rows"]
+    urls = [serve(hub, name, content) for name, content in zip(("a.jsonl", "b.jsonl"), contents, strict=True)]
+    assert start(hub, tmp_path, urls, 3)[0] == [contents] * 3
     assert hub.downloads("/files/a.jsonl") == hub.downloads("/files/b.jsonl") == 1
     before = len(hub.requests)
-    assert start(hub, tmp_path, argv, 3).rows == [expected] * 3  # the next start only looks up
+    assert start(hub, tmp_path, urls, 3)[0] == [contents] * 3  # the next start only looks up
     assert [gets(hub, name, before) for name in ("a.jsonl", "b.jsonl")] == [[], []]
-
-    with down(hub):
-        offline = start(hub, tmp_path, argv, 2, HF_HUB_OFFLINE="1")
-        assert (offline.rows, offline.count("warning")) == ([expected] * 2, 0), offline.texts
-        online = start(hub, tmp_path, argv, 2)
-        assert online.rows == [expected] * 2, online.texts
-        assert online.count(f"warning: train_file: {hub.files_url}/a.jsonl: no answer") == 1, online.texts
-        argv[argv.index("--cache_dir") + 1] = str(tmp_path / "empty")
-        fails(start(hub, tmp_path, argv, 2), f"{hub.files_url}/a.jsonl: not fetched")
-        ended = start(hub, tmp_path, argv, 2, HF_HUB_OFFLINE="1")
-        fails(ended, f"train_file: {hub.files_url}/a.jsonl: not fetched: HF_HUB_OFFLINE is set")
+    hub.stop()
+    try:
+        offline, printed = start(hub, tmp_path, urls, 2, HF_HUB_OFFLINE="1")
+        assert (offline, "warning" in printed) == ([contents] * 2, False)
+        down, printed = start(hub, tmp_path, urls, 2)
+        assert down == [contents] * 2
+        assert printed.count(f"warning: train_file: {urls[0]}: no answer") == 1
+        refused, _ = start(hub, tmp_path, urls, 2, "empty")
+        assert all(error.startswith(f"train_file: {urls[0]}: not fetched") for error in refused)
+    finally:
+        hub.start()
 
 
 def test_mutant_where_every_rank_asks_is_caught(hub, tmp_path):
     def every_rank_asks():
         http_files.fetch_once = lambda key, fetch, work, what: fetch()
 
-    put(hub, "multiplied.jsonl", note=100_000)
-    before = len(hub.requests)
-    start(hub, tmp_path, recipe(hub, tmp_path / "cache", "multiplied.jsonl"), 3, every_rank_asks)
+    url, before = serve(hub, "multiplied.jsonl", b"rows"), len(hub.requests)
+    start(hub, tmp_path, [url], 3, before=every_rank_asks)
     assert sum(r.method == "HEAD" for r in hub.requests[before:]) > 2  # one process: before and after the download

@@ -28,7 +28,7 @@ def test_lines_wait_for_the_flush_and_are_strict_json(tmp_path):
     assert jsonl.strict_json(values) == {"a": None, "b": [None, 1.5], "c": {"d": None}, "e": 3}
 
 
-def test_file_that_cannot_be_opened_keeps_its_lines(tmp_path, capsys):
+def test_lines_wait_for_a_missing_folder(tmp_path, capsys):
     lines = jsonl.JsonlWriter(tmp_path / "there" / "a.jsonl")
     lines.add({"step": 1})
     lines.try_flush()
