@@ -28,6 +28,7 @@ from src.storage.atomic_folder import fsync
 
 NOTICE_AFTER = 10.0  # seconds of waiting before a message
 STARTED = time.time()
+DAY = 24 * 3600  # after which the results of a launch are removed
 START_SPREAD = 20.0  # seconds within which the processes of a launch start
 
 
@@ -60,6 +61,10 @@ class SharedWork:
             if result.stat().st_mtime < STARTED - START_SPREAD:  # of an earlier launch with the same name
                 result.unlink()
         self.run_once(result, lambda: write_atomic(result, json.dumps(compute())), what)
+        for launch in (self.root / "launches").iterdir():
+            with suppress(OSError):
+                if STARTED - launch.stat().st_mtime > DAY:
+                    shutil.rmtree(launch, ignore_errors=True)
         return json.loads(result.read_text())
 
     @contextmanager
