@@ -8,6 +8,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from src.config.errors import warn
@@ -60,13 +61,9 @@ def read_lines(path: Path, required: tuple[str, ...] = ("kind",)) -> list[dict]:
     """Return the JSON objects that have a `step` and all required keys; skip unreadable lines."""
     lines = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int) and line.keys() >= set(required):
-            lines.append(line)
-    return lines
+        with suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict) and line.keys() >= {"step", *required}]
 
 
 def truncate_after(path: Path, keeps: Callable[[dict], bool]) -> None:
