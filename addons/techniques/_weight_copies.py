@@ -44,8 +44,7 @@ class TrainedTensors:
 
         Buffers that are whole numbers are copied, and so are numbers of buffers that would not be finite."""
         floats = [name for name, value in targets.items() if _can_move(value)]
-        for target, source in zip(*_local_parts(targets, sources, floats), strict=True):
-            target.add_((source - target).mul_(share))
+        private_apis.move_all_(*_local_parts(targets, sources, floats), share)
         for name in self.owners:
             value, source = targets[name], sources[name]
             if _can_move(value):  # a constant -inf, as in a mask, minus itself is not a number

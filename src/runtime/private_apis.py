@@ -47,6 +47,17 @@ def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, sources)
 
 
+def move_all_(targets: list[torch.Tensor], sources: list[torch.Tensor], share: float | torch.Tensor) -> None:
+    """Add `share` * (source - target) to each target, in three kernels; takes as much memory as the targets.
+
+    Test: tests/addons/techniques/test_averages.py."""
+    difference = torch._foreach_sub(sources, targets)
+    if isinstance(share, torch.Tensor) and difference:
+        share = share.to(difference[0].dtype)  # otherwise a kernel for each
+    torch._foreach_mul_(difference, share)
+    torch._foreach_add_(targets, difference)
+
+
 def check_reduced(module: torch.nn.parallel.DistributedDataParallel) -> None:
     """Raise RuntimeError if DDP has not reduced all gradients in its last backward pass.
 
