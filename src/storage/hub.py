@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from src.config.errors import UsageError, one_line, warn
-from src.config.paths import locate
+from src.config.paths import locate, not_found_locally
 from src.storage.atomic_folder import read_json
 from src.storage.cache_folder import SharedWork, write_atomic
 
@@ -38,10 +38,10 @@ def is_offline() -> bool:
     return bool(constants.HF_HUB_OFFLINE)
 
 
-def reuse(record: dict, where: str, error: Exception) -> dict:
+def reuse(record: dict, where: str, error: Exception, hint: str = "") -> dict:
     """Return the record of an earlier fetch, because of `error`. Raise UsageError if the record is empty."""
     if not record:
-        raise UsageError(f"{where}: not fetched: {one_line(error, 400)}") from error
+        raise UsageError(f"{where}: {hint or 'not fetched: '}{one_line(error, 400)}") from error
     if not is_offline():
         warn(f"{where}: no answer ({one_line(error)}): using the version fetched earlier", any_rank=True)
     return record
@@ -105,9 +105,9 @@ def _fetch(
             info = HfApi().repo_info(name, revision=revision, repo_type=repo_type, timeout=TIMEOUT)
             record = {"commit": info.sha} | download(info)
         except (RepositoryNotFoundError, RevisionNotFoundError) as error:  # the former also for gated ones
-            return reuse({}, where, error)
+            return reuse({}, where, error, not_found_locally(name))
         except Exception as error:
-            return reuse(earlier(), where, error)
+            return reuse(earlier(), where, error, not_found_locally(name))
         last.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(last, json.dumps(record))
         return record

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 
 import pytest
@@ -11,10 +12,10 @@ from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_tracker_class
 
 from src.config.schema import RunConfig
+from src.distributed import stop_signals
 from src.reporting import trackers
 from tests.helpers import kit
 from tests.helpers.killing import train_until_killed
-from tests.helpers.stopping import send_here
 
 
 class Good(GeneralTracker):
@@ -89,6 +90,20 @@ def flags(files, **values):
 
 def _fail():
     raise ZeroDivisionError("in the middle")
+
+
+def send_here(number: int) -> None:
+    """Send a signal to this process; return when the thread that receives it has handled it."""
+    handle, handled = stop_signals.StopSignals._handle, threading.Event()
+
+    def handle_and_tell(self, *args):
+        handle(self, *args)
+        handled.set()
+
+    stop_signals.StopSignals._handle = handle_and_tell
+    os.kill(os.getpid(), number)
+    assert handled.wait(300)
+    stop_signals.StopSignals._handle = handle
 
 
 def _train(argv, folder, timeout, rank=None, act=_fail):
