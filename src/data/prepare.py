@@ -41,7 +41,8 @@ BLOCK = 4 << 20  # bytes of raw rows that are loaded, encoded and packed togethe
 BLOCK_ROWS = 10_000  # maximum rows of a block
 MEDIA_FILE = 100_000  # bytes of an image file, assumed: rows may hold only its path
 TEXT = Path(__file__).parents[1] / "text"
-CODE = ("prepare.py", "raw_rows.py", "csv_reader.py", "prepared_split.py")  # in the cache key, besides that of `encode`
+# In the cache key, besides the code of `encode`.
+CODE = ("prepare.py", "raw_rows.py", "row_errors.py", "sources.py", "csv_reader.py", "prepared_split.py")
 
 
 def prepare_rows(cfg: RunConfig, task: Task, source: Source, work: SharedWork) -> Path:
