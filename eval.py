@@ -22,7 +22,7 @@ from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, make_task
 from src.training.evaluation import evaluate
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 
 
 def main(argv: list[str]) -> None:

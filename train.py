@@ -20,8 +20,8 @@ from src.reporting.run_logger import RunLogger
 from src.reporting.run_plan import print_plan
 from src.runtime.exit_codes import run_main
 from src.tasks import OPTIONS, Task, make_task
-from src.training import evaluation, memory, optimizers, schedules, smoke
-from src.training.step import StepBatch, StepLosses, StepTotals, build_model
+from src.training import evaluation, memory, model_with_loss, optimizers, schedules, smoke
+from src.training.meter import StepBatch, StepLosses, StepTotals
 from src.training.techniques import make_techniques
 from src.training.train_state import Intervals, Run
 
@@ -55,7 +55,7 @@ def train(cfg: parsing.RunConfig, task: Task, datasets: dict, accelerator) -> sm
 
     # ---- model and optimizer, with the state of this run's newest intact checkpoint, if there is one -----------------
     start = resume.find_start(cfg, strategy, task, datasets)
-    model = build_model(cfg, strategy, task, start.weights, techniques.change_model)  # model and loss in one module
+    model = model_with_loss.build_model(cfg, strategy, task, start.weights, techniques.change_model)
     optimizer = optimizers.make_optimizer(cfg, model, strategy.can_fuse_optimizer)
     module, optimizer = strategy.prepare(model, optimizer)  # module is the wrapped model: call it, save `model`
     size = start.batch_size or memory.choose_batch_size(strategy, cfg, module, task, train_set)

@@ -48,7 +48,7 @@ from src.distributed.strategies import make_strategy
 from src.training.meter import Meter
 from src.tasks import OPTIONS, make_task
 from src.training.optimizers import make_optimizer
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 
 def memory(name):
     return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(name))

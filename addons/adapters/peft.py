@@ -22,7 +22,7 @@ from src.config.fields import option
 from src.config.paths import locate
 from src.models.build_model import ADAPTER, adapter_files
 from src.models.load_config import model_folder
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 
 NAME = "default"  # the name that peft gives the only adapter of a model; it is part of parameter names
 WRAPPED = re.compile(r"\.(base_layer|original_module|token_adapter)(?=\.|$)")  # peft adds these to names of the base

@@ -25,7 +25,7 @@ from src.models.load_tokenizer import load_text_encoder
 from src.runtime.private_apis import known_masks
 from src.tasks.base import Batch
 from src.text.labels import require_columns
-from src.text.tokenization import pad_columns, padded_length, require_text, tokenize_truncated
+from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
 
 CHUNK_ELEMENTS = 1 << 24  # similarities that exist at once in `retrieval_metrics`
 TIE = 1e-5  # cosine similarities closer than this are equal: two rows may have the same text

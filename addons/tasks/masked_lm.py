@@ -26,7 +26,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.tokenization import pad_columns, padded_length
+from src.text.tokenize_and_pack import pad_columns, padded_length
 
 MASK_TOKEN = "<|mask|>"
 MASKED, REPLACED = 0.8, 0.1  # shares of the chosen tokens (BERT); the rest stays as it is

@@ -23,7 +23,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import label_ids, labels_of_data, labels_of_model, set_labels
-from src.text.tokenization import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
+from src.text.tokenize_and_pack import IGNORED, pad_columns, padded_length, require_text, tokenize_truncated
 
 OUTSIDE = "O"  # the tag of words outside all entities; F1 leaves it out
 

@@ -14,7 +14,7 @@ import torch
 from src.config.addons import addon_names, load_addon
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 

@@ -18,7 +18,7 @@ from src.data.data_loader import seed_everything
 from src.distributed.strategies import Strategy
 from src.tasks import Batch, Task
 from src.training.evaluation import Part
-from src.training.step import StepBatch, StepLosses, widen
+from src.training.meter import StepBatch, StepLosses, widen
 
 Vectors = dict[str, torch.Tensor]  # name -> (rows, ...)
 REPEATABLE = 0.01  # largest relative difference between the vectors of both passes

@@ -17,7 +17,7 @@ from src.config.errors import UsageError, did_you_mean, list_errors
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
 from src.distributed.strategies import Strategy
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 from src.training.techniques import Techniques
 from src.training.train_state import Run
 

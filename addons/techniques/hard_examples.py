@@ -19,7 +19,7 @@ from src.config.fields import option
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.tasks import Task
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 
 TOLERANCE = 1e-3  # of the sum of the rows' losses against the loss: other chunks of 16-bit logits round differently
 

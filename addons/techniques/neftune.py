@@ -8,7 +8,7 @@ from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 
 
 @dataclass(eq=False)

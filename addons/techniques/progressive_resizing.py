@@ -14,7 +14,8 @@ from addons.techniques import ComputeGradient, Technique
 from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.schema import RunConfig
-from src.training.step import ModelWithLoss, StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
+from src.training.model_with_loss import ModelWithLoss
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import torch
 from addons.techniques import ComputeGradient, Technique
 from src.config.fields import option
 from src.distributed.sharded_tensors import total_norm
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 
 SMALLEST_NORM = 1e-12  # a gradient of zero moves nothing
 

@@ -10,7 +10,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.optimizer_class import ARGUMENTS_OF_FIELDS, find_class
 from src.config.schema import RunConfig
-from src.training.step import StepBatch, StepLosses
+from src.training.meter import StepBatch, StepLosses
 
 
 @dataclass(eq=False)

@@ -26,7 +26,8 @@ from src.storage import atomic_folder
 from src.storage.jsonl import strict_json
 from src.tasks import OPTIONS, Task, make_task
 from src.training import memory, optimizers, schedules
-from src.training.step import StepTotals, build_model
+from src.training.meter import StepTotals
+from src.training.model_with_loss import build_model
 from src.training.techniques import make_techniques
 from src.training.train_state import Run
 from train import compute_gradient, optimizer_step

@@ -18,7 +18,7 @@ from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import ShardedTensorRef
 from src.distributed.strategies import Strategy
 from src.storage import atomic_folder
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
 TENSOR = (torch.Tensor, ShardedTensorRef)

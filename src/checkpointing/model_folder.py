@@ -17,7 +17,7 @@ from src.config.redact import redact_all
 from src.config.schema import RunConfig
 from src.runtime import private_apis
 from src.storage import atomic_folder
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import Run, TrainState
 
 RUN_CONFIG = "run_config.yaml"  # the configuration of the run, without credentials

@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from src.models.compile_and_recompute import CompiledOnAccelerators
 from src.models.cross_entropy import PLAIN, CrossEntropy, at_least_float32
 from src.runtime.private_apis import known_masks
-from src.text.tokenization import IGNORED
+from src.text.tokenize_and_pack import IGNORED
 
 # Number of logits that exist at once where the loss is not compiled, so that several copies of them are in memory. A
 # CPU is fastest if they fit its cache; other devices get 128 MiB of float32.

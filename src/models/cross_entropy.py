@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from src.config.errors import UsageError
 from src.config.fields import option
-from src.text.tokenization import IGNORED
+from src.text.tokenize_and_pack import IGNORED
 
 TRAINING: dict = {"from_checkpoint": False}  # an evaluation does not use these options
 

@@ -23,7 +23,7 @@ from src.reporting.utilization import GpuUse
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
-from src.training.step import StepLosses, StepTotals
+from src.training.meter import StepLosses, StepTotals
 from src.training.techniques import Techniques
 from src.training.train_state import Intervals, Run, TrainState
 

@@ -16,9 +16,9 @@ from src.data.prepared_split import data_notes, format_stats
 from src.runtime.console import table
 from src.tasks import Task
 from src.training import memory
+from src.training.model_with_loss import ModelWithLoss
 from src.training.optimizers import make_optimizer
 from src.training.schedules import make_schedule, total_steps, warmup_updates
-from src.training.step import ModelWithLoss
 from src.training.techniques import Techniques, make_techniques
 
 FEW_STEPS = 10  # of an epoch: fewer are warned of

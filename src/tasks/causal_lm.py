@@ -29,7 +29,7 @@ from src.models.router_loss import balance_losses, check_router, experts_per_tok
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.encode_rows import Encoder
-from src.text.tokenization import IGNORED, pack, packed_positions, padded_length
+from src.text.tokenize_and_pack import IGNORED, pack, packed_positions, padded_length
 
 SAMPLE: dict = {"may_change_on_resume": True, "from_checkpoint": False}
 

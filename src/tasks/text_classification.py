@@ -20,7 +20,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text import labels as class_labels
-from src.text.tokenization import pad_columns, padded_length, require_text, tokenize_truncated
+from src.text.tokenize_and_pack import pad_columns, padded_length, require_text, tokenize_truncated
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from src.config.errors import UsageError, one_line, warn
-from src.text.tokenization import IGNORED, token_bytes
+from src.text.tokenize_and_pack import IGNORED, token_bytes
 
 ASSISTANT_NAMES = ("assistant", "gpt", "bot", "chatbot", "model", "ai")  # role names in other formats
 PARTS = ("tool_calls", "reasoning_content", "reasoning", "thinking")  # of a turn, besides its content

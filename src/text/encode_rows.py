@@ -12,7 +12,7 @@ import numpy as np
 
 from src.config.errors import UsageError
 from src.text.chat import encode_chat, warn_once
-from src.text.tokenization import IGNORED, require_text, tokenize_with_bytes
+from src.text.tokenize_and_pack import IGNORED, require_text, tokenize_with_bytes
 
 # Columns that other trainers use. A warning names those that the data has and this task ignores.
 MEANINGFUL = "attention_mask labels loss_mask assistant_mask assistant_masks completion_mask prompt_mask position_ids"

@@ -1,4 +1,4 @@
-"""Meter: sums of loss, weight, tokens, seconds and named values since the last train line.
+"""Sums of a step, over all ranks and of this rank's losses; the meter of what steps add up to until a train line.
 
 Tests: tests/reporting/test_run_logger.py, tests/training/test_resume_on_other_world_size.py.
 """
@@ -6,16 +6,83 @@ Tests: tests/reporting/test_run_logger.py, tests/training/test_resume_on_other_w
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 
 from src.config.errors import UsageError
+from src.data.data_loader import StepBatch
 from src.distributed.host_group import HostGroup
-from src.training.step import StepLosses, StepTotals, widen
+from src.distributed.strategies import Strategy
 
 SUMS = ("weight", "tokens", "padded_tokens", "data_seconds")
 LINE = ("kind", "step", "epoch", "loss", "weight", "tokens_per_second", "padding", "data_seconds", "seconds")
 LINE += ("learning_rate", "grad_norm", "skipped", "graphs", "tflops", "mfu", "gpu_memory_gib")
+
+
+# ---- one step ----------------------------------------------------------------------------------------------------------
+
+
+class StepTotals(NamedTuple):
+    """Sums over all ranks, from one small all-reduce before the forward passes of a step."""
+
+    weight: float  # targets (tokens, rows, ...) in the global batch; the loss is divided by it
+    tokens: float
+    padded_tokens: float  # tokens and padding
+    examples: float  # 0: a streamed dataset has no rows left in this pass
+    hash_low: float  # with hash_high: a hash of the example ids, for ledger.jsonl
+    hash_high: float
+    save: float  # ranks that were asked for a checkpoint
+    stop: float  # ranks that were asked to stop
+    failed: float  # ranks on which too many checkpoints in a row could not be written
+    forwards: list[float]  # micro-batches of each rank; empty if ranks may run different numbers of them
+
+    @classmethod
+    def sum_over_ranks(cls, strategy: Strategy, batch: StepBatch, requests: list[float], failed: float) -> "StepTotals":
+        """Sum the counts of the micro-batches, `requests` [save, stop] and `failed` over all ranks; a collective.
+
+        Every input of a decision is summed here, so ranks never disagree. Sums of whole numbers are exact."""
+        forwards = strategy.forwards_per_rank(batch)
+        sums = strategy.hosts.sum([*batch_counts(batch), *requests, failed, *forwards]).tolist()
+        return cls(*sums[:9], forwards=sums[9:])
+
+
+def batch_counts(batch: StepBatch) -> list[float]:
+    """Return [weight, tokens, padded_tokens, examples, hash_low, hash_high] of this rank's micro-batches."""
+    counts = [0.0] * 6
+    for micro, rows in batch:
+        if not micro.dummy:
+            more = (rows.weight, rows.tokens, rows.padded_tokens, len(micro.ids), *micro.hash)
+            counts = [count + value for count, value in zip(counts, more, strict=True)]
+    return counts
+
+
+class StepLosses(NamedTuple):
+    """What the task returned for this rank's micro-batches of a step, on the device."""
+
+    losses: torch.Tensor  # one per micro-batch
+    sums: dict[str, torch.Tensor]  # its further sums (0-d), added over the micro-batches
+
+    @classmethod
+    def of(cls, batch: StepBatch, outputs: list[dict[str, torch.Tensor]]) -> "StepLosses":
+        """Return the losses and further sums (0-d) of each micro-batch in one; dummy batches count as 0."""
+        real = [(out, micro.dummy) for (micro, _), out in zip(batch, outputs, strict=True)]
+        losses = [torch.zeros_like(out["loss"]) if dummy else out["loss"] for out, dummy in real]
+        sums: dict[str, Any] = {}
+        for out, dummy in real:
+            for name, value in out.items():
+                if name != "loss" and not dummy:
+                    sums[name] = sums[name] + widen(value) if name in sums else widen(value)
+        return cls(torch.stack(losses) if len(losses) > 1 else losses[0][None], sums)
+
+
+def widen(value: torch.Tensor) -> torch.Tensor:
+    """Return `value` in float64, without its graph, on its device; on the CPU if it is on mps, which has no float64."""
+    value = value.detach()
+    return (value.cpu() if value.device.type == "mps" else value).double()
+
+
+# ---- many steps --------------------------------------------------------------------------------------------------------
 
 
 class Meter:

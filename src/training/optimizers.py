@@ -13,7 +13,7 @@ from src.config.errors import UsageError, did_you_mean
 from src.config.optimizer_class import find_class, optimizer_addon, optimizer_arguments
 from src.config.schema import RunConfig
 from src.distributed.sharded_tensors import plain_name
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 
 FUSED = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)  # these can skip an update on the device
 

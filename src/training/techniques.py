@@ -11,7 +11,7 @@ import torch
 
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
-from src.training.step import StepLosses
+from src.training.meter import StepLosses
 from src.training.train_state import Run
 
 

@@ -18,8 +18,8 @@ from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.storage.jsonl import JsonlWriter
 from src.tasks import Task
-from src.training.meter import Meter
-from src.training.step import ModelWithLoss, StepBatch, StepLosses
+from src.training.meter import Meter, StepBatch, StepLosses
+from src.training.model_with_loss import ModelWithLoss
 
 SMOKE_STEPS = 2
 

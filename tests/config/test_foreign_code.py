@@ -16,7 +16,7 @@ from src.config.fields import declared_options
 from src.config.schema import RunConfig
 from src.storage import atomic_folder
 from src.tasks import OPTIONS, base, make_task
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from src.training.train_state import TrainState
 from tests.helpers import kit
 

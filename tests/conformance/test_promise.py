@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from src.training.step import StepLosses
+from src.training.meter import StepLosses
 from tests.helpers import kit
 
 pytestmark = pytest.mark.conformance

@@ -17,7 +17,7 @@ from src.distributed.fsdp2 import FSDP2
 from src.distributed.host_group import HostGroup
 from src.distributed.strategies import Strategy
 from src.tasks import causal_lm
-from src.training import evaluation, step
+from src.training import evaluation, model_with_loss
 from tests.helpers import kit
 from tests.helpers.strategy_runs import (
     STEPS,
@@ -98,7 +98,7 @@ def test_dropout_masks_and_tied_weights_are_those_of_one_process(dropped, tmp_pa
 
 def test_weights_that_accelerate_would_untie_are_refused(dropped, tmp_path, monkeypatch):
     """Without the method that ties them again, a run trains and ends somewhere else."""
-    monkeypatch.setattr(step.ModelWithLoss, "tie_weights", lambda self: None)
+    monkeypatch.setattr(model_with_loss.ModelWithLoss, "tie_weights", lambda self: None)
     codes, outputs = command(dropped[0], tmp_path / "here")
     assert codes == [1, 1], outputs
     assert "untied" in outputs[0]

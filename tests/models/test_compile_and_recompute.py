@@ -10,7 +10,7 @@ from src.config.errors import UsageError
 from src.config.schema import RunConfig
 from src.data.data_loader import seed_everything
 from src.models.compile_and_recompute import compile_and_recompute
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
 
 pytestmark = pytest.mark.cluster

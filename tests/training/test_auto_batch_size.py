@@ -9,7 +9,7 @@ import yaml
 from src.config.schema import RunConfig
 from src.distributed.strategies import make_strategy
 from src.training import memory
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit
 
 CUBLAS = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"

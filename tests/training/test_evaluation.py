@@ -9,7 +9,7 @@ import torch
 
 from src.config.errors import UsageError
 from src.tasks import causal_lm
-from src.training import step
+from src.training import model_with_loss
 from tests.helpers import kit
 
 
@@ -62,13 +62,13 @@ def test_what_training_reports_evaluation_recomputes_to_the_last_digit(trained, 
 def _threads_of_forwards(*argv) -> tuple[dict, set[int]]:
     """Evaluate in a process with two threads; return eval.json and the threads that each forward pass had."""
     torch.set_num_threads(2)
-    seen, forward = set(), step.ModelWithLoss.forward
+    seen, forward = set(), model_with_loss.ModelWithLoss.forward
 
     def watched(self, inputs):
         seen.add(torch.get_num_threads())
         return forward(self, inputs)
 
-    step.ModelWithLoss.forward = watched
+    model_with_loss.ModelWithLoss.forward = watched
     return kit.evaluate_here(argv), seen
 
 

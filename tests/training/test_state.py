@@ -16,7 +16,7 @@ from src.config import schema
 from src.config.errors import Failure
 from src.config.parsing import RunConfig
 from src.tasks import causal_lm
-from src.training import evaluation, step
+from src.training import evaluation, meter
 from src.training.train_state import Intervals, TrainState
 from tests.helpers import killing, kit
 
@@ -139,9 +139,9 @@ def test_first_update_may_be_skipped(tiny, tmp_path, monkeypatch):
     assert kit.distance(runs[1].weights, runs[2].weights) <= 1e-10
 
     # The same steps without their global batches: no update is attempted where the weight of a step is zero.
-    counts = step.batch_counts
+    counts = meter.batch_counts
     monkeypatch.setattr(
-        step,
+        meter,
         "batch_counts",
         lambda batch: [0.0] * 3 + counts(batch)[3:] if batch[0][0].step in (0, 3) else counts(batch),
     )

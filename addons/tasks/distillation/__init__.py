@@ -14,7 +14,7 @@ from src.config.errors import UsageError
 from src.config.fields import option
 from src.config.paths import plain_data
 from src.tasks import causal_lm
-from src.text.tokenization import IGNORED
+from src.text.tokenize_and_pack import IGNORED
 
 
 @dataclass

@@ -22,7 +22,7 @@ from src.config.fields import option
 from src.config.paths import plain_data
 from src.models.chunked_cross_entropy import Scored
 from src.tasks.base import Batch
-from src.text.tokenization import IGNORED, padded_length
+from src.text.tokenize_and_pack import IGNORED, padded_length
 
 
 @dataclass

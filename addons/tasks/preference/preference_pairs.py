@@ -7,7 +7,7 @@ from typing import Any
 
 from src.config.errors import UsageError
 from src.text.encode_rows import Encoder
-from src.text.tokenization import IGNORED, require_text
+from src.text.tokenize_and_pack import IGNORED, require_text
 
 SIDES = ("chosen", "rejected")
 

@@ -25,7 +25,7 @@ from src.runtime.private_apis import known_masks
 from src.tasks import base
 from src.tasks.base import Batch
 from src.text.labels import require_columns
-from src.text.tokenization import IGNORED, padded_length, require_text, tokenize_truncated
+from src.text.tokenize_and_pack import IGNORED, padded_length, require_text, tokenize_truncated
 
 
 @dataclass

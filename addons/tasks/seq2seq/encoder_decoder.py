@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from src.distributed.sharded_tensors import is_partial
 from src.models.chunked_cross_entropy import Scored
 from src.models.model_checks import is_plain_head
-from src.text.tokenization import IGNORED
+from src.text.tokenize_and_pack import IGNORED
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel

@@ -11,7 +11,7 @@ from addons.adapters import peft as addon
 from src.checkpointing import model_folder
 from src.config.addons import run_config
 from src.config.errors import UsageError
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit, plain_task, technique_runs
 from tests.helpers.technique_runs import Plain
 

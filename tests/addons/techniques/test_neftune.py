@@ -8,7 +8,7 @@ import transformers
 
 from addons.techniques.neftune import NEFTune
 from src.data.batch_plan import PlanConfig, plan
-from src.training.step import ModelWithLoss
+from src.training.model_with_loss import ModelWithLoss
 from tests.helpers import kit, technique_runs
 
 ALPHA = 5.0

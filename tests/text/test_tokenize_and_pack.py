@@ -5,7 +5,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from src.config.errors import UsageError
-from src.text.tokenization import pack, packed_positions, require_text, token_bytes
+from src.text.tokenize_and_pack import pack, packed_positions, require_text, token_bytes
 from tests.helpers import kit
 
 TEXTS = ["def f(x): return x", "für Ölmühlen", "漢字かな", "a🙂b👩‍👩‍👧c", "", "a\ud800b"]

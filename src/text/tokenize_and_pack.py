@@ -1,6 +1,6 @@
 """Rows of tokens: tokenized, truncated to a length, packed into full rows, padded to a batch.
 
-Tests: tests/text/test_tokenization.py.
+Tests: tests/text/test_tokenize_and_pack.py.
 """
 
 import bisect

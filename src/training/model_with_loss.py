@@ -1,0 +1,58 @@
+"""The model and the task's loss in one module, which Accelerate wraps: built, compiled, with activation checkpointing.
+
+Tests: tests/training/test_step.py and tests/conformance/.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from src.config.schema import RunConfig
+from src.distributed.strategies import Strategy
+from src.models.compile_and_recompute import compile_and_recompute
+from src.runtime import private_apis
+from src.tasks import Task
+
+
+class ModelWithLoss(torch.nn.Module):
+    """The module that Accelerate wraps: a model and the task's loss in one forward pass.
+
+    Because the loss is inside, no wrapper converts, gathers or keeps logits."""
+
+    def __init__(self, model: torch.nn.Module, task: Task):
+        super().__init__()
+        self.model, self.task = model, task
+        self.training_loss: Callable[..., dict[str, torch.Tensor]] | None = None  # of an add-on, instead of `task.loss`
+        private_apis.set_layer_class_names(self, private_apis.layer_class_names(self))
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        self.tied = [several for several in names.values() if len(several) > 1]  # names of the same parameter
+
+    def tie_weights(self) -> None:
+        """Tie weights again: accelerate shards a copy of the model on the meta device, which has lost the ties."""
+        for first, *others in self.tied:
+            parameter = self.model.get_parameter(first)
+            for name in others:
+                path, _, leaf = name.rpartition(".")
+                self.model.get_submodule(path).register_parameter(leaf, parameter)
+
+    def forward(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        loss = self.training_loss if self.training and self.training_loss else self.task.loss
+        return loss(self.model, inputs)
+
+
+def build_model(
+    cfg: RunConfig,
+    strategy: Strategy,
+    task: Task,
+    weights: str | Path | None,
+    change_model: Callable[[ModelWithLoss, RunConfig], None],
+) -> ModelWithLoss:
+    """Return the task's model and loss in one module, changed by `change_model`, then compiled and with activation
+    checkpointing as `cfg` says."""
+    model = ModelWithLoss(strategy.build_model(task, weights), task)
+    change_model(model, cfg)
+    compile_and_recompute(model.model, cfg, strategy.accelerator.device)
+    return model
