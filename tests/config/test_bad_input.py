@@ -213,6 +213,7 @@ def test_bad_input_of_an_evaluation(here, expected, changed):
     assert_refused(here, "eval.py", flags(dict.fromkeys(GOOD) | {"output_dir": "scores"} | changed), expected)
 
 
+@pytest.mark.cluster
 def test_exit_code_and_message_of_torchrun(here):
     """torchrun ends with 1 for any failure, and a report of the first rank that failed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

@@ -72,6 +72,7 @@ def train_on_terminal(tmp_path: Path, run_file: Path, processes: int) -> Termina
     return terminal
 
 
+@pytest.mark.cluster
 def test_make_smoke_passes_and_leaves_the_run_folder_to_the_run(tmp_path, run_file):
     command = ["make", "-o", ".venv/done", "smoke", f"CONFIG={run_file}", "NPROC=2"]
     done = subprocess.run(

@@ -178,6 +178,7 @@ def test_launcher_names_the_rank_that_failed_first(tiny, tmp_path):
     assert run_status.read_status(tmp_path / "run")["reason"] == "ValueError: a cosmic ray"
 
 
+@pytest.mark.cluster
 def test_launcher_ends_the_others_after_a_death(tiny, tmp_path):
     text = launch(tmp_path, recipe(tiny), LOSS, "os.kill(os.getpid(), signal.SIGKILL)")
     assert "Signal 9 (SIGKILL)" in root_cause(text)

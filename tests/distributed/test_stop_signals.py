@@ -313,6 +313,7 @@ def test_killed_rank_ends_the_others(tiny, straight, tmp_path):
     check_resumes(tmp_path, flags, straight)
 
 
+@pytest.mark.cluster
 def test_accelerate_launch_dies_and_its_child_saves(tiny, tmp_path):
     """With one process, accelerate launch dies of SIGTERM and passes nothing on."""
     folder = tmp_path / "run"
