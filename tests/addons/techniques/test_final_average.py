@@ -61,7 +61,7 @@ def last(tiny, tmp_path_factory) -> kit.Run:
 
 def test_final_holds_the_average_of_the_last_step(last):
     check_final(last, 6)
-    assert "; ema: loss " in (last.folder.with_suffix(".out") / "rank0.txt").read_text()
+    assert ", ema/loss " in (last.folder.with_suffix(".out") / "rank0.txt").read_text()
 
 
 @pytest.mark.cluster
