@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
+ALIGNMENT = 64  # bytes, of memory that torch allocates on a CPU
+
+
 def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     """Return the strategy of this launch; raise UsageError on every rank for settings that it does not support."""
     distributed_type, mesh = accelerator.distributed_type.value, accelerator.parallelism_config
@@ -39,6 +42,14 @@ def make_strategy(accelerator: "Accelerator", cfg: RunConfig) -> "Strategy":
     strategy = chosen(accelerator, cfg)
     strategy_checks.check_settings(strategy, cfg)
     return strategy
+
+
+def align(model: torch.nn.Module) -> None:
+    """Copy weights that begin where torch would not put them, as in a memory-mapped file: kernels of a CPU round
+    differently there, so a resumed run would leave the undisturbed one in the last place."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.data_ptr() % ALIGNMENT:
+            tensor.data = tensor.data.clone()
 
 
 class Strategy:
@@ -75,7 +86,10 @@ class Strategy:
 
     def build_model(self, task: Any, weights: Any) -> torch.nn.Module:
         """Return the task's model on the CPU with the weights in the folder `weights`; None: with random weights."""
-        return task.build_model(weights)
+        model = task.build_model(weights)
+        if self.accelerator.device.type == "cpu":
+            align(model)
+        return model
 
     def prepare(
         self, model_with_loss: torch.nn.Module, optimizer: torch.optim.Optimizer

@@ -5,11 +5,13 @@ import shutil
 
 import numpy as np
 import pytest
+from accelerate import Accelerator
 
 import train
 from src.checkpointing.locate_weights import init_weights
 from src.config.errors import UsageError
 from src.config.parsing import RunConfig
+from src.distributed.strategies import make_strategy
 from src.storage import atomic_folder
 from tests.checkpointing import recipe
 from tests.checkpointing.recipe import DAMAGE, at_step, find, identity_of
@@ -25,6 +27,24 @@ def known(tiny) -> dict:
 def test_resume_from_what_is_no_checkpoint(tiny, known, interrupted):
     with pytest.raises(UsageError, match="resume: nowhere is neither a checkpoint nor a run with one"):
         find(interrupted(), recipe.flags(tiny, resume="nowhere"), known)
+
+
+def _addresses(tiny: dict, folder) -> list[set[int]]:
+    """Return how far weights of a checkpoint begin after a multiple of 64 bytes: as the strategy and as the task builds them."""
+    strategy = make_strategy(Accelerator(cpu=True), RunConfig())
+    task, _ = kit.open_data(**tiny)
+    models = (strategy.build_model(task, folder), task.build_model(folder))
+    return [{p.data_ptr() % 64 for p in model.parameters()} for model in models]
+
+
+def test_loaded_weights_begin_where_those_of_a_new_run_do(tiny, straight, tmp_path):
+    """Elsewhere kernels of a CPU round differently, and after hundreds of steps the losses of a resumed run would differ.
+
+    The mutant uses weights where transformers has mapped the file into memory."""
+    folder = straight[1].folder / at_step(8)
+    [(ours, mutant)] = kit.spawn(1, _addresses, tiny, folder, out=tmp_path / "out")
+    assert ours == {0}
+    assert mutant != {0}
 
 
 # ---- damage: every file of the newest checkpoint, in every way ---------------------------------------------------------
