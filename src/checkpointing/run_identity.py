@@ -74,9 +74,9 @@ def choose_folder(cfg: RunConfig, options: Any) -> RunConfig:
     first = ""
     for number in count(1) if cfg.resume == "auto" else ():
         folder = cfg.output_dir + f"_{number}" * (number > 1)
-        checkpoints = list_checkpoints(folder)
-        state = atomic_folder.read_json(checkpoints[-1] / "state.json") if checkpoints else {}
-        refused, allowed = _changes(state, cfg, options, state["identity"]) if "identity" in state else ({}, {})
+        states = [atomic_folder.read_json(path / "state.json") for path in list_checkpoints(folder)]
+        state = next((state for state in reversed(states) if "identity" in state), None)
+        refused, allowed = _changes(state, cfg, options, state["identity"]) if state else ({}, {})
         if other := refused | {name: text for name, text in allowed.items() if name in NAMES_OF_DATA}:
             first = first or "; ".join(other.values())
             continue

@@ -72,6 +72,10 @@ def test_other_configuration_begins_in_a_new_folder(tiny, tmp_path):
         assert {run.name: checkpoint_folder.step_of(checkpoint_folder.newest_intact(run)) for run in runs} == expected
         said = f"runs/chat holds another run (max_steps: 2 → {fields['max_steps']}): this one is in runs/{name}"
         assert "".join(texts).count(said) == (name == "chat_2")
+        for run in (tmp_path / "here" / "runs").iterdir():  # from now on, the newest checkpoint is damaged
+            newest = checkpoint_folder.newest_intact(run)
+            shutil.copytree(newest, run / at_step(9), dirs_exist_ok=True)
+            (run / at_step(9) / "state.json").unlink()
 
 
 def test_renamed_or_moved_checkpoint_is_still_of_the_run(tiny, straight, interrupted):
