@@ -71,11 +71,6 @@ def draw_ids(config: "PlanConfig", epoch: int, start: int, stop: int) -> np.ndar
     return example_ids(start, stop, config.num_examples, config.seed, epoch, config.quotas)
 
 
-def as_drawn(config: "PlanConfig", epoch: int, start: int, stop: int) -> np.ndarray:
-    """Return the ids of the step that takes positions start … stop−1 of an epoch: those drawn there."""
-    return config.draw(config, epoch, start, stop)
-
-
 Ids = Callable[["PlanConfig", int, int, int], np.ndarray]
 
 
@@ -94,7 +89,7 @@ class PlanConfig:
     quotas: Quotas | None = None  # for a mixture
     step_sizes: StepSizes | None = None  # None: global_batch examples per step
     draw: Ids = draw_ids  # the rows at given positions of an epoch
-    ids: Ids = as_drawn  # the rows of a step
+    ids: Ids | None = None  # the rows of the step at given positions; None: those drawn there
     max_length: Callable[[int], int] | None = None  # step, counted from 0 -> tokens that are left of a longer row
 
     @property
@@ -123,7 +118,7 @@ def plan(config: PlanConfig, epoch: int, step: int) -> list[MicroBatch]:
     together. The sum over the global batch, and so the gradient, does not depend on the split.
     """
     start, stop = config.sizes.positions(epoch, step)
-    ids = config.ids(config, epoch, start, stop)
+    ids = (config.ids or config.draw)(config, epoch, start, stop)
     of_run = config.sizes.first_step(epoch) + step
     max_length = config.max_length(of_run) if config.max_length else None
     parts = split_into_micro_batches(ids, config.micro_batch, config.lengths, config.max_tokens, max_length)

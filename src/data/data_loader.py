@@ -19,7 +19,6 @@ import torch
 from src.config.addons import functions_of_addons
 from src.config.schema import RunConfig
 from src.data.batch_plan import MicroBatch, PlanConfig, hash_ids, sizes_of_run, training_order
-from src.data.row_errors import describe_failing_row
 from src.data.row_order import derive_seed
 from src.distributed.stop_signals import end_with_parent, ignore_signals
 from src.distributed.strategies import Strategy
@@ -107,7 +106,6 @@ def collate(task: Task, micro: MicroBatch, rows: list[dict], training: bool = Tr
         return (replace(micro, hash=hash_ids(micro.ids)) if training else micro), batch
     except Exception:
         text = f"rows {micro.ids.tolist()} could not be collated (micro-batch {micro.index} of step {micro.step + 1})"
-        text += describe_failing_row(lambda row: task.collate(row, training), micro.ids.tolist(), rows)
         logging.getLogger("run").error("%s", text)
         print(f"\nrank {os.environ.get('RANK', '0')}: {text}", file=sys.stderr, flush=True)
         raise

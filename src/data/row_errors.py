@@ -96,12 +96,6 @@ def describe_values(row: dict[str, Any]) -> str:
     return ", ".join(null or [f"`{name}` = {short.repr(value)}" for name, value in row.items()][:COLUMNS])
 
 
-def describe_failing_row(call: Callable[[list[dict]], Any], ids: Iterable[int], rows: list[dict]) -> str:
-    """Return text about the first row for which `call([row])` fails: its id and values. Return "" if it never does."""
-    first = _first_failing(lambda i: call([rows[i]]), len(rows))
-    return f"; row {list(ids)[first[0]]} fails alone: {describe_values(rows[first[0]])}" if first else ""
-
-
 # ---- files -----------------------------------------------------------------------------------------------------------
 
 

@@ -1,10 +1,8 @@
 """Files become rows that are read by id: in order, prepared once, the same with or without loader workers."""
 
-import functools
 import json
 import os
 import random
-import time
 import types
 from pathlib import Path
 
@@ -132,13 +130,6 @@ def ragged(files, tmp_path_factory):
     return task, splits["train"], [json.loads(line)["input_ids"] for line in lines]
 
 
-@pytest.mark.parametrize("ids", [[5], [1002, 0, 500], [7, 7, 7], list(range(1002, -1, -1))])
-def test_rows_come_in_the_order_of_ids(ragged, ids):
-    _, split, rows = ragged
-    assert [row["input_ids"].tolist() for row in split.rows(np.array(ids))] == [rows[i] for i in ids]
-    assert [len(rows[i]) for i in ids] == split.lengths[ids].tolist()
-
-
 class Drawing(causal_lm.Task):
     """A task with a collator that draws from every random generator."""
 
@@ -221,29 +212,6 @@ def test_changed_code_of_encode_prepares_again(open_data, tmp_path, monkeypatch)
         (tmp_path / "helper.py").write_text(code)
         open_data(train_file=file)
         assert len(prepared(tmp_path)) == count
-
-
-def _count_calls(tools, folder: Path) -> list[str]:
-    """Prepare, and write a line for each call of `encode`."""
-    original = causal_lm.Task.encode
-
-    @functools.wraps(original)
-    def counted(self, batch, locations):
-        with open(folder / "calls", "a") as calls:
-            calls.write(f"{os.getpid()}\n")
-        time.sleep(0.5)  # the others come meanwhile
-        return original(self, batch, locations)
-
-    causal_lm.Task.encode = counted
-    fields = {"model_config": tools / "gpt2.yaml", "tokenizer_name": tools / "tokenizer", "cache_dir": folder / "cache"}
-    task, splits = kit.open_data(**fields, train_file=folder / "rows.jsonl")
-    return texts(task, splits["train"])
-
-
-def test_processes_started_together_prepare_once(tools, tmp_path):
-    write(tmp_path / "rows.jsonl", TEXTS)
-    assert kit.spawn(3, _count_calls, tools, tmp_path, out=tmp_path / "out") == [TEXTS] * 3
-    assert len((tmp_path / "calls").read_text().splitlines()) == 1
 
 
 def test_failed_preparation_leaves_nothing(open_data, tmp_path):

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import PIL.Image
 import pytest
 
 from src.config.addons import run_config
 from src.config.errors import UsageError
 from src.data import prepared_split
 from src.data.dataset import prepare_datasets
-from src.data.prepared_split import repeated
 from src.tasks import base
 from tests.helpers import images
 
@@ -41,15 +39,6 @@ class Pictures(base.Task):
         return {"pixels": pixels, "flat": flat, "length": ones, "targets": ones, "cut": ones}
 
 
-class Encoded(Pictures):
-    decode_media = False
-
-    def encode(self, batch, locations):
-        decoded = super().encode({"image": [PIL.Image.new("RGB", SHAPE[1::-1])] * len(locations)}, locations)
-        self.seen = batch["image"]
-        return decoded
-
-
 def opened(task_class, folder, **fields):
     fields = {"train_file": [str(folder / "train.parquet")], "cache_dir": str(folder / "cache")} | fields
     cfg = run_config(**fields)
@@ -61,11 +50,6 @@ def opened(task_class, folder, **fields):
 def folder(tmp_path) -> Path:
     images.write_pictures(tmp_path / "train.parquet", 40)
     return tmp_path
-
-
-def test_images_can_stay_encoded(folder):
-    task, _ = opened(Encoded, folder)
-    assert all(value["bytes"][:4] == b"\x89PNG" for value in task.seen)
 
 
 def broken_image(folder) -> str:
@@ -90,17 +74,3 @@ def images_bytes(seed: int) -> bytes:
     file = io.BytesIO()
     images.picture(np.random.default_rng(seed), 0).save(file, "PNG")
     return file.getvalue()
-
-
-def test_arrays_with_equal_corners_are_not_duplicates(folder):
-    """The repr of an array omits its middle."""
-    pictures = [np.full(SHAPE, 255, np.uint8) for _ in range(4)]
-    for i, picture in enumerate(pictures):
-        picture[8:10, 8:10] = i
-    features = datasets.Features(image=datasets.Image())
-    for name, chosen in (("train", pictures[:2]), ("validation", pictures[1:])):
-        rows = {"image": [PIL.Image.fromarray(picture) for picture in chosen]}
-        datasets.Dataset.from_dict(rows, features).to_parquet(folder / f"{name}.parquet")
-    files = {"validation_file": [str(folder / "validation.parquet")]}
-    _, splits = opened(Pictures, folder, **files)
-    assert repeated(splits) == (1, 3)

@@ -129,19 +129,6 @@ def test_loss_of_each_source_equals_its_data_alone(sources, one, tmp_path):
     assert line["examples"] == 22
 
 
-def test_metric_missing_in_one_source_is_not_totaled(sources, tmp_path):
-    """Rows of ids have no bytes: over those of the others the bits would be too many."""
-    _, _, mixture = sources
-    kit.tiny_tokenizer(tmp_path / "tokenizer", ["def f return self"] * 2)
-    texts = str(kit.write_jsonl(tmp_path / "texts.jsonl", [{"text": f"def f{n} return self"} for n in range(9)]))
-    model = kit.write_yaml(tmp_path / "gpt2.yaml", kit.TINY | {"vocab_size": 400})
-    fields = {"model_config": model, "tokenizer_name": tmp_path / "tokenizer", "max_steps": 1, "eval_steps": 1}
-    both = {"low": mixture["low"] | {"weight": 1}, "text": {"train_file": texts, "validation_file": texts, "weight": 1}}
-    line = kit.run_training(1, tmp_path / "run", *kit.flags(**fields), *mixed(both)).kind("eval")[-1]
-    assert {"accuracy", "perplexity", "loss", "text/bits_per_byte"} <= line.keys()
-    assert not {"bits_per_byte", "low/bits_per_byte"} & line.keys()
-
-
 def test_mixture_resumes_bitwise_and_weights_are_fixed(sources, one, tmp_path):
     import shutil
 
@@ -192,12 +179,6 @@ def test_mixture_errors(sources, change, message):
     folder, _, mixture = sources
     with pytest.raises(UsageError, match=message):
         kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture | change))
-
-
-def test_mixture_with_train_file_is_refused(sources):
-    folder, _, mixture = sources
-    with pytest.raises(UsageError, match="mixture and train_file are both given"):
-        kit.open_data(model_config=folder / "gpt2.yaml", mixture=json.dumps(mixture), train_file=folder / "low.jsonl")
 
 
 # ---- the token budget --------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -127,15 +126,6 @@ def test_mutant_with_blocks_by_process(fields_of, tmp_path, small, monkeypatch):
     assert digest(caches[0]) != digest(caches[1])
 
 
-def test_blocks_depend_on_the_data_alone():
-    for rows, size in ((1, 1), (7, 10**9), (10**6, 10**7), (5000, 3 * prepare.BLOCK), (3, 0)):
-        blocks = prepare.block_ranges(rows, size)
-        assert (blocks[0].start, blocks[-1].stop) == (0, rows)
-        assert all(a.stop == b.start for a, b in pairwise(blocks))
-        assert all(0 < len(block) <= prepare.BLOCK_ROWS for block in blocks)
-        assert max(map(len, blocks)) * size <= max(size, rows * prepare.BLOCK)
-
-
 # ---- prepared once -----------------------------------------------------------------------------------------------------
 
 
@@ -233,24 +223,6 @@ def test_process_killed_while_it_sends_rows_ends_the_preparation():
     assert "host memory was full" in ended.stdout, ended.stderr
 
 
-def test_rename_after_a_kill_and_files_of_another_size(fields_of, tmp_path, monkeypatch):
-    """A preparation that was killed before its last rename is used; one with a truncated file is refused."""
-    opened(fields_of("rows"), tmp_path)
-    [stats] = tmp_path.glob("prepared/[!.]*/facts.json")
-    stats.parent.rename(f"{stats.parent}.{prepare.SharedWork(tmp_path).host}")
-    count_blocks(monkeypatch, tmp_path)
-    opened(fields_of("rows"), tmp_path)
-    assert encoded(tmp_path) == []
-    lengths = stats.parent / "lengths"
-    lengths.write_bytes(lengths.read_bytes()[:-4])
-    with pytest.raises(UsageError, match=f"{lengths} is damaged: remove the folder"):
-        opened(fields_of("rows"), tmp_path)
-    for missing in (lengths, stats.with_name("manifest.json")):
-        missing.unlink()
-        with pytest.raises(UsageError, match=f"{missing} is damaged: remove the folder"):
-            opened(fields_of("rows"), tmp_path)
-
-
 def test_data_is_prepared_before_the_process_group_exists(tmp_path, monkeypatch):
     """So no collective waits for it, and preparation may take longer than ddp_timeout."""
     original = causal_lm.Task.encode
@@ -300,21 +272,6 @@ def test_long_rows_are_cut_and_counted_or_packed_without_loss(open_data, tmp_pat
     assert data_notes(splits) == [
         f"train data: 2 rows were longer than max_length: truncation removed {share:.1%} of all tokens"
     ]
-
-
-@pytest.mark.parametrize("packing", [False, True])
-def test_empty_rows_are_counted_without_target(open_data, tmp_path, packing):
-    file = kit.write_jsonl(tmp_path / "rows.jsonl", [*GOOD, {"text": ""}, *GOOD, {"text": ""}])
-    task, splits = open_data(train_file=file, packing=packing)
-    split = splits["train"]
-    assert split.stats["source_rows"] == 20
-    if packing:  # they would fill a place and teach nothing
-        assert sum(len(ids) > 1 for ids in documents(split)) == len(documents(split)) == 18
-        return
-    assert (len(split), split.stats["without_target"]) == (20, 2)
-    assert data_notes(splits) == ["train data: 2 of 20 rows have no target and are not trained on"]
-    batch = task.collate(split.rows(np.array([8, 9])), True)
-    assert batch.weight == len(split.rows(np.array([8]))[0]["input_ids"]) - 1
 
 
 @pytest.mark.parametrize("packing", [False, True])
