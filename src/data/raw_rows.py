@@ -2,7 +2,7 @@
 
 Replaced in `datasets`, for files, folders, Hub datasets and streams: CSV files are read by csv_reader.py; a column of JSON
 whose type changes after the first chunk of a file is an error, because `datasets` would write the texts of that chunk in
-quotes. The byte order mark of a text is removed.
+quotes, or dates and numbers as text. The byte order mark of a text is removed.
 
 Tests: tests/data/test_bad_rows.py, which also notices if `datasets` changes.
 """
@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pyarrow as pa
 
 from src.config.errors import DISK_FULL, UsageError, one_line
 from src.config.paths import not_found_locally
@@ -124,7 +126,7 @@ def replace_readers() -> None:
     text = "reference:// is refused, because it may run code: give the files themselves"
     fsspec.register_implementation("reference", "refused.NoSuchClass", clobber=True, errtxt=text)
     private_apis.replace_table_reader(Csv, csv_reader.csv_tables)
-    private_apis.replace_table_reader(Json, _json_tables)
+    private_apis.replace_table_reader(Json, _json_tables, _json_cast)
     private_apis.replace_table_reader(Text, _text_tables)
 
 
@@ -133,6 +135,26 @@ def _json_tables(self, *files, **options):
     if self.info.features is not None:  # known from the first chunk
         self.config.on_mixed_types = None
     yield from self.unchecked_tables(*files, **options)
+
+
+def _json_cast(self, table: pa.Table, *args, **options) -> pa.Table:
+    """Return what `Json._cast_table` returns; raise ValueError if it would write numbers or dates as text."""
+    features = self.info.features or {}  # known from the first chunk
+    for name in features.keys() & {*table.column_names}:
+        _refuse_as_text(name, table.schema.field(name).type, features.arrow_schema.field(name).type)
+    return self.unchecked_cast(table, *args, **options)
+
+
+def _refuse_as_text(name: str, given: pa.DataType, wanted: pa.DataType) -> None:
+    """Raise ValueError if a column, also inside of lists and structs, is text elsewhere and something else here."""
+    if pa.types.is_struct(given) and pa.types.is_struct(wanted):
+        for field in wanted:
+            if (index := given.get_field_index(field.name)) >= 0:
+                _refuse_as_text(f"{name}/{field.name}", given.field(index).type, field.type)
+    elif hasattr(given, "value_type") and hasattr(wanted, "value_type"):
+        _refuse_as_text(name, given.value_type, wanted.value_type)
+    elif pa.types.is_string(wanted) and not (pa.types.is_string(given) or pa.types.is_null(given)):
+        raise ValueError(f"`{name}` is text in the first rows, but {given} in all rows of a later part: write one type")
 
 
 def _text_tables(self, *files, **options):

@@ -177,6 +177,33 @@ def test_types_that_change_after_the_first_chunk(open_data, tmp_path):
     assert '"def f"' in rows["text"]
 
 
+@pytest.mark.parametrize(
+    "late, given", [({"text": "2020-01-01"}, "timestamp"), ({"text": 7}, "int64"), ({"text": {"a": 1}}, "struct")]
+)
+def test_text_that_is_something_else_in_a_whole_chunk_or_file(open_data, tmp_path, late, given):
+    """`datasets` would train on `2020-01-01 00:00:00`, on `7` and on `{"a":1}`."""
+    card = "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n  chunksize: 40\n---\n"
+    for name, files in (
+        ("chunk", {"README.md": card, "a.jsonl": lines(ROW) * 9 + lines(late) * 9}),
+        ("file", {"a.jsonl": lines(ROW) * 9, "b.jsonl": lines(late) * 9}),
+        ("nested", {"a.jsonl": lines({"m": [ROW]}) * 9, "b.jsonl": lines({"m": [late]}) * 9}),
+    ):
+        write(tmp_path / name, files)
+        with pytest.raises(
+            UsageError, match=f"text` is text in the first rows, but {given}|/text. changed from string"
+        ):
+            open_data(dataset_name=tmp_path / name)
+    from datasets.packaged_modules.json.json import Json
+
+    checked = Json._cast_table
+    try:
+        Json._cast_table = Json.unchecked_cast
+        rows = datasets.load_dataset(str(tmp_path / "file"), split="train", cache_dir=str(tmp_path / "mutant"))
+    finally:
+        Json._cast_table = checked
+    assert all(isinstance(text, str) for text in rows["text"])
+
+
 def test_folder_that_cannot_be_listed_is_refused(tmp_path, monkeypatch):
     """Python and `datasets` skip it without a word."""
     write(tmp_path / "data", {"train.jsonl": lines(ROW)})
