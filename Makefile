@@ -62,6 +62,7 @@ setup: .venv/done ## build .venv (1 to 5 GB, some minutes; PYTHON=python3.12 cho
 	@touch $@
 	@echo "Installed: .venv is ready."
 
+train: export STOP_IS_SUCCESS := 1
 train: .venv/done ## train CONFIG, or resume it; NPROC=2 uses two processes
 	$(LAUNCH) train.py --config '$(CONFIG)' $(OUT_FLAG) $(ARGS)
 

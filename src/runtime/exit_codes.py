@@ -25,6 +25,7 @@ from src.runtime import console, run_status
 from src.runtime.run_status import EXIT_STOPPED
 
 EXIT_FAILED, EXIT_USAGE, EXIT_CTRL_C = 1, 2, 130
+STOP_IS_SUCCESS = "STOP_IS_SUCCESS"  # set by `make train`: make and launchers take any code but 0 for a failure
 CONNECTION_WORDS = ("connection", "gloo", "nccl", "timed out", "peer", "socket")  # in errors of failed collectives
 MEMORY_WORDS = ("out of memory", "can't allocate memory", "cublas_status_alloc_failed")
 
@@ -69,6 +70,8 @@ def exit_process(code: int, seconds: float | None = None) -> NoReturn:
     """Run the exit hooks, then exit without destructors: those of a process group could wait for other ranks."""
     run_exit_hooks(seconds)
     sys.stdout.flush()
+    if code == EXIT_STOPPED and STOP_IS_SUCCESS in os.environ:
+        code = 0
     os._exit(code)
 
 

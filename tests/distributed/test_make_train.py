@@ -124,6 +124,17 @@ def test_run_is_saved_after_ctrl_c_and_resumes(run_file, tmp_path, processes):
         assert [line["step"] for line in kit.Run(tmp_path / "run").kind("train")] == list(range(1, step + 3))
 
 
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.cluster)])
+def test_run_that_was_asked_to_stop_is_no_error_of_make(run_file, tmp_path, processes):
+    terminal = train_on_terminal(tmp_path, run_file, processes)
+    (tmp_path / "run" / "stop").touch()
+    assert terminal.wait() == 0
+    text = (tmp_path / "output.txt").read_text()
+    assert "Stopped by the file stop at step" in text
+    assert not re.search("Error|Traceback", text)
+    check_saved(tmp_path / "run")
+
+
 @pytest.mark.cluster
 def test_run_is_saved_when_its_terminal_closes(run_file, tmp_path):
     terminal = train_on_terminal(tmp_path, run_file, 2)
