@@ -199,6 +199,9 @@ class RunConfig:
     gradient_checkpointing: bool = changeable(
         "recompute activations in the backward pass: far less memory, a third slower", False
     )
+    profile_steps: list[int] = changeable(
+        "first and last step to profile on rank 0: RUN/profile/ gets a table of operations and a trace", []
+    )
     tf32: bool = changeable(
         "compute float32 matrix products in TF32: faster, 10 bits of mantissa", False, from_checkpoint=True
     )

@@ -115,6 +115,12 @@ def micro_batch_within_global_batch(cfg: RunConfig) -> Iterator[str]:
         yield f"per_device_batch_size is {size}: give at most global_batch_size, which is {cfg.global_batch_size}"
 
 
+def steps_to_profile(cfg: RunConfig) -> Iterator[str]:
+    steps = cfg.profile_steps
+    if steps and not (len(steps) == 2 and 1 <= steps[0] <= steps[1]):
+        yield f"profile_steps is {steps}: give the first and the last step, as [10, 13]"
+
+
 def usable_schedule(cfg: RunConfig) -> Iterator[str]:
     if cfg.warmup_start_lr and not cfg.warmup_steps:
         yield f"warmup_start_lr is {cfg.warmup_start_lr}, but there is no warmup: give warmup_steps, or remove it"
@@ -161,5 +167,5 @@ def _not_writable(folder: Path) -> str | None:
 
 
 RULES = (trusted_attention, one_source, sources_of_mixture, usable_schedule, writable_folders)
-TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, optimizer_errors)
+TRAINING_RULES = (*RULES, one_model, training_data, micro_batch_within_global_batch, steps_to_profile, optimizer_errors)
 EVALUATION_RULES = (*RULES, trained_model, evaluation_data)

@@ -139,9 +139,9 @@ def _json_tables(self, *files, **options):
 
 def _json_cast(self, table: pa.Table, *args, **options) -> pa.Table:
     """Return what `Json._cast_table` returns; raise ValueError if it would write numbers or dates as text."""
-    features = self.info.features or {}  # known from the first chunk
-    for name in features.keys() & {*table.column_names}:
-        _refuse_as_text(name, table.schema.field(name).type, features.arrow_schema.field(name).type)
+    schema = self.info.features.arrow_schema if self.info.features else pa.schema([])  # known from the first chunk
+    for name in {*schema.names} & {*table.column_names}:
+        _refuse_as_text(name, table.schema.field(name).type, schema.field(name).type)
     return self.unchecked_cast(table, *args, **options)
 
 

@@ -19,7 +19,7 @@ from src.models.compile_and_recompute import compiled_graphs
 from src.reporting.environment import topology, write_environment
 from src.reporting.run_plan import plan_table, run_notes
 from src.reporting.trackers import Trackers
-from src.reporting.utilization import GpuUse
+from src.reporting.utilization import GpuUse, StepProfiler
 from src.runtime import console, run_status
 from src.runtime.exit_codes import record_exit_in
 from src.storage import atomic_folder, jsonl
@@ -40,6 +40,7 @@ class RunLogger:
         self.gpu_use = GpuUse(run)
         self.ledger: Ledger | None = None
         self.trackers: Trackers | None = None
+        self.profiler: StepProfiler | None = None
         self.last: dict[str, dict] = {}  # the last train line and eval line
         try:
             (self.folder / "logs").mkdir(parents=True, exist_ok=True)
@@ -80,6 +81,7 @@ class RunLogger:
         jsonl.truncate_after(self.metrics.path, lambda line: _is_before(line, self.state))
         self.ledger = Ledger(run.cfg, run.datasets["train"], step)
         run.files += [self.metrics, self.ledger]
+        self.profiler = StepProfiler(run.cfg, step)
         run_status.write_status(self.folder, "running", step)
         if run.strategy.accelerator.log_with:
             self.trackers = Trackers(run.strategy.accelerator, run.cfg, step)
@@ -89,6 +91,8 @@ class RunLogger:
         self.run.meter.add(losses, totals, data_seconds)
         if self.ledger:
             self.ledger.add_step(self.state.step, totals.examples, totals.hash_low, totals.hash_high)
+        if self.profiler:
+            self.profiler.end_of(self.state.step)
 
     def train_line(self) -> None:
         """Write a train line over the steps since the last train line (a collective)."""
@@ -122,6 +126,8 @@ class RunLogger:
         self.say(summary)
         if not self.is_main:
             return
+        if self.profiler:
+            self.profiler.finish()
         self.say(f"\nA sample of the trained model:\n{'─' * 60}\n{sample}\n{'─' * 60}" if sample else "")
         for kind, line in self.last.items():
             names = ["step", "loss"] if kind == "train" else [name for name in line if name != "kind"]

@@ -1,11 +1,15 @@
-"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory.
+"""Use of the GPU in train lines: model FLOPs per second, their share of the peak rate (MFU), memory; profile of steps.
 
 Tests: tests/reporting/test_utilization.py.
 """
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from src.config.errors import call_or_warn
+from src.config.schema import RunConfig
 from src.training.train_state import Run
 
 # Dense 16-bit TFLOP/s (without sparsity) of NVIDIA's data sheets, by a part of the device's name; the first match counts.
@@ -61,3 +65,34 @@ class GpuUse:
             values["tflops"] = self.flops * tokens_per_second / self.processes / 1e12
             values |= {"mfu": values["tflops"] / self.peak} if self.peak else {}
         return values
+
+
+class StepProfiler:
+    """Profiles the steps of `profile_steps` on this process; a run that begins between them profiles the rest."""
+
+    def __init__(self, cfg: RunConfig, step: int):
+        self.first, self.last = cfg.profile_steps or (0, 0)
+        self.file = Path(cfg.output_dir, "profile", f"steps_{self.first}_to_{self.last}.txt")
+        self.profile: torch.profiler.profile | None = None
+        self.end_of(step)
+
+    def end_of(self, step: int) -> None:
+        """Begin or end the profile after `step`; only its end waits for the device."""
+        if self.first - 1 <= step < self.last and self.profile is None:
+            self.profile = torch.profiler.profile()
+            self.profile.start()
+        elif step == self.last:
+            self.finish()
+
+    def finish(self) -> None:
+        """If a profile has begun, write a table of its operations, and beside it a trace for ui.perfetto.dev."""
+        if self.profile is not None:
+            call_or_warn("the profile", self._write, self.profile)
+        self.profile = None
+
+    def _write(self, profile: torch.profiler.profile) -> None:
+        profile.stop()
+        self.file.parent.mkdir(exist_ok=True)
+        profile.export_chrome_trace(str(self.file.with_suffix(".json.gz")))
+        column = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        self.file.write_text(profile.key_averages().table(sort_by=column, row_limit=40))

@@ -273,6 +273,7 @@ def test_errors_of_the_run_file(here, content, parts):
     "values, parts",
     [
         ({"per_device_batch_size": 9, "global_batch_size": 8}, ["per_device_batch_size is 9", "which is 8"]),
+        ({"profile_steps": [13, 10]}, ["profile_steps is [13, 10]", "the first and the last step"]),
         ({"warmup_steps": 1.5}, ["warmup_steps is 1.5", "below 1"]),
         ({"model_name_or_path": "gpt2"}, ["model_name_or_path and model_config are both given"]),
         ({"model_config": None}, ["no model: give --model_name_or_path"]),
